@@ -11,7 +11,7 @@ from PIL import Image
 from mmray.data.images.decode import header_size
 from mmray.data.images.formats import detect_format
 from mmray.data.prepare.pack import open_shard
-from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
+from mmray.data.store.manifest import TOKENIZER, Manifest, fingerprint, write_manifest
 from mmray.data.store.prepared_set import Media, PreparedSet, Row
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.paths import to_path, write_atomic
@@ -84,7 +84,7 @@ def write_set(folder, shards, tokenizer=None, languages=()):
         "languages": dict(Counter(languages)),
         "num_images": {split: dict(each) for split, each in num_images.items()},
     }
-    write_atomic(folder / MANIFEST, replace(manifest, **counts).to_json())
+    write_manifest(folder, replace(manifest, **counts))
     return str(folder)
 
 

@@ -22,8 +22,9 @@ import pyarrow as pa
 
 from mmray.data.prepare.pack import read_chunk_record, record_path
 from mmray.data.rows import HELD_OUT_SPLITS
-from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, Manifest, Shard
+from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, Manifest
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.shard_table import Shard
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, write_atomic

@@ -28,8 +28,9 @@ from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signatu
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
-from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
+from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Media, Row
+from mmray.data.store.shard_table import Shard
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import (
     AnyPath,

@@ -47,6 +47,7 @@ from mmray.data.store.manifest import (
     Manifest,
     fingerprint,
     read_manifest,
+    write_manifest,
 )
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.plugins import check_installed
@@ -58,7 +59,6 @@ from mmray.storage.paths import (
     list_names,
     retry_if_remote,
     to_path,
-    write_atomic,
 )
 from mmray.storage.requests import iter_parallel, parallel_map
 
@@ -285,7 +285,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         manifest = replace(manifest, tokenizer=TOKENIZER)
     # a process that was paused must not overwrite or delete the files of the one that took over
     write_lease.check()
-    write_atomic(out / MANIFEST, manifest.to_json())
+    write_manifest(out, manifest)
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from
     # the records, because another writer may have replaced one on a store.
     wanted = {shard.file for shard in result.shards} | {

@@ -31,6 +31,28 @@ RECOUNT_FRACTION = 1 / 256
 
 
 AUTO = "auto"  # a folder in the temporary folder of the node
+MAX_TABLE_BYTES = 4 << 30
+
+
+def auto_folder() -> Path:
+    """Return the folder of this user in the temporary folder of the node, which is created.
+
+    Raises OSError.
+    """
+    folder = Path(tempfile.gettempdir()) / f"mmray-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    # Another user may have created the folder, and would choose what this process reads.
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def node_cache() -> ShardCache:
+    """Return the cache of the tables of shards (shard_table.py). Raises UsageError."""
+    try:
+        return ShardCache(str(auto_folder() / "tables"), MAX_TABLE_BYTES)
+    except OSError as error:
+        raise UsageError(f"the temporary folder of this node cannot be used: {error}") from None
 
 
 class ShardCache:
@@ -56,20 +78,16 @@ class ShardCache:
     @cached_property
     def folder(self) -> Path:
         """The folder on this node, which is created. Raises UsageError if it cannot be used."""
-        folder = Path(self._address).expanduser().absolute()
-        if self._address == AUTO:
-            folder = Path(tempfile.gettempdir()) / f"mmray-cache-{os.getuid()}"
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Another user may have created the folder, and would choose what this process reads.
-            if self._address == AUTO and folder.stat().st_uid != os.getuid():
-                raise PermissionError("it belongs to another user")
+            is_auto = self._address == AUTO
+            folder = auto_folder() if is_auto else Path(self._address).expanduser().absolute()
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "locks").mkdir(exist_ok=True)
             free = shutil.disk_usage(folder).free + sum(size for _, size, _ in _entries(folder))
         except OSError as error:
             raise UsageError(
-                f"data.local_cache {folder} cannot be used on this node: {error}. Name another "
-                "folder with --data.local-cache, or `None` for no cache"
+                f"data.local_cache {self._address} cannot be used on this node: {error}. Name "
+                "another folder with --data.local-cache, or `None` for no cache"
             ) from None
         if free < self._used_bytes:
             raise UsageError(

@@ -7,15 +7,17 @@ rename them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import orjson
 
 from mmray.data.rows import is_safe_path
+from mmray.data.store.shard_table import Shard, ShardTable, TableFile
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath, write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = "mmray prepared set"  # value of `format` in the manifest
@@ -33,35 +35,6 @@ RECORD_BATCH_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A file with rows of one split;
-
-    `dropped` are row numbers in it that are not part of the set (duplicates).
-    """
-
-    file: str
-    split: str | None
-    num_rows: int
-    num_bytes: int
-    sha256: str  # digest of the rows, in order
-    dropped: tuple[int, ...] = ()
-    batches: str = ""  # byte offset of each record batch, and of the end of the last one
-
-    @property
-    def num_kept(self) -> int:
-        return self.num_rows - len(self.dropped)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Shard:
-        return cls(**values | {"dropped": tuple(values["dropped"])})
-
-    @property
-    def batch_offsets(self) -> list[int]:
-        """`batches` as numbers; record batch b is bytes batch_offsets[b]..batch_offsets[b + 1]."""
-        return [int(offset) for offset in self.batches.split()]
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Contents of a prepared set; num_rows + num_quarantined = num_read."""
 
@@ -75,7 +48,7 @@ class Manifest:
     # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
     source: dict[str, Any]
     settings: dict[str, Any]
-    shards: tuple[Shard, ...] = field(repr=False)
+    shards: Sequence[Shard] = field(repr=False)  # a ShardTable if it was read
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
     leakage: dict[str, Any] = field(default_factory=dict)  # summary of the contamination check
@@ -107,17 +80,56 @@ class Manifest:
         """Whether the digests of the shards cover the bytes of the images."""
         return not self.is_index_only or self.settings.get("check", "full") != "none"
 
-    def to_json(self) -> bytes:
-        values = asdict(self) | {"format": FORMAT}
-        return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
-
-def fingerprint(shards: Iterable[Shard]) -> str:
+def fingerprint(shards: Sequence[Shard]) -> str:
     """Return a hex digest of the rows of these shards, in order."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(f"{shard.sha256} {shard.split} {shard.dropped}\n".encode())
-    return digest.hexdigest()
+    table = ShardTable.from_shards(shards)
+    return table.fingerprint(table.of_split(None))
+
+
+def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
+    """Write the shards of a set and its manifest.
+
+    The file of the shards is named by its digest, because processes that opened the set before it
+    grew still read the older one.
+    """
+    shards = manifest.shards
+    table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
+    data = table.data.to_pybytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    name = f"shards-{sha256[:16]}.arrow"
+    write_atomic(folder / name, data)
+    entry = {"file": name, "sha256": sha256, "num_bytes": len(data)}
+    values = asdict(replace(manifest, shards=())) | {"shards": entry, "format": FORMAT}
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    write_atomic(folder / MANIFEST, orjson.dumps(values, option=options))
+
+
+def _open_table(folder: AnyPath, entry: Any) -> ShardTable:
+    """Open the table of a manifest. Raises DataError, ValueError or KeyError."""
+    if isinstance(entry, list):  # a set of an earlier version
+        data = _older_table(entry)
+        sha256 = hashlib.sha256(data).hexdigest()
+        read_again = partial(_read_older_table, folder)
+        return TableFile(folder, "", sha256, len(data), read_again).open(data)
+    name = str(entry["file"])
+    if not is_safe_path(name):
+        raise ValueError(f"the file of the shards, {name!r}, is outside the folder of the set")
+    fetch = (folder / name).read_bytes
+    file = TableFile(folder, name, str(entry["sha256"]), int(entry["num_bytes"]), fetch)
+    table = file.open()
+    if hashlib.sha256(table.data).hexdigest() != file.sha256:
+        raise ValueError(f"{name} has another sha256")
+    return table
+
+
+def _older_table(entries: list[dict[str, Any]]) -> bytes:
+    """Return the table of the shards in a manifest.json of an earlier version."""
+    return ShardTable.from_shards(map(Shard.from_json, entries)).data.to_pybytes()
+
+
+def _read_older_table(folder: AnyPath) -> bytes:
+    return _older_table(orjson.loads((folder / MANIFEST).read_bytes())["shards"])
 
 
 def is_prepared(folder: AnyPath) -> bool:
@@ -150,17 +162,12 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         values = {
             name: value for name, value in values.items() if name in Manifest.__dataclass_fields__
         }
-        values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
-        for shard in values["shards"]:
-            rows = range(shard.num_rows)
-            if not is_safe_path(shard.file):
-                raise ValueError(f"the shard {shard.file!r} is outside the folder of the set")
-            if not all(row in rows for row in shard.dropped):
-                raise ValueError(f"the shard {shard.file!r} drops rows that it does not have")
+        values["shards"] = _open_table(folder, values["shards"])
+        values["shards"].validate()
         if not isinstance(values["source"], dict):
             raise TypeError(f"its source is {values['source']!r}")
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
         raise DataError(
             f"{folder / MANIFEST} is damaged ({error}). Delete it and rerun the same "
             "`mmray prepare` command."

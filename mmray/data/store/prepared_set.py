@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +34,9 @@ from mmray.data.store.manifest import (
     RECORD_BATCH_ROWS,
     TOKENIZER,
     Manifest,
-    Shard,
-    fingerprint,
     read_manifest,
 )
+from mmray.data.store.shard_table import Shard, ShardTable
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, list_names, open_input, to_path
 from mmray.storage.ranges import RangeReader, coalesce_ranges
@@ -160,7 +160,7 @@ def hash_key(key: str) -> int:
 class ReadRequest(NamedTuple):
     """Rows of one record batch: their indices in the result, and their numbers in the batch."""
 
-    shard: Shard
+    shard: int  # its number in the table
     batch: int
     # first and last record batch of the shuffle block, which a cache fetches as one
     block: tuple[int, int] | None
@@ -188,9 +188,14 @@ class ShardReader:
     """
 
     def __init__(
-        self, folder: AnyPath, cache: ShardCache | None = None, schema: pa.Schema = SCHEMA
+        self,
+        folder: AnyPath,
+        table: ShardTable,
+        cache: ShardCache | None = None,
+        schema: pa.Schema = SCHEMA,
     ) -> None:
         self._folder = folder
+        self._table = table
         self._cache = cache
         self._schema = schema
         self._ranges = RangeReader(folder)
@@ -198,7 +203,7 @@ class ShardReader:
         self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder, schema))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self._folder, self._cache, self._schema)
+        return ShardReader, (self._folder, self._table, self._cache, self._schema)
 
     def for_each_record_batch(
         self,
@@ -222,7 +227,8 @@ class ShardReader:
         """
         if not isinstance(self._folder, RemotePath):
             for request in requests:
-                consume(request, self._read_mapped(request.shard.file, request.batch))
+                file = self._table.file_name(request.shard)
+                consume(request, self._read_mapped(file, request.batch))
             return
         fetches = list(self._plan(requests, whole_blocks))
         # so that actors that start a window together fetch different blocks of it
@@ -244,16 +250,17 @@ class ShardReader:
         """Yield fetches of one shard each."""
         groups: dict[tuple[Any, ...], list[ReadRequest]] = {}
         for request in requests:
-            groups.setdefault((request.shard.file, request.block), []).append(request)
-        for (_, block), group in groups.items():
-            offsets = group[0].shard.batch_offsets
+            groups.setdefault((request.shard, request.block), []).append(request)
+        for (shard, block), group in groups.items():
+            offsets = self._table.offsets(shard)
             if block is not None:
-                fetch = Fetch(offsets[block[0]], offsets[block[1] + 1], group, is_block=True)
+                start, stop = (int(offsets[block[0]]), int(offsets[block[1] + 1]))
+                fetch = Fetch(start, stop, group, is_block=True)
                 if whole_blocks or self._find(fetch) is not None:
                     yield fetch
                     continue
             for start, stop, indices in coalesce_ranges(
-                [(offsets[r.batch], offsets[r.batch + 1]) for r in group]
+                [(int(offsets[each.batch]), int(offsets[each.batch + 1])) for each in group]
             ):
                 yield Fetch(start, stop, [group[index] for index in indices], is_block=False)
 
@@ -264,13 +271,14 @@ class ShardReader:
 
     def _entry_name(self, fetch: Fetch) -> str:
         shard = fetch.requests[0].shard
-        identity = f"{self._folder / shard.file} {shard.sha256} {shard.num_bytes}"
-        key = f"{identity} {fetch.start} {fetch.stop}"
+        path = self._folder / self._table.file_name(shard)
+        size = self._table.num_bytes[shard]
+        key = f"{path} {self._table.sha256(shard)} {size} {fetch.start} {fetch.stop}"
         return hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def _fetch(self, fetch: Fetch, refresh: bool = False) -> pa.Buffer:
         """Return the bytes of a fetch, of a block from the cache."""
-        file = fetch.requests[0].shard.file
+        file = self._table.file_name(fetch.requests[0].shard)
         read = partial(self._ranges.read, file, fetch.start, fetch.stop)
         if not fetch.is_block or self._cache is None:
             return pa.py_buffer(read())
@@ -279,11 +287,10 @@ class ShardReader:
     def _read_fetched(self, fetch: Fetch, consume: Consumer, refresh: bool) -> None:
         data = self._fetch(fetch, refresh)
         shard = fetch.requests[0].shard
-        offsets = shard.batch_offsets
-        start = fetch.start
+        offsets = self._table.offsets(shard) - fetch.start
         for request in fetch.requests:
-            message = data[offsets[request.batch] - start : offsets[request.batch + 1] - start]
-            with self._name_damaged_shard(shard.file, request.batch):
+            message = data[int(offsets[request.batch]) : int(offsets[request.batch + 1])]
+            with self._name_damaged_shard(self._table.file_name(shard), request.batch):
                 record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
                 record_batch.validate(full=True)  # damaged offsets would crash the process later
             consume(request, record_batch)
@@ -340,15 +347,20 @@ class PreparedSet:
         self.folder = folder
         self.manifest = manifest
         self.split = split
-        self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
-        self._starts = np.concatenate(
-            [[0], np.cumsum([shard.num_kept for shard in self._shards])]
-        ).astype(np.int64)
+        shards = manifest.shards
+        self._table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
+        self._numbers = self._table.of_split(split)
+        kept = self._table.num_kept[self._numbers]
+        self._starts = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
         is_version3 = manifest.schema_version == version3.VERSION
         schema = version3.SCHEMA if is_version3 else SCHEMA
-        self._shard_reader = ShardReader(folder, cache, schema)
+        self._shard_reader = ShardReader(folder, self._table, cache, schema)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
+        self._arguments = (folder, manifest, split, cache, shuffle_block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PreparedSet, self._arguments
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -368,11 +380,6 @@ class PreparedSet:
             )
         if "address" in manifest.source:
             to_path(str(manifest.source["address"]))  # raises UsageError for an invalid one
-        # only range reads need the offsets, and they are most of a pickled manifest
-        if not isinstance(folder, RemotePath):
-            manifest = replace(
-                manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards)
-            )
         split = split if manifest.splits else None
         if split and split not in manifest.splits:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
@@ -388,7 +395,7 @@ class PreparedSet:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards with rows of this set, in order."""
-        return tuple(self._shards)
+        return tuple(self._table[number] for number in self._numbers.tolist())
 
     @property
     def num_rows(self) -> int:
@@ -396,7 +403,7 @@ class PreparedSet:
 
     @property
     def num_bytes(self) -> int:
-        return sum(shard.num_bytes for shard in self._shards)
+        return int(self._table.num_bytes[self._numbers].sum())
 
     @property
     def max_pixels(self) -> int:
@@ -406,7 +413,7 @@ class PreparedSet:
     @property
     def fingerprint(self) -> str:
         """Hex digest of these rows in this order."""
-        return fingerprint(self._shards)
+        return self._table.fingerprint(self._numbers)
 
     @property
     def rows_by_num_images(self) -> dict[int, int]:
@@ -485,7 +492,8 @@ class PreparedSet:
             try:
                 values = columns.take(_int64_array(request.rows_in_batch)).to_pylist()
             except (UnicodeDecodeError, pa.ArrowException) as error:
-                raise ValueError(f"{request.shard.file}: {error}") from None
+                file = self._table.file_name(request.shard)
+                raise ValueError(f"{file}: {error}") from None
             for index, value in zip(request.indices, values, strict=True):
                 out[index] = _to_row(value) if column is None else value[column]
 
@@ -523,38 +531,47 @@ class PreparedSet:
         """Group rows by their record batch."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
-        shards = np.searchsorted(self._starts, rows, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            indices = np.flatnonzero(shards == shard)
-            file_rows = self._file_rows(shard, rows[indices] - self._starts[shard])
-            batches = file_rows // RECORD_BATCH_ROWS
-            for batch in np.unique(batches).tolist():
-                in_batch = batches == batch
-                block = (
-                    self._block_of(shard, int(rows[indices[in_batch]].min()))
-                    if self._cached_block_rows
-                    else None
-                )
-                rows_in_batch = file_rows[in_batch] % RECORD_BATCH_ROWS
-                yield ReadRequest(
-                    self._shards[shard], batch, block, indices[in_batch], rows_in_batch
-                )
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        places = np.searchsorted(self._starts, rows, side="right") - 1
+        file_rows = self._file_rows(places, rows)
+        batches = file_rows // RECORD_BATCH_ROWS
+        is_first = (np.diff(places, prepend=-1) != 0) | (np.diff(batches, prepend=-1) != 0)
+        starts = np.flatnonzero(is_first)
+        for start, end in pairwise([*starts.tolist(), len(rows)]):
+            shard = int(self._numbers[places[start]])
+            block = None
+            if self._cached_block_rows:
+                block = self._block_of(int(places[start]), int(rows[start]))
+            rows_in_batch = file_rows[start:end] % RECORD_BATCH_ROWS
+            yield ReadRequest(shard, int(batches[start]), block, order[start:end], rows_in_batch)
 
-    def _block_of(self, shard: int, row: int) -> tuple[int, int]:
-        """Return the first and last record batch of this shard that have rows of the row's shuffle
-        block.
+    def _block_of(self, place: int, row: int) -> tuple[int, int]:
+        """Return the first and last record batch of a shard that have rows of the block of `row`.
+
+        `place` is the index of the shard in this set or split.
         """
-        start = row // self._cached_block_rows * self._cached_block_rows - self._starts[shard]
-        bounds = np.array([start, start + self._cached_block_rows - 1]).clip(
-            0, self._shards[shard].num_kept - 1
-        )
-        first, last = (self._file_rows(shard, bounds) // RECORD_BATCH_ROWS).tolist()
-        return first, last
+        start = row // self._cached_block_rows * self._cached_block_rows
+        bounds = np.array([start, start + self._cached_block_rows - 1])
+        bounds = bounds.clip(self._starts[place], self._starts[place + 1] - 1)
+        first, last = self._file_rows(np.array([place, place]), bounds) // RECORD_BATCH_ROWS
+        return int(first), int(last)
 
-    def _file_rows(self, shard: int, rows: np.ndarray) -> np.ndarray:
-        """Map row numbers that skip dropped rows to row numbers in the file."""
-        entry = self._shards[shard]
-        return np.delete(np.arange(entry.num_rows), entry.dropped)[rows] if entry.dropped else rows
+    def _file_rows(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the row numbers in their shards of rows of the set, int64 [N].
+
+        Dropped rows have a number in the shard, but not in the set.
+        """
+        in_shards = rows - self._starts[places]
+        out = in_shards.copy()
+        for place in np.unique(places).tolist():
+            dropped = self._table.dropped(int(self._numbers[place]))
+            if len(dropped):
+                # Rows of the set before each dropped row of the shard.
+                kept_before = dropped - np.arange(len(dropped))
+                selected = places == place
+                out[selected] += np.searchsorted(kept_before, in_shards[selected], side="right")
+        return out
 
 
 class MixtureComponent(NamedTuple):

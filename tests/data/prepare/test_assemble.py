@@ -17,7 +17,7 @@ from mmray.data.prepare.assemble import (
     PackedRows,
     find_duplicates,
 )
-from mmray.data.store.manifest import Shard
+from mmray.data.store.shard_table import Shard
 
 SPLITS = ("train", "test", None)
 

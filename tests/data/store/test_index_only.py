@@ -1,14 +1,14 @@
 """Index-only sets: the rows and blocks of a packed set without a copy of the images."""
 
 import errno
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mmray.config import Inputs
 from mmray.data.rows import BadRow
-from mmray.data.store.manifest import MANIFEST, Manifest
+from mmray.data.store.manifest import MANIFEST, Manifest, write_manifest
 from mmray.data.store.prepared_set import Media, PreparedSet, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -122,7 +122,7 @@ def foreign_set(folder, source, **ref):
     shard = write_shard([stored], folder, "0.arrow", None)
     settings, origin = {"index_only": True}, {"address": str(source)}
     manifest = Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,))
-    (folder / MANIFEST).write_bytes(manifest.to_json())
+    write_manifest(folder, manifest)
     return str(folder)
 
 
@@ -162,9 +162,14 @@ def test_foreign_set_opens_no_connection_and_no_shard_outside(tmp_path):
         UsageError, match=r"http://127.0.0.1:9/raw cannot be opened: use a local path"
     ):
         PreparedSet.open(address)
-    manifest = Path(foreign_set(tmp_path / "b", tmp_path)) / MANIFEST
-    manifest.write_bytes(manifest.read_bytes().replace(b'"0.arrow"', b'"../a/0.arrow"'))
+    prepared = PreparedSet.open(foreign_set(tmp_path / "b", tmp_path))
+    shard = replace(prepared.shards[0], file="../a/0.arrow")
+    write_manifest(prepared.folder, replace(prepared.manifest, shards=(shard,)))
     with pytest.raises(
         DataError, match=r"the shard '\.\./a/0\.arrow' is outside the folder of the set"
     ):
+        PreparedSet.open(str(tmp_path / "b"))
+    manifest = prepared.folder / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"shards-', b'"../a/shards-'))
+    with pytest.raises(DataError, match=r"'\.\./a/shards-.*', is outside the folder"):
         PreparedSet.open(str(tmp_path / "b"))

@@ -4,8 +4,9 @@ import errno
 import hashlib
 import json
 import pickle
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 
 from mmray.data.prepare.pack import open_shard
 from mmray.data.store import prepared_set, version3
-from mmray.data.store.manifest import MANIFEST, Manifest, Shard
+from mmray.data.store.manifest import FORMAT, MANIFEST, Manifest
 from mmray.data.store.prepared_set import MAGIC_BYTES, PreparedSet, Row, hash_key
+from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError
 from mmray.storage.paths import list_names, open_output, to_path, write_atomic
 from tests.made import image_media, png
@@ -109,6 +111,41 @@ def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypa
             assert got == [rows[number] for number in order]
 
 
+def write_older_manifest(folder, manifest):
+    """As earlier versions did, with the shards in the manifest."""
+    values = asdict(replace(manifest, shards=tuple(manifest.shards))) | {"format": FORMAT}
+    write_atomic(folder / MANIFEST, json.dumps(values))
+
+
+def test_set_whose_manifest_has_the_shards_has_the_same_rows(tmp_path, memory, monkeypatch):
+    """On a disk and a store, in each process, also if it cannot use its temporary folder; unless
+    the set was changed meanwhile.
+    """
+    rows = make_rows(30)
+    shards = [(rows[:17], "train", (0, 3, 9)), (rows[17:], "test", (2,))]
+    for address in (str(tmp_path / "set"), f"{memory}/older"):
+        now = PreparedSet.open(make_set(address, shards), "train")
+        write_older_manifest(now.folder, now.manifest)
+        older = PreparedSet.open(address, "train")
+        assert older.fingerprint == now.fingerprint and older.shards == now.shards
+        expected = [each for number, each in enumerate(rows[:17]) if number not in (0, 3, 9)]
+        assert pickle.loads(pickle.dumps(older)).read(np.arange(14)) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+            assert pickle.loads(pickle.dumps(older)).read(np.arange(14)) == expected
+            write_older_manifest(now.folder, replace(older.manifest, shards=older.shards))
+            with pytest.raises(DataError, match="was changed, or is damaged"):
+                pickle.loads(pickle.dumps(older))
+
+
+def test_opened_set_keeps_its_rows_when_it_grows(tmp_path):
+    rows = make_rows(20)
+    small = pickle.dumps(PreparedSet.open(make_set(tmp_path / "set", [(rows[:8], None, ())])))
+    make_set(tmp_path / "set", [(rows[:8], None, ()), (rows[8:], None, ())])
+    assert len(small) < 2000 and pickle.loads(small).num_rows == 8
+    assert PreparedSet.open(str(tmp_path / "set")).num_rows == 20
+
+
 def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match=r"mmray prepare SOURCE"):
         PreparedSet.open(str(tmp_path / "nothing"))
@@ -122,10 +159,13 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
         (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
     ]
     values = json.loads(manifest.read_bytes())
+    shard = asdict(Shard("0.arrow", None, 2, 9, "digest"))
+    damaged.append((manifest.read_bytes().replace(b'"shards-', b'"gone-'), "gone-.*"))
+    damaged.append((manifest.read_bytes().replace(b'"sha256": "', b'"sha256": "0'), "sha256"))
     for name, value in {"file": "shards/../../x", "num_rows": "x", "dropped": [2]}.items():
         damaged.append(
             (
-                json.dumps(values | {"shards": [values["shards"][0] | {name: value}]}).encode(),
+                json.dumps(values | {"shards": [shard | {name: value}]}).encode(),
                 "damaged",
             )
         )
@@ -223,8 +263,8 @@ def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
         size = (folder / "0.arrow").stat().st_size
         shard = Shard("0.arrow", None, 1, size, "digest", batches=offsets)
         manifest = Manifest(1, 1, 0, {}, {}, "", None, {}, {}, (shard,), schema_version=3)
-        write_atomic(folder / MANIFEST, manifest.to_json())
-        prepared = PreparedSet.open(str(folder))
+        write_older_manifest(folder, manifest)
+        prepared = pickle.loads(pickle.dumps(PreparedSet.open(str(folder))))
         [row] = prepared.read(np.array([0]))
         assert row.image == image and row.checksum_ok
         assert row.messages[0]["content"] == [

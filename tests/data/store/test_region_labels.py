@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Fusion, Inputs
-from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.manifest import write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.engine.bad_rows import quarantine_bad_rows
@@ -24,7 +24,7 @@ def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSe
     """A set of three rows, the last with a box, with these names of box labels."""
     box = {"boxes": [[0.0, 0.0, 1.0, 1.0]], "box_labels": [1]} if boxed else {}
     made = make_set(folder, [row(0), row(1), replace(row(2), **box)])
-    (folder / MANIFEST).write_bytes(replace(made.manifest, box_names=names).to_json())
+    write_manifest(folder, replace(made.manifest, box_names=names))
     return PreparedSet.open(str(folder))
 
 

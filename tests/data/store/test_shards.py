@@ -16,14 +16,14 @@ from mmray.data.images.read import read_image, read_images
 from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store import cache as shard_cache
 from mmray.data.store.cache import AUTO, ShardCache
-from mmray.data.store.manifest import MANIFEST, Manifest
+from mmray.data.store.manifest import Manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.data.stream.shuffle import resolve_block_shuffle
 from mmray.errors import UsageError
 from mmray.storage import ranges
-from mmray.storage.paths import to_path, write_atomic
+from mmray.storage.paths import to_path
 from mmray.storage.ranges import RangeReader, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows
 from tests.made import image_media, write_shard
@@ -63,7 +63,7 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
         shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
     settings, source = {"index_only": True}, {"address": str(images)}
     manifest = Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards))
-    write_atomic(store / MANIFEST, manifest.to_json())
+    write_manifest(store, manifest)
     return PreparedSet.open(str(store))
 
 
@@ -236,7 +236,7 @@ def test_cache_is_in_a_folder_of_its_user_on_a_disk_that_is_large_enough(tmp_pat
     monkeypatch.setattr(shard_cache.os, "getuid", lambda: 12345)
     other = tmp_path / "mmray-cache-12345"
     other.mkdir()
-    with pytest.raises(UsageError, match="it belongs to another user"):
+    with pytest.raises(UsageError, match="belongs to another user"):
         ShardCache(AUTO, 10**9).get("one", 1, lambda: b"1")
     too_much = ShardCache(str(tmp_path / "cache"), 10**18, used_bytes=10**18)
     with pytest.raises(UsageError, match=r"needs 1000000000.0 GB, and the disk has"):

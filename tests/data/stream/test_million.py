@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 from mmray.config import Inputs
-from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.store.manifest import Manifest, fingerprint, write_manifest
 from mmray.data.store.prepared_set import PreparedSet, hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -31,7 +31,7 @@ def make_million(folder):
         os.link(folder / whole.file, folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
     manifest = Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards)
-    (folder / MANIFEST).write_bytes(manifest.to_json())
+    write_manifest(folder, manifest)
 
 
 def test_million_rows_are_opened_and_read_within_bounds(tmp_path):

@@ -1,0 +1,253 @@
+"""The shards of a prepared set as columns of an Arrow file, which the processes of a node share.
+
+A set of 100 million rows has 100 MB of byte offsets. They are memory-mapped, so a node has them in
+memory once, and a process reads those of a shard without parsing others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from mmray.data.rows import is_safe_path
+from mmray.data.store.cache import node_cache
+from mmray.errors import DataError, UsageError
+from mmray.storage.paths import AnyPath, open_input
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.string(), nullable=False),
+        ("split", pa.string()),
+        pa.field("num_rows", pa.int64(), nullable=False),
+        pa.field("num_bytes", pa.int64(), nullable=False),
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("dropped", pa.list_(pa.int64()), nullable=False),
+        pa.field("offsets", pa.list_(pa.int64()), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file with rows of one split;
+
+    `dropped` are row numbers in it that are not part of the set (duplicates).
+    """
+
+    file: str
+    split: str | None
+    num_rows: int
+    num_bytes: int
+    sha256: str  # digest of the rows, in order
+    dropped: tuple[int, ...] = ()
+    batches: str = ""  # byte offset of each record batch, and of the end of the last one
+
+    @property
+    def num_kept(self) -> int:
+        return self.num_rows - len(self.dropped)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Shard:
+        return cls(**values | {"dropped": tuple(values["dropped"])})
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """Where a process finds a table again.
+
+    Args:
+        folder: Folder of the set.
+        name: File name in it; empty for a set of an earlier version, whose manifest.json has the
+            shards.
+        sha256: Digest of the Arrow file.
+        num_bytes: Its size.
+        fetch: Returns the file, without its size and digest being checked.
+    """
+
+    folder: AnyPath
+    name: str
+    sha256: str
+    num_bytes: int
+    fetch: Callable[[], bytes]
+
+    def open(self, data: bytes | None = None) -> ShardTable:
+        """Open the table, memory-mapped, in the folder of the set or in a folder of the node.
+
+        `data` is the file, if it is known. Raises DataError if the set was changed.
+        """
+        if self.name and isinstance(self.folder, Path):
+            with open_input(self.folder / self.name, mapped=True) as file:
+                return ShardTable(file.read_buffer(), self)
+        fetch = partial(self._fetch_checked, data)
+        try:
+            return ShardTable(node_cache().get(self.sha256[:32], self.num_bytes, fetch), self)
+        except UsageError:  # no temporary folder, so each process has its own copy
+            return ShardTable(pa.py_buffer(fetch()), self)
+
+    def _fetch_checked(self, data: bytes | None) -> bytes:
+        data = self.fetch() if data is None else data
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise DataError(
+                f"{self.folder} was changed, or is damaged: the list of its shards differs from "
+                "the one that the command read. Rerun the command"
+            )
+        return data
+
+
+class ShardTable(Sequence[Shard]):
+    """Shards in source order; with a file cheap to pickle.
+
+    Args:
+        data: An Arrow IPC file with the columns of _SCHEMA in one record batch.
+        file: Where it is from; None: it is pickled with its data.
+    """
+
+    def __init__(self, data: pa.Buffer, file: TableFile | None = None) -> None:
+        reader = pa.ipc.open_file(data)
+        if not reader.schema.equals(_SCHEMA):
+            raise ValueError("the table of shards has other columns")
+        self.data = data
+        self.file = file
+        self._columns: pa.RecordBatch = reader.get_batch(0)
+        self.num_rows = _int64_values(self._columns["num_rows"])
+        self.num_bytes = _int64_values(self._columns["num_bytes"])
+        self._dropped = _List(self._columns["dropped"])
+        self._offsets = _List(self._columns["offsets"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.file is not None:
+            return TableFile.open, (self.file,)
+        return ShardTable, (self.data,)
+
+    @classmethod
+    def from_shards(cls, shards: Iterable[Shard]) -> ShardTable:
+        """Return the table of these shards, in memory."""
+        rows = list(shards)
+        names = [field.name for field in _SCHEMA if field.name not in ("dropped", "offsets")]
+        columns = [
+            pa.array([getattr(shard, name) for shard in rows], _SCHEMA.field(name).type)
+            for name in names
+        ]
+        columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))
+        columns.append(_list_array([_parse_offsets(shard.batches) for shard in rows]))
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_file(stream, _SCHEMA) as writer:
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+        return cls(stream.getvalue())
+
+    def validate(self) -> None:
+        """Raise ValueError for values that a set must not have, because it may be damaged or from
+        an untrusted source.
+        """
+        self._columns.validate(full=True)
+        for name in self._columns["file"].to_pylist():
+            if not is_safe_path(name):
+                raise ValueError(f"the shard {name!r} is outside the folder of the set")
+        owner = np.repeat(np.arange(len(self)), self._dropped.lengths)
+        is_wrong = (self._dropped.values < 0) | (self._dropped.values >= self.num_rows[owner])
+        if is_wrong.any():
+            name = self.file_name(int(owner[is_wrong][0]))
+            raise ValueError(f"the shard {name!r} drops rows that it does not have")
+
+    def __len__(self) -> int:
+        return int(self._columns.num_rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Shard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, index: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        return Shard(
+            self.file_name(number),
+            self._columns["split"][number].as_py(),
+            int(self.num_rows[number]),
+            int(self.num_bytes[number]),
+            self.sha256(number),
+            tuple(self.dropped(number).tolist()),
+            " ".join(map(str, self.offsets(number).tolist())),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    @property
+    def num_kept(self) -> np.ndarray:
+        """Rows of each shard that are part of the set, int64 [shards]."""
+        return self.num_rows - self._dropped.lengths
+
+    def of_split(self, split: str | None) -> np.ndarray:
+        """Return the numbers of the shards of a split, int64; None: of all."""
+        if split is None:
+            return np.arange(len(self))
+        return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
+
+    def file_name(self, number: int) -> str:
+        """Return the path of a shard in the folder of its set."""
+        return str(self._columns["file"][number].as_py())
+
+    def sha256(self, number: int) -> str:
+        """Return the digest of the rows of a shard."""
+        return str(self._columns["sha256"][number].as_py())
+
+    def dropped(self, number: int) -> np.ndarray:
+        """Return the row numbers in a shard that are not part of the set, sorted int64."""
+        return self._dropped[number]
+
+    def offsets(self, number: int) -> np.ndarray:
+        """Return int64 byte offsets; record batch b of the shard ends where b + 1 starts."""
+        return self._offsets[number]
+
+    def fingerprint(self, numbers: np.ndarray) -> str:
+        """Return a hex digest of the rows of these shards, in order."""
+        digest = hashlib.sha256()
+        splits = self._columns["split"].to_pylist()
+        for number in numbers.tolist():
+            dropped = tuple(self.dropped(number).tolist())
+            digest.update(f"{self.sha256(number)} {splits[number]} {dropped}\n".encode())
+        return digest.hexdigest()
+
+
+class _List:
+    """A column of lists of int64, as numpy arrays that share its memory."""
+
+    def __init__(self, column: pa.ListArray) -> None:
+        self._ends = np.zeros(1, np.int32)
+        if len(column):
+            self._ends = np.frombuffer(column.buffers()[1], np.int32)[: len(column) + 1]
+        self.values = _int64_values(column.values)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._ends).astype(np.int64)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.values[self._ends[number] : self._ends[number + 1]]
+
+
+def _int64_values(column: pa.Array) -> np.ndarray:
+    """Return the values of an int64 column without nulls; `to_numpy` imports pandas (0.3 s)."""
+    if not len(column):
+        return np.zeros(0, np.int64)
+    return np.frombuffer(column.buffers()[1], np.int64)[: len(column)]
+
+
+def _list_array(lists: Sequence[np.ndarray]) -> pa.ListArray:
+    ends = np.cumsum([0, *(len(each) for each in lists)]).astype(np.int32)
+    values = np.concatenate([np.zeros(0, np.int64), *lists])
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
+
+
+def _parse_offsets(text: str) -> np.ndarray:
+    return np.array(text.split(), np.int64)
