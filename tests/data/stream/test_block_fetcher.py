@@ -12,6 +12,7 @@ from mmray.config import Inputs
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import Manifest
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.store.shard_table import ShardTable
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -57,7 +58,8 @@ def make_set(store, tmp_path, num_shards, rows_per_shard):
     store.content = (tmp_path / "0.arrow").read_bytes()
     shards = tuple(replace(entry, file=f"{number}.arrow") for number in range(num_shards))
     num_rows = num_shards * rows_per_shard
-    manifest = Manifest(num_rows, num_rows, 0, {}, {}, "", None, {}, {}, shards)
+    table = ShardTable.from_shards(shards)
+    manifest = Manifest(num_rows, num_rows, 0, {}, {}, "", None, {}, {}, table)
     return PreparedSet(RemotePath("s3://bucket", "set"), manifest)
 
 
@@ -69,7 +71,7 @@ def window(plan, nodes, node, number, every=1):
     return [start + node * share + np.arange(share) for start in starts]
 
 
-NUM_WINDOWS = 8
+NUM_WINDOWS = 6
 
 
 def test_warm_cache_of_a_node_makes_few_requests(store, tmp_path):
