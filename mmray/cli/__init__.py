@@ -7,6 +7,7 @@ data missing, unusable or over the bad-row limit, 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: the arguments; None: those of this process.
     """
+    # A name of a file that the console cannot encode must not end a finished command.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     console = ConsoleReporter(start_s=time.monotonic() - process_age_s())
     # The same as Ctrl-C, because `ray job stop` sends SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

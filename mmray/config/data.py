@@ -94,6 +94,9 @@ class Prepare(Section, settings_prefix="prepare"):
     check: Literal["full", "header", "none"] = Field(
         "full", description="Validate images fully, by header, or not."
     )
+    follow_links: bool = Field(
+        False, description="Read images behind symbolic links that leave the folder of the source."
+    )
     index_only: bool = Field(
         False, description="Index the images in the source, which must stay, instead of copying."
     )
@@ -143,6 +146,11 @@ class Prepare(Section, settings_prefix="prepare"):
         if self.index_only and self.image_side:
             raise UsageError(
                 "prepare.index_only does not copy images, so prepare.image_side must be 0"
+            )
+        if self.index_only and self.follow_links:
+            raise UsageError(
+                "prepare.index_only refers to images in the folder of the source only: set "
+                "prepare.follow_links to false, or copy the images"
             )
         return self
 

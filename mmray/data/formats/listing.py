@@ -72,7 +72,9 @@ class ListingSource(Source):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
             with os_error_as_bad_row(name):
-                lines = read_file(self.folder, name).decode("utf-8-sig").splitlines()
+                lines = (
+                    read_file(self.folder, name, self.follow_links).decode("utf-8-sig").splitlines()
+                )
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"
@@ -300,7 +302,9 @@ class CocoSource(ListingSource):
                     image_id = annotation["image_id"]
                     if "caption" in annotation:
                         captions[image_id].append(annotation["caption"])
-                    if "bbox" in annotation:  # a missing category is an error of this row
+                    # The box of a crowd contains several objects. A missing category is an error
+                    # of this row.
+                    if "bbox" in annotation and not annotation.get("iscrowd"):
                         boxes[image_id].append((annotation["bbox"], annotation.get("category_id")))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -23,15 +24,18 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(folder: AnyPath, image: ImageRef) -> bytes:
-    """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
+def read_image(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes:
+    """Return the encoded bytes of an image; `follow_links`: also of a link out of the folder.
+
+    Raises BadRow (stage `read`) or OSError.
+    """
     if image.data is not None:
         return image.data
     _check_reference(image)
     if image.length is None:
-        return read_file(folder, str(image.file))
+        return read_file(folder, str(image.file), follow_links)
     if isinstance(folder, Path):
-        _check_regular_file(folder, str(image.file))
+        _check_regular_file(folder, str(image.file), follow_links)
     with open_sequential(folder / str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
@@ -78,10 +82,11 @@ def read_images(
     return out
 
 
-def read_file(folder: AnyPath, name: str) -> bytes:
+def read_file(folder: AnyPath, name: str, follow_links: bool = False) -> bytes:
     """Return the bytes of a file in the folder of the source.
 
-    Raises BadRow (stage `read`) or OSError.
+    A local file whose name differs in the normalization of Unicode only is found. Raises BadRow
+    (stage `read`) or OSError.
     """
 
     def read() -> bytes:
@@ -94,10 +99,16 @@ def read_file(folder: AnyPath, name: str) -> bytes:
 
     try:
         if isinstance(folder, Path):
-            _check_regular_file(folder, name)
+            name = _find_normalized(folder, name)
+            _check_regular_file(folder, name, follow_links)
         return retry_if_remote(folder, read)
     except (FileNotFoundError, NotADirectoryError):
-        raise BadRow("read", "missing-image", f"there is no file {name}") from None
+        hint = ""
+        slashed = name.replace("\\", "/")
+        if isinstance(folder, Path) and slashed != name and is_safe_path(slashed):
+            found = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
+            hint = f"; the path has backslashes, {found}: write it with /"
+        raise BadRow("read", "missing-image", f"there is no file {name}{hint}") from None
     except OSError as error:
         if error.errno not in _BAD_NAME_ERRNOS:
             raise
@@ -159,10 +170,22 @@ def _real_prefix(folder: Path) -> str:
     return os.path.realpath(folder).rstrip("/") + "/"
 
 
-def _check_regular_file(folder: Path, name: str) -> None:
+def _find_normalized(folder: Path, name: str) -> str:
+    """Return the name, or its composed or decomposed form (NFC, NFD) if only that exists."""
+    if name.isascii() or os.path.exists(f"{folder}/{name}"):  # noqa: PTH110 - for each image
+        return name
+    forms = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    return next((form for form in forms if (folder / form).exists()), name)
+
+
+def _check_regular_file(folder: Path, name: str, follow_links: bool) -> None:
     """Raise BadRow if a local file is a link out of the folder, or no regular file."""
     real = os.path.realpath(f"{folder}/{name}")
-    if not real.startswith(_real_prefix(folder)):
-        raise BadRow("read", "path", f"{name} is a symbolic link out of the folder of the source")
+    if not follow_links and not real.startswith(_real_prefix(folder)):
+        raise BadRow(
+            "read",
+            "path",
+            f"{name} is a symbolic link out of the folder of the source; --follow-links reads it",
+        )
     if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")

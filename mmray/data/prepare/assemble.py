@@ -35,6 +35,8 @@ OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they 
 MAX_SORTED_ROWS = 1 << 21  # at a time; about 60 bytes each
 DuplicateRule = Literal["image", "row", "text", "keep"]
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
+# Reasons of rows of which a column is missing under its name.
+_COLUMN_REASONS = {"no-image", "no-text"}
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 # more hardly change a vocabulary of some thousand tokens, and all are in memory
 MAX_TRAINING_TEXTS = 1_000_000
@@ -356,18 +358,18 @@ def rejection_error(
         )
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
     limit = "none is good"
-    advice = (
-        "Correct the source: each row needs `image` (a path relative to its folder) and `text`. "
-        "Map other column names "
-        "with --columns image=NAME text=NAME."
-    )
+    kinds = reasons.keys() - {OVERLAP}
+    advice = "Correct the source: the lines above name what was found, and how to fix it."
+    if kinds & _COLUMN_REASONS:
+        advice = (
+            "Each row needs `image` (a path relative to its folder) and `text`. Map other column "
+            "names with --columns image=NAME text=NAME."
+        )
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
-        keep = (
-            (", keep duplicates with --duplicates keep")
-            if {"duplicate", "duplicate-text", "duplicate-key"} & reasons.keys()
-            else ""
-        )
+        keep = ""
+        if kinds & set(REASONS):
+            keep = ", keep duplicates with --duplicates keep"
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
     lines = [

@@ -51,7 +51,7 @@ PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
-_RECORD_VERSION = 10
+_RECORD_VERSION = 11
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -64,6 +64,7 @@ _PACK_SETTINGS = (
     "repair_text",
     "index_only",
     "allow_urls",
+    "follow_links",
 )
 # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
 _BOX_SLACK = 0.01
@@ -167,6 +168,7 @@ class PrepareJob:
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
         source.class_names = self.class_names
+        source.follow_links = self.settings.follow_links
         return source
 
 
@@ -276,9 +278,9 @@ def prefetch_rows(
                     )
 
 
-def _read(folder: AnyPath, image: ImageRef) -> bytes:
+def _read(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes:
     with os_error_as_bad_row(image.name):
-        return read_image(folder, image)
+        return read_image(folder, image, follow_links)
 
 
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
@@ -433,13 +435,16 @@ class _ChunkPacker:
         )
         if settings.index_only and settings.check == "none":
             return Media("image", b"", ref), _sha256(orjson.dumps(ref)), (0, 0)
-        data = requested.result() if requested else _read(self.source, image)
+        data = requested.result() if requested else self._read(image)
         stored, size = self._decode(image.name, data)
         digest = _sha256(data)
         sha256 = digest if stored is data else _sha256(stored)
         width, height = size if stored is data else header_size(stored)
         media = Media("image", b"" if ref else stored, ref, sha256, width, height)
         return media, digest, size
+
+    def _read(self, image: ImageRef) -> bytes:
+        return _read(self.source, image, self.job.settings.follow_links)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes to store for an image and its size;
