@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
-from mmray.data.stream.order import PADDING, SamplePlan
+from mmray.data.stream.order import SamplePlan
+from mmray.errors import UsageError
 
-Request = tuple[SamplePlan, np.ndarray]
+Request = tuple[SamplePlan, list[np.ndarray]]
 
 
 class BlockFetcher:
@@ -29,13 +30,18 @@ class BlockFetcher:
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockFetcher, (self._prepared,)
 
-    def request(self, plan: SamplePlan, positions: np.ndarray) -> None:
-        """Fetch the blocks of these positions, and those that are needed one window later."""
+    def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
+        """Fetch the blocks that are needed one window after these positions.
+
+        In the first window of a process also the blocks of the positions, which were not fetched
+        ahead.
+        """
         if self._requests is None:
             self._requests = SimpleQueue()
             arguments = (self._prepared, self._requests)
             threading.Thread(target=_fetch_all, args=arguments, daemon=True).start()
-        self._requests.put((plan, positions))
+        current = [positions] if in_first_window else []
+        self._requests.put((plan, [*current, plan.one_window_later(positions)]))
 
     def __del__(self) -> None:
         if self._requests is not None:
@@ -46,8 +52,8 @@ def _fetch_all(
     prepared: PreparedSet | PreparedMixture, requests: SimpleQueue[Request | None]
 ) -> None:
     while (request := requests.get()) is not None:
-        plan, positions = request
-        for needed in (positions[positions != PADDING], plan.one_window_later(positions)):
+        plan, parts = request
+        for positions in parts:
             # The process that reads these rows raises the error.
-            with suppress(OSError, ValueError):
-                prepared.fetch_blocks(plan.row_ids_at(needed))
+            with suppress(OSError, ValueError, UsageError):
+                prepared.fetch_blocks(plan.row_ids_at(positions))

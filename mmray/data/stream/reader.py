@@ -163,10 +163,11 @@ class RowReader:
         """
         if self.fetcher is None or not positions.size:
             return True
-        self.fetcher.request(plan, positions)
         if self.first_fetched is None:
             self.first_fetched = int(positions.min()) + plan.window_positions
-        return bool(positions.min() >= self.first_fetched)
+        in_first_window = bool(positions.min() < self.first_fetched)
+        self.fetcher.request(plan, positions, in_first_window)
+        return not in_first_window
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Return the row, if it can be read, and reason and detail of why it cannot be used (for
