@@ -70,6 +70,7 @@ KINDS = {
     "generative": ModelKind(
         "mmray.config.model:Generative", "mmray.models.generative:Generative", "llava"
     ),
+    "vlm": ModelKind("mmray.config.model:Vlm", "mmray.models.vlm.model:Vlm"),
 }
 """Model kinds (`model.kind`) by name.
 
@@ -84,7 +85,7 @@ OBJECTIVES = {
     "matching": "mmray.objectives.matching:Matching",
     "classification": "mmray.objectives.cross_entropy:Classification",
     "region_text": "mmray.objectives.cross_entropy:RegionText",
-    "language_modelling": "mmray.objectives.cross_entropy:LanguageModelling",
+    "language_modelling": "mmray.objectives.language_modelling:LanguageModelling",
 }
 """Objectives (`objective.kind`) by name.
 
@@ -92,6 +93,9 @@ To add one, write a class with the methods of `mmray.objectives.protocol:Objecti
 entry here and a row to the table in mmray/models/README.md. A user's own class needs no entry:
 `--objective.kind my_package.my_module:MyObjective`.
 """
+
+SAMPLE_VLM = "sample-vlm"
+"""Value of `data.train` and of `model.weights`: generated conversations, and their tiny model."""
 
 GROUP_CHANNELS = 8
 """Channels of a GroupNorm group in the image tower `convnet`; its width is a multiple of it."""

@@ -167,6 +167,8 @@ class Model(Section, settings_prefix="model"):
     shares_only_loss: ClassVar[bool] = False
     # Whether a row must have exactly one image.
     takes_one_image: ClassVar[bool] = True
+    # Whether the model writes text instead of embedding rows.
+    generates_text: ClassVar[bool] = False
     # Built-in objectives that can train the model, the usual one first; empty: as above.
     objectives: ClassVar[tuple[str, ...]] = ()
 
@@ -500,6 +502,7 @@ class Generative(HfModel):
 
     branches = ("image", "text")
     objectives = ("language_modelling",)
+    generates_text = True
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
@@ -546,6 +549,8 @@ class Vlm(Model):
 
     branches = ("vision", "language")
     objectives = ("language_modelling",)
+    takes_one_image = False
+    generates_text = True
 
     kind: Annotated[Literal["vlm"], _KIND] = "vlm"
     inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
@@ -554,6 +559,9 @@ class Vlm(Model):
         description="A folder saved by transformers with its processor, or a hub name; a folder "
         "without weight files is a model with random weights.",
     )
+
+    def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
         if self.weights == "none":

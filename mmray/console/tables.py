@@ -18,7 +18,9 @@ def language_note(metrics: Mapping[str, float]) -> str:
     """Format the metrics of a generative model."""
     correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
     text = f"perplexity {metrics['perplexity']:.3f}, {correct}"
-    if "cider" in metrics:
+    if "exact_match" in metrics:
+        text += f"; exact match {metrics['exact_match']:.1%} of {metrics['answered']:,.0f} answers"
+    elif "cider" in metrics:
         text += f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}"
     return text
 

@@ -16,6 +16,8 @@ from mmray.data.images.boxes import NO_LABEL
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import Block, RowReader
+from mmray.data.vlm.encoder import TOO_LONG
+from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, append_line
 
@@ -30,7 +32,7 @@ def quarantine_bad_rows(
     blocks: Iterable[Block],
     config: Config,
     folder: AnyPath,
-    reader: RowReader,
+    reader: RowReader | ConversationReader,
     plan: SamplePlan,
     count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
@@ -39,6 +41,7 @@ def quarantine_bad_rows(
 
     Each row is written and counted once, over all ranks, epochs and attempts.
     """
+    num_too_long = 0  # a limit of the model, no fault of the data
     for block in blocks:
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
@@ -57,7 +60,8 @@ def quarantine_bad_rows(
                 "detail": detail,
             }
             append_line(folder / QUARANTINE, orjson.dumps(entry))
-            if num_bad > MAX_BAD_ROWS:
+            num_too_long += reason == TOO_LONG
+            if reason != TOO_LONG and num_bad - num_too_long > MAX_BAD_ROWS:
                 raise DataError(
                     f"{num_bad} rows could not be read, more than {MAX_BAD_ROWS}, the last: row "
                     f"{row} ({key}, {source}): {reason}: {detail}. All are listed in "

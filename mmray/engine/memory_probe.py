@@ -30,7 +30,7 @@ from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, forward_micro_batch
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError, is_out_of_memory
 from mmray.machine import free_memory
-from mmray.models.synthetic import synthetic_batch
+from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def dry_run(
     )
 
     def make_batch(rows: int) -> Batch:
-        return synthetic_batch(config.model.inputs, config.model.vocab_size, rows, device)
+        return synthetic_rows(strategy.unwrap(model), config.model, rows, device)
 
     try:
         return probe_memory(state, make_batch, batch_shape)

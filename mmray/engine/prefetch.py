@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmray.data.stream.collate import is_flat
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.errors import TrainingError
+from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 
 ALIGNMENT = 512  # bytes, of each column in the copy of a step, as of torch's CUDA allocations
@@ -62,8 +63,12 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
     sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
     is_dummy = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
-    # Flat columns (data/vlm/collate.py) have only valid rows.
-    if not bool(valid.all()) and "target_index" not in micro_batches[0]:
+    if is_flat(micro_batches[0]):
+        tokens = sum(int(micro_batch["num_tokens"].sum()) for micro_batch in micro_batches)
+        padded = sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
+        counts = TokenCounts(tokens, max(tokens, padded), max(tokens, padded))
+        return LocalBatch(micro_batches, is_dummy, keys, sizes, counts)
+    if not bool(valid.all()):
         micro_batches = [_without_invalid_rows(micro_batch) for micro_batch in micro_batches]
     real = [
         micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty
@@ -94,9 +99,13 @@ def _without_invalid_rows(micro_batch: Batch) -> Batch:
 def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
     """Split evenly into micro-batches of at most this size, equally many on every rank; views,
     without copies.
+
+    Raises OutOfMemoryError for micro-batches that cannot be split.
     """
     if max(batch.sizes) <= micro_batch_size:
         return batch
+    if is_flat(batch.micro_batches[0]):
+        raise OutOfMemoryError("out of memory: lower --batch.micro, or --model.inputs.max-tokens")
     micro_batches, is_dummy, sizes = [], [], []
     for micro_batch, was_dummy, size in zip(
         batch.micro_batches, batch.is_dummy, batch.sizes, strict=True

@@ -23,6 +23,8 @@ from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
+from mmray.data.vlm.collate import iter_row_batches
+from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.batch import BatchShape
@@ -57,7 +59,7 @@ from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.protocol import Architecture
-from mmray.models.synthetic import synthetic_batch
+from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch
 from mmray.storage.paths import AnyPath, to_path
 
@@ -99,7 +101,9 @@ def train_worker(
     driver.report({"batch_shape": batch_shape})
     if context.batch_shape.auto:
         driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
-    branches = branches_of(model)
+    # Rows of conversations differ in length, so no shape would be repeated.
+    fixed_shapes = not isinstance(context.reader, ConversationReader)
+    branches = branches_of(model) if fixed_shapes else {}
     if text := graph_branches(branches, config.train, batch_shape, device, driver.notify):
         driver.notify("device", text)
     checkpoints = _checkpoint_manager(context, group, model, driver)
@@ -136,7 +140,7 @@ def train_worker(
         readable = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
-        steps = _micro_batches(readable, context, plan, batch_shape, device)
+        steps = _micro_batches(readable, context, resume_point, batch_shape, model, group)
         load = None
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
@@ -197,24 +201,29 @@ def _callbacks(
 def _micro_batches(
     rows: Iterable[Block],
     context: WorkerContext,
-    plan: SamplePlan,
+    start: ResumePoint,
     batch_shape: BatchShape,
-    device: torch.device,
+    model: nn.Module,
+    group: Group,
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step.
 
     They are split here, so that `group_by_length` and the trimming of captions see the final ones.
     """
     config = context.config
-    eager = config.train.compile == "none" and device.type == "cpu"
+    if isinstance(context.reader, ConversationReader):
+        vlm: Any = model
+        size = batch_shape.micro_batch_size
+        return iter_row_batches(rows, start.plan, start.step, group.rank, size, vlm.collator())
+    eager = config.train.compile == "none" and group.device.type == "cpu"
     return iter_micro_batches(
         rows,
-        rank_rows=plan.rank_rows,
+        rank_rows=start.plan.rank_rows,
         micro_batch_size=batch_shape.micro_batch_size,
         group_by_length=config.batch.group_by_length,
         token_multiple=1 if eager else TOKEN_MULTIPLE,
         max_tokens=config.model.inputs.max_tokens,
-        memory=PixelMemory(pin=device.type == "cuda"),
+        memory=PixelMemory(pin=group.device.type == "cuda"),
         extra=context.reader.extra_columns,
     )
 
@@ -235,7 +244,7 @@ def _earns_compile(
         for weight in model.parameters()
     }
     memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    row = synthetic_batch(config.model.inputs, config.model.vocab_size, 1, "meta")
+    row = synthetic_rows(model, config.model, 1, "meta")
     try:
         flops = model_flops_of_row(copy.deepcopy(model, memo), row, without_autocast)
     except Exception:  # noqa: BLE001 - code of a user may fail in any way on the meta device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.reader import RowReader
+from mmray.data.vlm.reader import ConversationReader
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class WorkerContext:
     folder: AnyPath
     # of the lease (storage/lease.py); a higher one in the folder: another process took over
     fencing_token: int
-    reader: RowReader
+    reader: RowReader | ConversationReader
     eval_set: PreparedSet | None
     tokenizer_json: str
     batch_shape: BatchShape  # of the attempt
@@ -93,9 +95,11 @@ class DataBoundHint:
         sets: Any = getattr(prepared, "sets", (prepared,))
         more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
         # margin for a crop
-        smaller = ceil(round(self.context.config.model.inputs.image_side * 1.14) / 32) * 32
+        side = getattr(self.context.config.model.inputs, "image_side", sys.maxsize)
+        smaller = ceil(round(side * 1.14) / 32) * 32
         sides = [each.manifest.settings.get("image_side", 0) for each in sets]
-        large = any(side == 0 or side > smaller for side in sides)  # 0: not re-encoded
+        # 0: not re-encoded
+        large = any(each == 0 or each > smaller for each in sides) and side < sys.maxsize
         shrink = f" or a set prepared with image side {smaller}" if large else ""
         advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
         return (

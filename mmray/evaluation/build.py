@@ -26,12 +26,15 @@ def build_evaluator(
     """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see
     EvalDataset.
     """
+    from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
     from mmray.evaluation.generation import GenerationEvaluator
 
-    evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
     check_classes(config.evaluate.classes, prepared)
     inputs, max_pixels = config.model.inputs, max(config.prepare.max_pixels, prepared.max_pixels)
+    if config.model.kind == "vlm":
+        return ConversationEvaluator(config, prepared, max_pixels, on_rows)
+    evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
     return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
 
 
@@ -82,7 +85,7 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
 
 def is_generative(config: Config) -> bool:
     """Return True if the model generates text instead of embeddings."""
-    return hasattr(config.model.inputs, "chat")
+    return config.model.generates_text
 
 
 def best_metric(config: Config) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from mmray.errors import DataError
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.evaluator import Group, eval_mode
-from mmray.objectives.cross_entropy import LanguageModelling
+from mmray.objectives.language_modelling import LanguageModelling
 
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015,
 # arXiv:1411.5726, equations 1 to 4 with the penalties of section 6) is implemented here, because

@@ -5,12 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmray.data.columns import extra_columns
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
+    from mmray.config import Model as ModelConfig
+
+
+def synthetic_rows(
+    model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return a synthetic batch for a model: its own `synthetic_batch`, or that of its inputs.
+
+    Arguments as of `synthetic_batch`; `spec` is the `model` section.
+    """
+    own = getattr(model, "synthetic_batch", None)
+    if own is None:
+        return synthetic_batch(spec.inputs, spec.vocab_size, rows, device, seed)
+    return {name: column.to(device) for name, column in own(rows).items()}
 
 
 def synthetic_batch(

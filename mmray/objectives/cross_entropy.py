@@ -64,8 +64,8 @@ class Classification(CrossEntropy):
         )
 
 
-class LanguageModelling(CrossEntropy):
-    """Next-token loss of generative models.
+class TokenCrossEntropy(CrossEntropy):
+    """Next-token loss of models with logits.
 
     Outputs: `logits` [B, T, V], the prediction of the next token. The batch's `labels` is int64 [B,
     T], -100 for tokens without a loss: the prompt, the image, padding.

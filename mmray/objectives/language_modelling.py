@@ -1,4 +1,4 @@
-"""Next-token loss of models that compute it themselves, without keeping their logits."""
+"""Next-token loss."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from typing import Any
 
 from torch import Tensor
 
+from mmray.objectives.cross_entropy import TokenCrossEntropy
 from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
-class LanguageModelling:
+class LanguageModelling(TokenCrossEntropy):
     """Cross-entropy of the next token, divided by the number of targets in the global batch.
 
-    Outputs: `loss_sum`, summed over the `targets` [N] of the batch, and `num_correct`, how many of
-    them were the argmax; both are scalars.
+    A vision-language model computes it without keeping its logits: its outputs are `loss_sum`,
+    summed over the `targets` [N] of the batch, and `num_correct`, how many of them were the argmax;
+    both are scalars. Other models return `logits` (TokenCrossEntropy).
     """
 
-    gathered_outputs: tuple[str, ...] = ()
-    scalar_output_names: tuple[str, ...] = ()
-
     def count(self, batch: Batch) -> Tensor:
-        """Number of targets."""
+        if "targets" not in batch:
+            return super().count(batch)
         targets = batch["targets"]
         return targets.new_full((), len(targets))
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
+        if "loss_sum" not in outputs:
+            return super().compute_loss(outputs, batch, gathered)
         loss_sum = outputs["loss_sum"]
-        sums = {"token_accuracy": outputs["num_correct"].to(loss_sum.dtype)}
+        sums = {self.accuracy: outputs["num_correct"].to(loss_sum.dtype)}
         return loss_sum, self.count(batch), sums

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mmray.config import Config
+from mmray.config import Config, Vlm
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
+from mmray.data.vlm.reader import ConversationReader
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
@@ -40,14 +41,19 @@ class Attempt:
     def worker_context(self, decoders: int) -> WorkerContext:
         """Return the context of each worker; `decoders` processes decode for all of them."""
         resolved, config = self.resolved, self.resolved.config
-        reader = RowReader(
-            resolved.train_set,
-            config.model.inputs,
-            resolved.tokenizer_json,
-            max(config.prepare.max_pixels, resolved.train_set.max_pixels),
-            config.augment,
-            IMAGE_CACHE_MB,
-        )
+        max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
+        reader: RowReader | ConversationReader
+        if isinstance(config.model, Vlm):
+            reader = ConversationReader(resolved.train_set, config.model, max_pixels)
+        else:
+            reader = RowReader(
+                resolved.train_set,
+                config.model.inputs,
+                resolved.tokenizer_json,
+                max_pixels,
+                config.augment,
+                IMAGE_CACHE_MB,
+            )
         return WorkerContext(
             config=config,
             folder=self.folder,

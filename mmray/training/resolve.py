@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from mmray.config import Batch, Config, Prepare
+from mmray.builtin import SAMPLE_VLM
+from mmray.config import Batch, Config, Prepare, Vlm
 from mmray.config.data import FULL_SHUFFLE, format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -20,6 +22,7 @@ from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.data.vlm.sample import generate_model
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
@@ -54,6 +57,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
             )
         )
 
+    config = _with_sample_weights(config)
     mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
     eval_set, split = None, config.data.eval_split
@@ -86,12 +90,18 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if is_mixture(config.data.train):
         train_set = PreparedMixture(train_sets, [weight for _, weight in mixture])
     inputs = config.model.inputs
-    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-    tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
-    encoder = build_encoder(tokenizer_json, inputs)
-    if config.evaluate.language is not None:
-        # raises UsageError for an unknown language
-        encoder.format_caption("", config.evaluate.language)
+    tokenizer_json = ""
+    vocab_size = 0
+    pad_id = None
+    if not isinstance(config.model, Vlm):  # its processor is in its weights
+        loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+        tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
+        encoder = build_encoder(tokenizer_json, inputs)
+        vocab_size = encoder.vocab_size
+        pad_id = declared_pad_id(tokenizer_json)
+        if config.evaluate.language is not None:
+            # raises UsageError for an unknown language
+            encoder.format_caption("", config.evaluate.language)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
@@ -104,7 +114,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, eval_set)
     resolved_config = config.replace(
-        model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
+        model=model.with_vocab(vocab_size, pad_id),
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
         batch=batch.replace(
             global_=shape.global_batch_size, micro="auto" if shape.auto else shape.micro_batch_size
@@ -119,6 +129,20 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     return ResolvedRun(
         resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity
     )
+
+
+def _with_sample_weights(config: Config) -> Config:
+    """Return the config with the folder of the model of the sample set, if it names this model."""
+    model = config.model
+    if not isinstance(model, Vlm) or model.weights != SAMPLE_VLM:
+        return config
+    if isinstance(to_path(config.data.cache), RemotePath):
+        raise UsageError(
+            f"the model of {SAMPLE_VLM} needs a local disk, and data.cache is {config.data.cache}: "
+            "set data.cache to a local folder"
+        )
+    folder = generate_model(Path(config.data.cache) / "sample-vlm-model")
+    return config.replace(model=model.replace(weights=str(folder)))
 
 
 def _check_one_image_a_row(

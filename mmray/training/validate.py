@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmray.builtin import KINDS
+from mmray.builtin import KINDS, SAMPLE_VLM
 from mmray.config.data import parse_mixture
-from mmray.config.model import model_section
+from mmray.config.model import Vlm, model_section
+from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import UsageError
 from mmray.storage.paths import to_path
@@ -42,6 +43,7 @@ def unsupported_reasons(config: Config) -> list[str]:
     """
     return (
         config.model.unsupported_reasons()
+        + weights_reasons(config)
         + evaluation_reasons(config)
         + objective_reasons(config)
         + parallel_reasons(config)
@@ -94,7 +96,7 @@ def _sharding_reasons(config: Config) -> list[str]:
             f"train.ema needs whole weights, which {train.parallel} shards; use "
             "`ddp`, or --train.ema 0"
         )
-    if config.evaluate.num_generations:
+    if config.evaluate.num_generations and not isinstance(config.model, Vlm):
         reasons.append(
             f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
         )
@@ -136,6 +138,18 @@ def transform_reasons(config: Config) -> list[str]:
         problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(model.branches)}"
         reasons.append(f"train.activation_checkpointing: {problem}")
     return reasons
+
+
+def weights_reasons(config: Config) -> list[str]:
+    """Reasons why the weights are not those of a supported vision-language model."""
+    model = config.model
+    if not isinstance(model, Vlm) or model.weights in ("none", SAMPLE_VLM):
+        return []
+    try:
+        find_family(read_config(model.weights), model.weights)
+    except UsageError as error:
+        return [str(error)]
+    return []
 
 
 def objective_reasons(config: Config) -> list[str]:
@@ -197,7 +211,7 @@ def objective_reasons(config: Config) -> list[str]:
 
 def evaluation_reasons(config: Config) -> list[str]:
     """Reasons why the model cannot be evaluated as configured."""
-    generative = hasattr(config.model.inputs, "chat")
+    generative = config.model.generates_text
     if config.evaluate.language is not None and not config.model.inputs.language_token:
         return [
             "evaluate.language: the model has no language tokens; set "

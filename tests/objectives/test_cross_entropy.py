@@ -10,9 +10,9 @@ from torch import Tensor
 from mmray.objectives.cross_entropy import (
     Classification,
     CrossEntropy,
-    LanguageModelling,
     RegionText,
 )
+from mmray.objectives.language_modelling import LanguageModelling
 
 VALID = torch.tensor([True, True, False, True])
 # Four rows: without a label; invalid; padded, unlabeled boxes; a prompt of one token, and padding.

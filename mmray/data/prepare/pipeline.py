@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mmray.builtin import SAMPLE_VLM
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
@@ -49,6 +50,7 @@ from mmray.data.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from mmray.data.vlm.sample import generate_conversations
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.plugins import check_installed
 from mmray.storage import lease
@@ -93,14 +95,16 @@ def ensure_prepared(
     A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings
     except max_bad_fraction, so the next run finds it. Raises DataError and UsageError.
     """
-    if source == "sample":
+    if source in ("sample", SAMPLE_VLM):
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
-                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to "
-                "a local folder, or "
-                "data.train to your own data"
+                f"the {source} set needs a local disk, and data.cache is {cache}: set data.cache "
+                "to a local folder, or data.train to your own data"
             )
-        source = str(sample.generate(Path(cache) / "sample-source"))
+        if source == SAMPLE_VLM:
+            source = str(generate_conversations(Path(cache) / "sample-vlm-source"))
+        else:
+            source = str(sample.generate(Path(cache) / "sample-source"))
     path = to_path(source)
     if (path / MANIFEST).exists():
         return path

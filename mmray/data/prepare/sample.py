@@ -189,7 +189,7 @@ def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
     twice.
     """
     width, height = rng.choice(CANVASES)
-    image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], rng))
+    image = Image.new("RGB", (2 * width, 2 * height), tinted(BACKGROUNDS[scene.background], rng))
     pen = ImageDraw.Draw(image)
     for position in (
         rng.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
@@ -199,22 +199,33 @@ def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
             for side, at in zip((width, height), CENTERS[position], strict=True)
         )
         radius = 2 * min(width, height) * RADII[scene.size] * rng.uniform(0.92, 1.08)
-        color, turn = _tinted(COLORS[scene.color], rng), rng.uniform(-0.12, 0.12)
-        box = (x - radius, y - radius, x + radius, y + radius)
-        if scene.shape == "circle":
-            pen.ellipse(box, fill=color)
-        elif scene.shape == "ring":
-            pen.ellipse(box, outline=color, width=max(2, round(radius * 0.4)))
-        else:
-            corners = [
-                (distance * radius, angle + turn) for distance, angle in OUTLINES[scene.shape]
-            ]
-            pen.polygon(
-                [(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners],
-                fill=color,
-            )
+        color = tinted(COLORS[scene.color], rng)
+        draw_shape(pen, scene.shape, (x, y), radius, color, rng.uniform(-0.12, 0.12))
     return image.reduce(2)
 
 
-def _tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
+def draw_shape(
+    pen: ImageDraw.ImageDraw,
+    shape: str,
+    center: tuple[float, float],
+    radius: float,
+    color: tuple[int, ...],
+    turn: float,
+) -> None:
+    """Draw a filled shape, turned clockwise by `turn` radians unless it is round."""
+    x, y = center
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "circle":
+        pen.ellipse(box, fill=color)
+    elif shape == "ring":
+        pen.ellipse(box, outline=color, width=max(2, round(radius * 0.4)))
+    else:
+        corners = [(distance * radius, angle + turn) for distance, angle in OUTLINES[shape]]
+        pen.polygon(
+            [(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners],
+            fill=color,
+        )
+
+
+def tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
     return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in color)

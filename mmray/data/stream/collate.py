@@ -19,6 +19,13 @@ NumpyBatch = dict[str, np.ndarray]
 IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
+def is_flat(batch: Batch) -> bool:
+    """Return whether columns are those of all rows of a micro-batch together, so that it cannot be
+    sliced by row (data/vlm/collate.py). It has only valid rows.
+    """
+    return "target_index" in batch
+
+
 def iter_micro_batches(
     blocks: Iterable[NumpyBatch],
     rank_rows: int,

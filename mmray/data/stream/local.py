@@ -31,7 +31,7 @@ class BlockReader:
     names the image.
     """
 
-    def __init__(self, reader: RowReader, blocks: BlockPlan, slots: PixelSlots) -> None:
+    def __init__(self, reader: RowReader, blocks: BlockPlan, slots: PixelSlots | None) -> None:
         self.reader = reader
         self.blocks = blocks
         self.slots = slots
@@ -41,6 +41,8 @@ class BlockReader:
         if after_crash and self.reader.subprocess_decoder is None:
             self.reader.subprocess_decoder = SubprocessDecoder()
         positions = self.blocks.positions(number)
+        if self.slots is None:
+            return self.reader.read_block(self.blocks.plan, positions)
         group, part = divmod(number, self.blocks.blocks_per_step)
         slot = self.slots.pixels[group % len(self.slots.pixels)]
         first = part * len(positions)
@@ -80,7 +82,9 @@ class LocalBlocks:
         num_slots = max(2, min(num_slots, int(MAX_SLOTS_MB / slot_mb)))
         # The slot of a block that is awaited must not be given to a later block.
         in_flight = min(in_flight, (num_slots - 1) * self._blocks_per_step + 1)
-        self._slots = PixelSlots(num_slots, rows, reader.pixel_shape)
+        self._slots = None
+        if reader.pixel_shape is not None:
+            self._slots = PixelSlots(num_slots, rows, reader.pixel_shape)
 
         def on_crash(crashes: int) -> None:
             if crashes > MAX_CRASHES:
@@ -99,9 +103,9 @@ class LocalBlocks:
         )
 
     @property
-    def pixels(self) -> np.ndarray:
-        """The memory that contains the pixels of all blocks."""
-        return self._slots.pixels
+    def pixels(self) -> np.ndarray | None:
+        """The memory that contains the pixels of all blocks, if they have the same shape."""
+        return None if self._slots is None else self._slots.pixels
 
     def __iter__(self) -> Iterator[Block]:
         parts: list[Block] = []
@@ -111,8 +115,9 @@ class LocalBlocks:
             if len(parts) < self._blocks_per_step:
                 continue
             block = join_blocks(parts)
-            slot = self._slots.pixels[num_blocks % len(self._slots.pixels)]
-            block["image"] = slot[: len(block["pos"])]
+            if self._slots is not None:
+                slot = self._slots.pixels[num_blocks % len(self._slots.pixels)]
+                block["image"] = slot[: len(block["pos"])]
             yield block
             parts = []
             num_blocks += 1

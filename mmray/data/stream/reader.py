@@ -44,11 +44,60 @@ class DecodedImage(NamedTuple):
     image_size: tuple[int, int]
 
 
-class RowReader:
-    """Reads rows of a prepared set as model inputs.
+class SetReader:
+    """Reads the rows of a prepared set in the sample order; base of the readers of model inputs.
 
     Cheap to pickle; files are opened on first use.
     """
+
+    def __init__(self, prepared: PreparedSet | PreparedMixture, max_pixels: int) -> None:
+        self.prepared = prepared
+        self.max_pixels = max_pixels
+        # Decodes each image in a child process first; used in a process that was restarted after a
+        # crash.
+        self.subprocess_decoder: SubprocessDecoder | None = None
+        self.fetcher = BlockFetcher(prepared) if prepared.is_cached else None
+        # Whole blocks are awaited from this position of the sample order on.
+        self.first_fetched: int | None = None
+
+    def read_rows(
+        self, plan: SamplePlan, positions: np.ndarray
+    ) -> tuple[list[Row | None], np.ndarray, np.ndarray, np.ndarray]:
+        """Read the rows at `positions` [R] of the sample order.
+
+        Returns:
+            The rows, None for padding and for an unreadable row; int64 [R]: row ids, how often each
+            row was seen before its position, and the hashes of their keys, 0 for no row.
+        """
+        row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
+        stored = np.flatnonzero(row_ids != PADDING)
+        rows: list[Row | None] = [None] * len(row_ids)
+        whole_blocks = self._request_blocks(plan, positions[stored])
+        read = read_each(self.prepared, row_ids[stored], whole_blocks=whole_blocks)
+        for index, stored_row in zip(stored.tolist(), read, strict=True):
+            rows[index] = None if isinstance(stored_row, Exception) else stored_row
+        row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
+        return rows, row_ids, pass_index, row_hash
+
+    def _request_blocks(self, plan: SamplePlan, positions: np.ndarray) -> bool:
+        """Fetch the blocks of these positions and of the next window in the background; return
+        whether to wait for those that are missing.
+
+        In the first window of a process nothing was fetched ahead: its rows are read one by one
+        until their blocks are there, so that the first step need not wait for all blocks of a
+        window.
+        """
+        if self.fetcher is None or not positions.size:
+            return True
+        if self.first_fetched is None:
+            self.first_fetched = int(positions.min()) + plan.window_positions
+        in_first_window = bool(positions.min() < self.first_fetched)
+        self.fetcher.request(plan, positions, in_first_window)
+        return not in_first_window
+
+
+class RowReader(SetReader):
+    """Reads rows of a prepared set as inputs of a model that takes one image a row."""
 
     def __init__(
         self,
@@ -59,7 +108,8 @@ class RowReader:
         augment: Augment | None = None,
         image_cache_mb: float = 0.0,
     ):
-        self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
+        super().__init__(prepared, max_pixels)
+        self.inputs = _to_namespace(inputs)
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         self.extra_columns = extra_columns(self.inputs, self.augment)
@@ -68,12 +118,6 @@ class RowReader:
             {} if fits and self.augment is None else None
         )
         self.encoder = build_encoder(tokenizer_json, self.inputs)
-        # Decodes each image in a child process first; used in a process that was restarted after a
-        # crash.
-        self.subprocess_decoder: SubprocessDecoder | None = None
-        self.fetcher = BlockFetcher(prepared) if prepared.is_cached else None
-        # Whole blocks are awaited from this position of the sample order on.
-        self.first_fetched: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -103,14 +147,7 @@ class RowReader:
             positions: int64 [R], PADDING for no row.
             pixels: Memory for `image`; None: new memory.
         """
-        row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
-        stored = np.flatnonzero(row_ids != PADDING)
-        rows: list[Row | None] = [None] * len(row_ids)
-        whole_blocks = self._request_blocks(plan, positions[stored])
-        read = read_each(self.prepared, row_ids[stored], whole_blocks=whole_blocks)
-        for index, stored_row in zip(stored.tolist(), read, strict=True):
-            rows[index] = None if isinstance(stored_row, Exception) else stored_row
-        row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
+        rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
             hash_uniform(plan.seed, pass_index, row_hash, NUM_UNIFORMS)
             if self.augment
@@ -140,34 +177,15 @@ class RowReader:
         tokens = self.encoder.encode_batch(
             [choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)]
         )
-        return {
-            "image": pixels,
-            **tokens,
-            "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
-            "key": np.where(valid, row_hash, 0),
-            "label": np.array(
-                [NO_LABEL if row is None or row.label is None else row.label for row in rows],
-                np.int64,
-            ),
-            "valid": valid,
-            "pos": positions,
-        } | columns
-
-    def _request_blocks(self, plan: SamplePlan, positions: np.ndarray) -> bool:
-        """Fetch the blocks of these positions and of the next window in the background; return
-        whether to wait for those that are missing.
-
-        In the first window of a process nothing was fetched ahead: its rows are read one by one
-        until their blocks are there, so that the first step need not wait for all blocks of a
-        window.
-        """
-        if self.fetcher is None or not positions.size:
-            return True
-        if self.first_fetched is None:
-            self.first_fetched = int(positions.min()) + plan.window_positions
-        in_first_window = bool(positions.min() < self.first_fetched)
-        self.fetcher.request(plan, positions, in_first_window)
-        return not in_first_window
+        return (
+            {
+                "image": pixels,
+                **tokens,
+                "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
+            }
+            | row_columns(rows, row_hash, positions, valid)
+            | columns
+        )
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Return the row, if it can be read, and reason and detail of why it cannot be used (for
@@ -201,6 +219,19 @@ class RowReader:
         if self.image_cache is not None:
             self.image_cache[row_id] = image
         return image
+
+
+def row_columns(
+    rows: list[Row | None], row_hash: np.ndarray, positions: np.ndarray, valid: np.ndarray
+) -> Block:
+    """Return the columns that describe the rows of a block: `key`, `label`, `valid`, `pos`."""
+    labels = [NO_LABEL if row is None or row.label is None else row.label for row in rows]
+    return {
+        "key": np.where(valid, row_hash, 0),
+        "label": np.array(labels, np.int64),
+        "valid": valid,
+        "pos": positions,
+    }
 
 
 def _to_namespace(settings: T) -> T:

@@ -16,6 +16,7 @@ import ray.train
 from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import Block, RowReader
+from mmray.data.vlm.reader import ConversationReader
 
 BLOCK_IDS_PER_TASK = 1000
 # listing takes 0.5 s of the driver; a task needs a process that imports Ray Data
@@ -50,7 +51,7 @@ class StreamDataConfig(ray.train.DataConfig):
     def __init__(
         self,
         resume_point: ResumePoint,
-        reader: RowReader,
+        reader: RowReader | ConversationReader,
         num_actors: int,
         block_mb: float,
         label_selector: dict[str, str] | None = None,

@@ -6,16 +6,22 @@ in a padded one because attention is causal and the padding comes last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmray.data.stream.blocks import Block, join_blocks
 from mmray.data.stream.collate import Batch
+from mmray.data.stream.order import SamplePlan
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.families import Family
+from mmray.data.vlm.reader import unpack_rows
+
+# Columns of a batch that describe its rows; the others are inputs of the model.
+ROW_COLUMNS = ("key", "label", "valid", "pos", "num_tokens")
 
 # Positions of a row [3, T] from its ids and its inputs of the vision encoder.
 RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -123,6 +129,47 @@ def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
         ]
         padded.append(np.pad(array, widths) if any(after for _, after in widths) else array)
     return np.concatenate(padded)
+
+
+def iter_row_batches(
+    blocks: Iterable[Block],
+    plan: SamplePlan,
+    first_step: int,
+    rank: int,
+    micro_batch_size: int,
+    collate: RowCollator,
+) -> Iterator[list[Batch]]:
+    """Yield a rank's micro-batches of each step: the columns of its rows, `key`, `label`, `valid`,
+    `pos`, `num_tokens` [R], and the inputs of the model, which has only the valid ones.
+
+    Args:
+        blocks: Rows in sample order (data/vlm/reader.py).
+        plan: The rows of each step.
+        first_step: The first step of `blocks`.
+        rank: This rank.
+        micro_batch_size: Rows of a micro-batch; the last of a step may be smaller.
+        collate: Builds the inputs of a micro-batch.
+    """
+    columns: Block = {}
+    rows: list[EncodedRow | None] = []
+    remaining = iter(blocks)
+    for step in range(first_step, plan.steps):
+        num_rows = len(plan.positions(step, rank))
+        while len(rows) < num_rows:
+            block = next(remaining, None)
+            if block is None:
+                return
+            rows += unpack_rows(block)
+            new = {name: block[name] for name in ROW_COLUMNS}
+            columns = join_blocks([columns, new]) if columns else new
+        micro_batches = []
+        for first in range(0, num_rows, micro_batch_size):
+            part = slice(first, min(first + micro_batch_size, num_rows))
+            batch = {name: torch.from_numpy(column[part]) for name, column in columns.items()}
+            micro_batches.append(batch | collate([row for row in rows[part] if row is not None]))
+        rows = rows[num_rows:]
+        columns = {name: column[num_rows:] for name, column in columns.items()}
+        yield micro_batches
 
 
 def rope_index_of(config: Any) -> RopeFn:

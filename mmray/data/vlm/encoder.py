@@ -7,10 +7,11 @@ MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -19,7 +20,6 @@ import numpy as np
 
 from mmray.data.vlm.families import (
     WEIGHTS_SETTING,
-    Family,
     budget_arguments,
     find_family,
     read_config,
@@ -31,6 +31,7 @@ TEMPLATE_ADVICE = (
     "Mark the assistant's text with {% generation %} ... {% endgeneration %} in "
     "chat_template.jinja of the weights"
 )
+TOO_LONG = "tokens"  # reason of a row over `max_tokens`
 SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -66,6 +67,7 @@ class ProcessorEncoder:
         max_tokens: Longer rows are errors, because cutting one may cut an image.
         max_pixels: Most pixels of an image after resizing; None: the processor's.
         min_pixels: Fewest pixels; None: the processor's.
+        without_torch: Do not import torch, in a process that will not need it.
 
     Raises:
         UsageError: The model is not supported, or has no usable chat template.
@@ -77,12 +79,14 @@ class ProcessorEncoder:
         max_tokens: int,
         max_pixels: int | None = None,
         min_pixels: int | None = None,
+        without_torch: bool = False,
     ) -> None:
         self.weights = weights
         self.config = read_config(weights)
         self.family = find_family(self.config, weights)
         self.max_tokens = max_tokens
-        self.processor = load_processor(weights, self.config, self.family)
+        with _torch_hidden() if without_torch else nullcontext():
+            self.processor = load_processor(weights, self.config)
         self.tokenizer = self.processor.tokenizer
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | budget_arguments(
             self.family, self.processor.image_processor, max_pixels, min_pixels
@@ -141,7 +145,7 @@ class ProcessorEncoder:
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         if len(input_ids) > self.max_tokens:
             raise RowError(
-                "tokens",
+                TOO_LONG,
                 f"{len(input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
             )
         loss_mask = _mask_of_spans(
@@ -348,52 +352,54 @@ def _mask_of_spans(
 
 @contextmanager
 def _torch_hidden() -> Iterator[None]:
-    """Scope in which transformers does not find torch, unless it was imported before.
+    """Scope in which transformers does not find torch, unless one of them was imported before.
 
     transformers imports torch whenever it is installed, which costs 600 MB in each data process.
-    It looks once, so the module can be found again afterwards.
+    It looks once, so other packages can import torch afterwards.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
+    logger = logging.getLogger("transformers")  # it warns that it has no torch
     sys.modules["torch"] = None  # type: ignore[assignment]
+    logger.disabled = True
     try:
         yield
     finally:
+        logger.disabled = False
         del sys.modules["torch"]
 
 
-def load_processor(weights: str, config: dict[str, Any], family: Family) -> Any:
+def load_processor(weights: str, config: dict[str, Any]) -> Any:
     """Load a processor whose image processor is the one in numpy.
 
     It has no video processor, because those need torch. Raises UsageError.
     """
-    with _torch_hidden():
-        import transformers
-        from transformers import AutoImageProcessor, AutoTokenizer
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    import transformers
+    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-        processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[config["model_type"]])
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[config["model_type"]])
 
-        class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
-            def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
-                return type(argument)
+    class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
+        def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
+            return type(argument)
 
-            @classmethod
-            def _get_arguments_from_pretrained(
-                cls, path: str, processor_dict: Any = None, **options: Any
-            ) -> list[Any]:
-                parts = {
-                    "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
-                    "tokenizer": AutoTokenizer.from_pretrained(path),
-                    "video_processor": None,
-                }
-                return [parts[name] for name in processor_class.get_attributes()]
+        @classmethod
+        def _get_arguments_from_pretrained(
+            cls, path: str, processor_dict: Any = None, **options: Any
+        ) -> list[Any]:
+            parts = {
+                "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
+                "tokenizer": AutoTokenizer.from_pretrained(path),
+                "video_processor": None,
+            }
+            return [parts[name] for name in processor_class.get_attributes()]
 
-        try:
-            return WithoutVideo.from_pretrained(weights)
-        except (OSError, ValueError, ImportError) as error:
-            raise UsageError(
-                f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
-                f"{str(error).strip().splitlines()[0]}"
-            ) from None
+    try:
+        return WithoutVideo.from_pretrained(weights)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None

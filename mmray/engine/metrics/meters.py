@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mmray.data.stream.collate import is_flat
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
@@ -186,14 +187,16 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
         batch: Micro-batch whose first rows are taken, so captions have the lengths of real ones.
         precision: Scope of the forward; kernels of attention depend on it.
     """
-    rows = {name: column[:FLOPS_ROWS] for name, column in batch.items()}
+    rows = batch
+    if not is_flat(batch):
+        rows = {name: column[:FLOPS_ROWS] for name, column in batch.items()}
     counter = _FlopCounter()
     with preserve_buffers(model), force_eager(), disable_recomputation(), counter:
         with precision.autocast():
             outputs = model(rows)
         tensors = [output for output in outputs.values() if output.requires_grad]
         torch.autograd.backward(tensors, [torch.zeros_like(output) for output in tensors])
-    num_rows = len(next(iter(rows.values())))
+    num_rows = len(rows["valid"]) if is_flat(rows) else len(next(iter(rows.values())))
     return counter.total / num_rows
 
 

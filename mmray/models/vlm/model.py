@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.data.vlm.collate import RowCollator, rope_index_of
+from mmray.data.vlm.collate import ROW_COLUMNS, RowCollator, rope_index_of
 from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, is_packable
 from mmray.errors import UsageError
@@ -28,8 +29,11 @@ from mmray.models.weights import load_config, load_pretrained
 if TYPE_CHECKING:
     from mmray.config import Vlm as VlmConfig
 
-# Columns that describe the rows of a batch, and those that this module reads itself.
-ROW_COLUMNS = ("valid", "key", "pos", "label", "cu_seqlens", "targets", "target_index")
+# Images of synthetic batches, for dry runs.
+SYNTHETIC_SIDE = 512
+MAX_SYNTHETIC_IMAGES = 8
+# Columns that are not inputs of the transformers model.
+OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index")
 
 
 class Vlm(nn.Module):
@@ -105,6 +109,31 @@ class Vlm(nn.Module):
             self.family, self.net.config.image_token_id, self.dummy, self.packed, rope_index
         )
 
+    def synthetic_batch(self, rows: int) -> Batch:
+        """Return a batch of rows of the maximum length, as full of images as it allows, in which
+        each token is a target.
+        """
+        encoder = self.encoder
+        blank = np.zeros((SYNTHETIC_SIDE, SYNTHETIC_SIDE, 3), np.uint8)
+        row = self.dummy
+        for number in range(1, MAX_SYNTHETIC_IMAGES + 1):
+            messages = [{"role": "user", "content": [{"type": "image"}] * number}]
+            larger = encoder.encode_prompt(messages, [blank] * number)
+            if len(larger.input_ids) > encoder.max_tokens:
+                break
+            row = larger
+        filler = np.full(max(0, encoder.max_tokens - len(row.input_ids)), row.input_ids[-1])
+        ids = np.concatenate([row.input_ids, filler.astype(np.int32)])
+        full = EncodedRow(ids, np.ones(len(ids), bool), row.images)
+        columns = {
+            "key": torch.arange(rows),
+            "label": torch.full((rows,), -1),
+            "valid": torch.ones(rows, dtype=torch.bool),
+            "pos": torch.arange(rows),
+            "num_tokens": torch.full((rows,), len(ids), dtype=torch.int32),
+        }
+        return columns | self.collator()([full] * rows)
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return `loss_sum`, the loss summed over the targets, and `num_correct`, how many of them
         were the argmax; both are scalars. batch: of `collator`.
@@ -120,7 +149,7 @@ class Vlm(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the last hidden states [B, T, H] of a batch of `collator`."""
         inputs: dict[str, Any] = {
-            name: column for name, column in batch.items() if name not in ROW_COLUMNS
+            name: column for name, column in batch.items() if name not in OTHER_COLUMNS
         }
         inputs |= self._image_inputs(inputs)
         if "cu_seqlens" in batch:

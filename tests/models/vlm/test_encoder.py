@@ -123,7 +123,7 @@ def test_data_process_encodes_without_torch(folder_of):
         "from pathlib import Path\n"
         "from mmray.data.vlm.encoder import ProcessorEncoder\n"
         "from tests.models.vlm.rows import encode_rows\n"
-        "encode_rows(ProcessorEncoder(sys.argv[1], 500))\n"
+        "encode_rows(ProcessorEncoder(sys.argv[1], 500, without_torch=True))\n"
         "status = Path('/proc/self/status').read_text()\n"
         "print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])\n"
     )

@@ -52,6 +52,7 @@ def gradient(weights: str, group: Group, parallel: str) -> torch.Tensor:
                 "valid": torch.ones(len(numbers), dtype=torch.bool),
                 "key": torch.tensor(numbers),
                 "pos": torch.tensor(numbers),
+                "num_tokens": torch.tensor([len(rows[each].input_ids) for each in numbers]),
             }
             micro_batches.append(collator([rows[number] for number in numbers]) | columns)
         accumulate_gradients(state, make_local_batch(micro_batches), lambda index: index)

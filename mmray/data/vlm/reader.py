@@ -1,0 +1,180 @@
+"""Read rows of conversations, decode their images, and encode both with the processor of a
+vision-language model: row ids to the arrays of a block.
+
+Rows have different sizes, so a block has one flat buffer of all rows and the size of each.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from PIL import Image
+
+from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.messages import conversations_of
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.order import SamplePlan, hash_choice
+from mmray.data.stream.reader import SetReader, row_columns
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError
+
+if TYPE_CHECKING:
+    from mmray.config import Vlm as VlmConfig
+
+ALIGNMENT = 8  # bytes, of each array in the buffer
+# Bytes of a token in a block: Qwen3-VL has 4 patches of 1,536 values for a token of an image.
+BYTES_PER_TOKEN = 6000
+
+
+class ConversationReader(SetReader):
+    """Reads rows of a prepared set as inputs of a vision-language model; used like a RowReader.
+
+    The processor is loaded on first use.
+    """
+
+    # A block has no column `image` of a fixed shape, which processes could share.
+    pixel_shape: tuple[int, ...] | None = None
+
+    def __init__(
+        self, prepared: PreparedSet | PreparedMixture, spec: VlmConfig, max_pixels: int
+    ) -> None:
+        super().__init__(prepared, max_pixels)
+        self.question = spec.inputs.question
+        inputs = spec.inputs
+        self._arguments = (
+            spec.weights,
+            inputs.max_tokens,
+            inputs.max_pixels,
+            inputs.min_pixels,
+            True,
+        )
+
+    @cached_property
+    def encoder(self) -> ProcessorEncoder:
+        return ProcessorEncoder(*self._arguments)
+
+    @property
+    def row_bytes(self) -> int:
+        """Approximate bytes of a row in a block, at most."""
+        return BYTES_PER_TOKEN * self._arguments[1]
+
+    def read_block(
+        self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
+    ) -> Block:
+        """Return the arrays of the rows at `positions` [R] of the sample order.
+
+        key, label and pos int64 [R], valid bool [R]; num_tokens int32 [R]; record_bytes int64 [R],
+        and record uint8 [sum of record_bytes], from which `unpack_rows` reads. An unreadable row
+        has valid=False and no bytes.
+
+        Args:
+            plan: The sample order.
+            positions: int64 [R], PADDING for no row.
+            pixels: Not used.
+        """
+        rows, _, pass_index, row_hash = self.read_rows(plan, positions)
+        num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
+        chosen = hash_choice(plan.seed, pass_index, row_hash, np.array(num_texts, np.int64))
+        records = []
+        num_tokens = np.zeros(len(rows), np.int32)
+        for index, (row, choice) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+            record = np.zeros(0, np.uint8)
+            if row is not None and row.checksum_ok:
+                try:
+                    encoded = self.encode_row(row, choice)
+                except (BadImage, RowError):
+                    encoded = None
+                if encoded is not None:
+                    record = _pack_row(encoded)
+                    num_tokens[index] = len(encoded.input_ids)
+            records.append(record)
+        sizes = np.array([len(record) for record in records], np.int64)
+        return row_columns(rows, row_hash, positions, sizes > 0) | {
+            "num_tokens": num_tokens,
+            "record_bytes": sizes,
+            "record": np.concatenate([np.zeros(0, np.uint8), *records]),
+        }
+
+    def images_of(self, row: Row) -> list[Image.Image]:
+        """Decode the images of a row. Raises BadImage."""
+        images = []
+        for media in row.media:
+            if self.subprocess_decoder is not None:
+                self.subprocess_decoder.check(media.data, self.max_pixels)
+            images.append(Image.fromarray(decode(media.data, self.max_pixels)))
+        return images
+
+    def encode_row(self, row: Row, choice: int = 0) -> EncodedRow:
+        """Return the inputs of a row.
+
+        Args:
+            row: A row with its images.
+            choice: Number of the caption, if the row has no messages.
+
+        Raises:
+            BadImage: An image cannot be decoded.
+            RowError: The model cannot be trained on the row.
+        """
+        messages = conversations_of(row, self.question)[choice]
+        return self.encoder.encode(messages, self.images_of(row))
+
+    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
+        """Return the row, if it can be read, and reason and detail of why it cannot be used (for
+        the quarantine).
+        """
+        try:
+            stored = self.prepared.read(np.array([row_id]))[0]
+        except (OSError, ValueError) as error:
+            return None, "unreadable", str(error)
+        try:
+            if not stored.checksum_ok:
+                return stored, "checksum", "the bytes differ from those that were prepared"
+            for media in stored.media:
+                # The image may have crashed a worker.
+                SubprocessDecoder().check(media.data, self.max_pixels)
+            self.encode_row(stored)
+        except (BadImage, RowError) as error:
+            return stored, error.reason, error.detail
+        return stored, "temporary", "readable at the second attempt"
+
+
+def _pack_row(row: EncodedRow) -> np.ndarray:
+    """Return the arrays of a row as bytes: the length of a header, the header (names, types and
+    shapes as JSON), and the arrays.
+    """
+    arrays = {"input_ids": row.input_ids, "loss_mask": row.loss_mask} | row.images
+    header = orjson.dumps([[name, each.dtype.str, each.shape] for name, each in arrays.items()])
+    parts = [np.array([len(header)], np.int64).tobytes(), _aligned(header)]
+    parts += [_aligned(np.ascontiguousarray(each).tobytes()) for each in arrays.values()]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _aligned(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+def unpack_rows(block: Block) -> list[EncodedRow | None]:
+    """Return the rows of a block as views of its buffer; None for a row that is not valid."""
+    rows: list[EncodedRow | None] = []
+    start = 0
+    for size in block["record_bytes"].tolist():
+        record = block["record"][start : start + size]
+        rows.append(_unpack_row(record) if size else None)
+        start += size
+    return rows
+
+
+def _unpack_row(record: np.ndarray) -> EncodedRow:
+    length = int(record[:8].view(np.int64)[0])
+    header: list[Any] = orjson.loads(record[8 : 8 + length].tobytes())
+    at = 8 + length + -length % ALIGNMENT
+    arrays = {}
+    for name, dtype, shape in header:
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        arrays[name] = record[at : at + num_bytes].view(dtype).reshape(shape)
+        at += num_bytes + -num_bytes % ALIGNMENT
+    return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_mask"), arrays)

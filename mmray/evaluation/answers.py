@@ -1,0 +1,81 @@
+"""Scores of generated answers against reference answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmray.evaluation.generation import split_words
+
+ARTICLES = ("a", "an", "the")
+DIGITS = {
+    name: str(number)
+    for number, name in enumerate(
+        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    )
+}
+AGREEING = 3  # people who must have given an answer for it to count fully
+ANLS_THRESHOLD = 0.5  # a lower similarity counts 0
+
+References = Sequence[Sequence[str]]
+
+
+def exact_match(answers: Sequence[str], references: References) -> float:
+    """Fraction of answers that equal a reference, without surrounding white space."""
+    hits = [
+        answer.strip() in [text.strip() for text in texts]
+        for answer, texts in zip(answers, references, strict=True)
+    ]
+    return sum(hits) / max(1, len(hits))
+
+
+def vqa_accuracy(answers: Sequence[str], references: References) -> float:
+    """VQA accuracy (Antol et al. 2015, arXiv:1505.00468, section 3): an answer counts fully if at
+    least three people gave it, averaged over the sets of all people but one.
+
+    Words are in lower case without punctuation and articles, and numbers are digits. With fewer
+    than four references any equal one counts fully.
+    """
+    scores = []
+    for answer, texts in zip(answers, references, strict=True):
+        own = _normalize(answer)
+        matches = [_normalize(text) == own for text in texts]
+        if len(matches) <= AGREEING:
+            scores.append(float(any(matches)))
+            continue
+        total = sum(matches)
+        scores.append(sum(min(1.0, (total - match) / AGREEING) for match in matches) / len(matches))
+    return sum(scores) / max(1, len(scores))
+
+
+def anls(answers: Sequence[str], references: References) -> float:
+    """Average normalized Levenshtein similarity (Biten et al. 2019, arXiv:1905.13648, equation 1),
+    of each answer to the closest reference; letter case is ignored.
+    """
+    scores = []
+    for answer, texts in zip(answers, references, strict=True):
+        best = max((_similarity(answer, text) for text in texts), default=0.0)
+        scores.append(best if best >= ANLS_THRESHOLD else 0.0)
+    return sum(scores) / max(1, len(scores))
+
+
+def _normalize(text: str) -> list[str]:
+    return [DIGITS.get(word, word) for word in split_words(text) if word not in ARTICLES]
+
+
+def _similarity(first: str, second: str) -> float:
+    first = " ".join(first.lower().split())
+    second = " ".join(second.lower().split())
+    longest = max(len(first), len(second))
+    return 1 - _levenshtein(first, second) / longest if longest else 1.0
+
+
+def _levenshtein(first: str, second: str) -> int:
+    """Fewest insertions, deletions and substitutions of characters between two texts."""
+    row = list(range(len(second) + 1))
+    for index, letter in enumerate(first, 1):
+        previous, row[0] = row[0], index
+        for column, other in enumerate(second, 1):
+            cost = previous + (letter != other)
+            previous = row[column]
+            row[column] = min(cost, row[column] + 1, row[column - 1] + 1)
+    return row[-1]

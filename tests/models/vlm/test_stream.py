@@ -1,0 +1,139 @@
+"""Rows of a prepared set as micro-batches of a vision-language model, and its evaluation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.stream.order import BlockPlan, SamplePlan
+from mmray.data.vlm.collate import iter_row_batches
+from mmray.data.vlm.reader import ConversationReader, unpack_rows
+from mmray.engine.collectives import Group
+from mmray.evaluation import answers
+from mmray.evaluation.conversations import ConversationEvaluator
+from mmray.models.vlm.model import Vlm
+from tests.made import encode, image_media, make_set
+from tests.models.vlm.rows import ROWS, encode_rows, settings
+
+NUM_ROWS = 9
+
+
+def stored_rows():
+    """The rows of ROWS in turn; row 4 has a damaged image."""
+    rows = []
+    for number in range(NUM_ROWS):
+        messages, images = ROWS[number % 3]
+        media = [image_media(encode(Image.fromarray(image))) for image in images]
+        if number == 4:
+            media = [image_media(b"no image")]
+        parts = [
+            message
+            if isinstance(message["content"], list)
+            else message | {"content": [{"type": "text", "text": message["content"]}]}
+            for message in messages
+        ]
+        rows.append(Row(f"row-{number}", media, [], messages=parts, source=f"a.jsonl:{number}"))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def spec(folder_of):
+    values = settings(folder_of("qwen3_vl"))
+    values.inputs.question = "what"
+    return values
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return make_set(tmp_path_factory.mktemp("set"), stored_rows(), stored_rows()[:3])
+
+
+@pytest.fixture(scope="module")
+def model(spec):
+    return Vlm(spec)
+
+
+def test_steps_do_not_depend_on_the_size_of_blocks(prepared, spec, model):
+    reader = ConversationReader(prepared, spec, 10**7)
+    plan = SamplePlan(NUM_ROWS, 4, world_size=1, seed=1, steps=4)
+    steps = {}
+    for name, blocks in {
+        "of several steps": BlockPlan(plan, 1, steps_per_block=2),
+        "of a part of a step": BlockPlan(plan, 1, steps_per_block=1, blocks_per_step=2),
+    }.items():
+        arrays = (reader.read_block(plan, blocks.positions(each)) for each in range(blocks.count))
+        steps[name] = list(iter_row_batches(arrays, plan, 1, 0, 3, model.collator()))
+    first, second = steps.values()
+    assert len(first) == len(second) == 3
+    for step, (own, other) in enumerate(zip(first, second, strict=True), 1):
+        assert [len(batch["valid"]) for batch in own] == [3, 1]
+        positions = torch.cat([batch["pos"] for batch in own])
+        assert positions.tolist() == plan.positions(step, 0).tolist()
+        for batch, same in zip(own, other, strict=True):
+            assert batch.keys() == same.keys()
+            assert all(torch.equal(column, same[name]) for name, column in batch.items())
+
+
+def test_damaged_row_keeps_its_position_and_has_no_tokens(prepared, spec, model):
+    reader = ConversationReader(prepared, spec, 10**7)
+    plan = SamplePlan(NUM_ROWS, NUM_ROWS, world_size=1, seed=0, steps=1, shuffle=False)
+    block = reader.read_block(plan, plan.positions(0, 0))
+    assert block["valid"].tolist() == [number != 4 for number in range(NUM_ROWS)]
+    assert block["num_tokens"][4] == 0
+    rows = unpack_rows(block)
+    for number, expected in enumerate(encode_rows(model.encoder) * 3):
+        if number != 4:
+            actual = rows[number]
+            assert actual.input_ids.tolist() == expected.input_ids.tolist()
+            assert actual.loss_mask.tolist() == expected.loss_mask.tolist()
+            assert actual.images.keys() == expected.images.keys()
+            for name, column in expected.images.items():
+                assert np.array_equal(actual.images[name], column)
+    stored, reason, _ = reader.explain_bad_row(4)
+    assert (stored.key, reason) == ("row-4", "format")
+
+
+def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
+    short = SimpleNamespace(**vars(spec) | {"inputs": SimpleNamespace(**vars(spec.inputs))})
+    short.inputs.max_tokens = 20
+    reader = ConversationReader(prepared, short, 10**7)
+    _, reason, detail = reader.explain_bad_row(2)
+    assert reason == "tokens"
+    assert "tokens exceed model.inputs.max_tokens 20" in detail
+
+
+def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
+    held_out = PreparedSet.open(str(prepared.folder), "test")
+    evaluate = SimpleNamespace(limit=None, batch=2, num_generations=3)
+    config = SimpleNamespace(model=spec, evaluate=evaluate)
+    scores = ConversationEvaluator(config, held_out, 10**7).score(model, Group(), None, 4)
+    rows = encode_rows(model.encoder)
+    batch = model.collator()(rows)
+    loss = model(batch)["loss_sum"].item() / len(batch["targets"])
+    assert scores["loss"] == pytest.approx(loss, rel=1e-4)
+    assert scores["tokens"] == len(batch["targets"])
+    assert (scores["rows"], scores["bad_rows"], scores["answered"]) == (3, 0, 3)
+    assert 0 <= scores["exact_match"] <= scores["vqa_accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "references", "expected"),
+    [
+        ("red", ["red"], (1, 1, 1)),
+        ("The red.", ["red"], (0, 1, 0)),
+        ("two", ["2"], (0, 1, 0)),
+        ("reds", ["red"], (0, 0, 0.75)),
+        ("red", ["red"] * 2 + ["blue"] * 8, (1, (8 * 2 / 3 + 2 * 1 / 3) / 10, 1)),
+    ],
+)
+def test_scores_of_answers(answer, references, expected):
+    scores = [
+        score([answer], [references])
+        for score in (answers.exact_match, answers.vqa_accuracy, answers.anls)
+    ]
+    assert scores == pytest.approx(expected)
