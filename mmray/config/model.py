@@ -25,8 +25,6 @@ from mmray.errors import UsageError
 
 Fit = Literal["squash", "crop", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
-Patch = Annotated[int, Field(ge=1, description="Side of a patch in pixels.")]
-Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout of hidden states and attention.")]
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
 Temperature = Annotated[
     float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")
@@ -158,6 +156,18 @@ class Transformer(Section):
     heads: int = Field(4, ge=1, description="Attention heads.")
 
 
+class VisionTransformer(Transformer):
+    """Shape of a transformer over the patches of an image."""
+
+    patch: int = Field(16, ge=1, description="Side of a patch in pixels.")
+
+
+class DropoutTransformer(Transformer):
+    """Shape of a transformer, with dropout in training."""
+
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of hidden states and attention.")
+
+
 class Model(Section, settings_prefix="model"):
     """Settings common to all model kinds; data, evaluation and export use only these."""
 
@@ -172,12 +182,26 @@ class Model(Section, settings_prefix="model"):
     # Built-in objectives that can train the model, the usual one first; empty: as above.
     objectives: ClassVar[tuple[str, ...]] = ()
 
-    kind: str
+    kind: Annotated[str, _KIND] = ""
     inputs: Inputs = Inputs()
     vocab_size: int = Field(
         0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size."
     )
     lora: Lora = Lora()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_kind(cls, values: Any) -> Any:
+        """Set the name that KINDS has for this section; a user's own model is given its name."""
+        if not isinstance(values, dict):
+            return values
+        path = f"{cls.__module__}:{cls.__qualname__}"
+        own = next((name for name, kind in KINDS.items() if kind.settings == path), "")
+        given = values.get("kind") or own
+        if not given or (own and given != own):
+            expected = f"`{own}`" if own else "your own class, as package.module:Class"
+            raise UsageError(f"model.kind: must be {expected} (got {values.get('kind')!r})")
+        return values | {"kind": given}
 
     @model_validator(mode="before")
     @classmethod
@@ -261,7 +285,7 @@ class EmbeddingModel(Model):
     logit_bias: LogitBias = None
 
 
-class ImageTower(Transformer, settings_prefix="model.image"):
+class ImageTower(VisionTransformer, settings_prefix="model.image"):
     """Image tower; `width` is the channels of the first stage of a convnet, `depth` its stages."""
 
     name: Literal[
@@ -276,10 +300,9 @@ class ImageTower(Transformer, settings_prefix="model.image"):
         description="`none`, `pretrained`, or a weights file; `transformers`: a saved "
         "folder or a hub name.",
     )
-    patch: Patch = 16
 
 
-class TextTower(Transformer, settings_prefix="model.text"):
+class TextTower(DropoutTransformer, settings_prefix="model.text"):
     """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its
     shape.
     """
@@ -287,7 +310,6 @@ class TextTower(Transformer, settings_prefix="model.text"):
     weights: Weights = Field(
         "none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.)."
     )
-    dropout: Dropout = 0.0
 
 
 class TowerModel(EmbeddingModel):
@@ -351,13 +373,9 @@ class TowerModel(EmbeddingModel):
 class TwoTower(TowerModel):
     """Dual encoder: image and text towers with one embedding space and a contrastive loss."""
 
-    kind: Annotated[Literal["two_tower"], _KIND] = "two_tower"
 
-
-class CrossAttention(Transformer, settings_prefix="model.cross"):
+class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
     """Cross-attention layers between text tokens and image features."""
-
-    dropout: Dropout = 0.0
 
 
 class Fusion(TowerModel):
@@ -367,7 +385,6 @@ class Fusion(TowerModel):
     shares_only_loss = False
     objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
 
-    kind: Annotated[Literal["fusion"], _KIND] = "fusion"
     cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
     classes: int = Field(
@@ -412,10 +429,8 @@ class Fusion(TowerModel):
         )
 
 
-class ClipImage(Transformer, settings_prefix="model.image"):
+class ClipImage(VisionTransformer, settings_prefix="model.image"):
     """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
-
-    patch: Patch = 16
 
 
 class ClipText(Transformer, settings_prefix="model.text"):
@@ -465,7 +480,6 @@ class ClipFamily(HfModel, EmbeddingModel):
 class Clip(ClipFamily):
     """transformers' CLIP: causal text encoder, features of the last token, softmax loss."""
 
-    kind: Annotated[Literal["clip"], _KIND] = "clip"
     embed_dim: EmbedDim = 512
     activation: Literal["quick_gelu", "gelu"] | None = Field(
         None,
@@ -477,7 +491,6 @@ class Clip(ClipFamily):
 class Siglip(ClipFamily):
     """transformers' SigLIP: attention pooling, text padded to max_tokens, sigmoid loss."""
 
-    kind: Annotated[Literal["siglip"], _KIND] = "siglip"
     inputs: Inputs = Inputs(fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
     image: ClipImage = ClipImage(width=768, depth=12, heads=12)
     text: ClipText = ClipText(width=768, depth=12, heads=12)
@@ -504,7 +517,6 @@ class Generative(HfModel):
     objectives = ("language_modelling",)
     generates_text = True
 
-    kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
     image: ClipImage = ClipImage(width=768, depth=12, heads=12)
     text: ClipText = ClipText(width=512, depth=8, heads=8)
@@ -552,7 +564,6 @@ class Vlm(Model):
     takes_one_image = False
     generates_text = True
 
-    kind: Annotated[Literal["vlm"], _KIND] = "vlm"
     inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
     weights: Weights = Field(
         "none",
@@ -575,7 +586,6 @@ class Vlm(Model):
 class CustomModel(Model):
     """A user-defined model class, constructed from this section and the vocabulary size."""
 
-    kind: Annotated[str, _KIND]
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Settings passed to your class."
     )

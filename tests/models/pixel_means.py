@@ -5,8 +5,6 @@ In the package, the settings are in mmray/config/model.py, which does not import
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +16,6 @@ from mmray.models.protocol import Architecture
 class PixelMeansSettings(EmbeddingModel):
     """Projections of mean colors and of mean token embeddings into one space."""
 
-    kind: Literal["pixel_means"] = "pixel_means"
     embed_dim: EmbedDim = 16
 
 
