@@ -48,7 +48,7 @@ class Manifest:
     # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
     source: dict[str, Any]
     settings: dict[str, Any]
-    shards: Sequence[Shard] = field(repr=False)  # a ShardTable if it was read
+    shards: ShardTable | tuple[Shard, ...] = field(repr=False)  # a table if it was read
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
     leakage: dict[str, Any] = field(default_factory=dict)  # summary of the contamination check

@@ -7,11 +7,11 @@ memory once, and a process reads those of a shard without parsing others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -101,7 +101,7 @@ class TableFile:
         return data
 
 
-class ShardTable(Sequence[Shard]):
+class ShardTable:
     """Shards in source order; with a file cheap to pickle.
 
     Args:
@@ -159,14 +159,10 @@ class ShardTable(Sequence[Shard]):
     def __len__(self) -> int:
         return int(self._columns.num_rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Shard: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, index: int | slice) -> Shard | Sequence[Shard]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def __iter__(self) -> Iterator[Shard]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> Shard:
         return Shard(
             self.file_name(number),
             self._columns["split"][number].as_py(),
@@ -178,9 +174,7 @@ class ShardTable(Sequence[Shard]):
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
+        return isinstance(other, ShardTable) and self.data.equals(other.data)
 
     @property
     def num_kept(self) -> np.ndarray:
