@@ -134,6 +134,10 @@ def _train(
     if selection.action == "done":
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
+    trained_on = run_dir.RunDir(selection.path).read_json("data.json") or {}
+    address = resolved.data_identity["train"]
+    if selection.action == "resume" and trained_on.get("train") != address:
+        reporter.log(f"the data has moved from {trained_on['train']} to {address}", "moved")
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(
             selection.path, saved, resolved.data_identity, resolved.tokenizer_json

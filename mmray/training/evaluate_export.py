@@ -37,7 +37,7 @@ from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings
-from mmray.training.run_dir import RunDir
+from mmray.training.run_dir import RunDir, find_set
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -352,9 +352,12 @@ def _open_held_out(
     split = split or (config.data.eval_split if data is None else "test")
     source = data or config.data.eval
     if source is None:
-        return PreparedSet.open(
-            parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split
-        )
+        trained_on = RunDir(folder).read_json("data.json") or {}
+        address = parse_mixture(trained_on["train"])[0][0]
+        found = find_set(folder, address, trained_on.get("fingerprint", ""))
+        if found != address:
+            reporter.log(f"the set has moved from {address} to {found}", "moved")
+        return PreparedSet.open(found, split)
     if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
         from mmray.cluster.placement import check_data_capacity
 

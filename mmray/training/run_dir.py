@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from mmray.config import Config, Run, flatten, to_yaml
 from mmray.config.data import STORED_SHUFFLE
+from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
@@ -156,8 +159,12 @@ def select_run(
         may_change = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
         if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
             may_change += ("data.shuffle_blocks",)
-        changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
         old = run.read_json("data.json") or {}
+        # The same rows at another address: the set or the project has moved.
+        if all(old.get(key) == new for key, new in data.items() if key != "train"):
+            may_change += ("data.train",)
+            old |= {"train": data["train"]}
+        changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
         result = run.read_json("result.json") or {}
         changes += [
             f"data {key}: {old.get(key)!r} -> {new!r}"
@@ -167,6 +174,29 @@ def select_run(
         return changes, result.get("status") == "finished" and result["steps"] >= steps
 
     return select_folder(config.run, config.recipe, inspect)
+
+
+def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
+    """Return the address of a run's training set, also if the set and the run have moved together.
+
+    Args:
+        path: folder of the run.
+        address: address of the set when the run started.
+        fingerprint: that of the split `train`.
+    """
+    if not isinstance(path, Path) or not isinstance(to_path(address), Path):
+        return address
+    if (Path(address) / MANIFEST).exists():
+        return address
+    parts = Path(address).parts[1:]
+    for folder in path.absolute().parents:
+        for start in range(len(parts)):
+            candidate = folder.joinpath(*parts[start:])
+            if not (candidate / MANIFEST).exists():
+                continue
+            if PreparedSet.open(str(candidate), "train").fingerprint == fingerprint:
+                return str(candidate)
+    return address
 
 
 def stored_shuffle(path: AnyPath) -> str:

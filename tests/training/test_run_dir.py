@@ -5,7 +5,8 @@ import yaml
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.training.run_dir import select_run, write_run_files
+from mmray.training.run_dir import find_set, select_run, write_run_files
+from tests.made import make_set, row
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -20,14 +21,14 @@ ALLOWED = parse(
     """recipe=mine batch.micro=8 batch.accumulation=2 cluster.workers=3
     cluster.resources_per_worker={slot:1.0}
     run.resume=must prepare.image_side=64 data.workers=3 data.block_mb=6.0 data.cache=elsewhere
-    data.local_cache=cache data.local_cache_gb=5.0 data.eval=another
+    data.train=elsewhere/set data.local_cache=cache data.local_cache_gb=5.0 data.eval=another
     data.eval_split=val evaluate.every=5 train.steps=20 train.samples=500 train.epochs=2.0
     train.log_every=1 train.checkpoint_every=7 train.keep_checkpoints=5
     train.callbacks=[my.module:Class] train.profile=3 train.parallel=single
     train.activation_checkpointing=[text] train.compile=inductor"""
 )
 FORBIDDEN = parse(
-    """batch.global=32 batch.group_by_length=true data.train=another data.limit=10
+    """batch.global=32 batch.group_by_length=true data.limit=10
     data.shuffle=false data.shuffle_blocks=8x16x2 augment.flip=0.5 objective.kind=sigmoid
     optimizer.lr=0.5 model.embed_dim=64 model.image.depth=2 model.inputs.image_side=32
     train.seed=1 train.precision=bf16 train.ema=0.9"""
@@ -55,6 +56,29 @@ def changed(before, setting, value):
 
 def finish(path, steps):
     (path / "result.json").write_text(f'{{"status": "finished", "steps": {steps}}}')
+
+
+def test_run_resumes_if_its_set_has_moved(tmp_path):
+    wanted = config(tmp_path, name="mine")
+    write_run_files(select_run(wanted, DATA, 10).path, wanted, DATA, "{}")
+    moved = wanted.replace(data=wanted.data.replace(train="other/set"))
+    assert select_run(moved, DATA | {"train": "/new/other/set"}, 10).action == "resume"
+    with pytest.raises(UsageError, match="data fingerprint"):
+        select_run(moved, DATA | {"train": "/new", "fingerprint": "of other rows"}, 10)
+
+
+def test_set_is_found_after_the_project_was_renamed(tmp_path):
+    project = tmp_path / "project"
+    prepared = make_set(project / "prepared" / "set", [row(0), row(1)])
+    run = project / "runs" / "mine"
+    run.mkdir(parents=True)
+    address = str(project / "prepared" / "set")
+    assert find_set(run, address, prepared.fingerprint) == address
+    renamed = project.rename(tmp_path / "renamed")
+    found = find_set(renamed / "runs" / "mine", address, prepared.fingerprint)
+    assert found == str(renamed / "prepared" / "set")
+    # another set at the same place is not taken
+    assert find_set(renamed / "runs" / "mine", address, "of other rows") == address
 
 
 def test_new_name_starts_and_same_command_resumes(tmp_path):
