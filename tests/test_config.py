@@ -12,6 +12,8 @@ from mmray.config import (
     TextTower,
     TwoTower,
     from_yaml,
+    override,
+    recipes,
     to_yaml,
 )
 from mmray.errors import UsageError
@@ -138,3 +140,10 @@ def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
 def test_replaced_settings_are_validated(settings, message):
     with pytest.raises(UsageError, match=f"cluster.{message}"):
         Config().with_cluster(**settings)
+
+
+def test_batch_tokens_replace_the_micro_batch_of_a_recipe():
+    given = override(recipes.load("sample-vlm"), {"batch": {"tokens": 4096}})
+    assert (given.batch.tokens, given.batch.micro, given.batch.global_) == (4096, None, 32)
+    both = override(recipes.load("sample-vlm"), {"batch": {"tokens": 4096, "micro": 2}})
+    assert both.batch.micro == 2  # refused by resolve_batch_shape

@@ -91,6 +91,8 @@ class Config(Section):
             )
         if {"batch.micro", "batch.accumulation"} <= set(given) and "batch.global" not in given:
             update["batch"] = self.batch.replace(global_=None)
+        elif "batch.tokens" in given and not {"batch.micro", "batch.accumulation"} & set(given):
+            update["batch"] = self.batch.replace(micro=None, accumulation=None)
         elif (
             "batch.accumulation" in given
             and "batch.micro" not in given

@@ -23,7 +23,7 @@ Prompt = Annotated[str, Field(pattern=r"\{\}")]
 class Batch(Section, settings_prefix="batch"):
     """global = micro x accumulation x workers.
 
-    Give `global` and `micro`, or `micro` and `accumulation`.
+    Give `global` and `micro`, or `micro` and `accumulation`; or `global` and `tokens`.
     """
 
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
@@ -32,6 +32,12 @@ class Batch(Section, settings_prefix="batch"):
         "measured before step 1.",
     )
     accumulation: int | None = Field(None, ge=1, description="Forward passes per worker and step.")
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens per forward pass and worker, for vision-language models, whose "
+        "rows differ in length; instead of `micro`. Rows are divided evenly among the workers.",
+    )
     group_by_length: bool = Field(
         False, description="Group rows of similar caption length in a micro-batch."
     )

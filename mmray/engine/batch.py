@@ -25,6 +25,9 @@ class BatchShape:
     world_size: int
     # The dry run searches the largest micro-batch that fits, up to `micro_batch_size`.
     auto: bool = False
+    # Most tokens of a micro-batch if rows are divided by their tokens. Then `micro_batch_size` is
+    # how many rows of the maximum length it holds.
+    micro_tokens: int | None = None
 
     @property
     def rank_batch_size(self) -> int:
@@ -38,12 +41,17 @@ class BatchShape:
 
     def with_world_size(self, world_size: int) -> BatchShape:
         """Return the shape for another number of workers."""
+        if self.micro_tokens is not None:
+            return replace(self, world_size=world_size)
         rows = ceil(self.global_batch_size / world_size)
         micro_batch_size = rows if self.auto else min(self.micro_batch_size, rows)
         return replace(self, world_size=world_size, micro_batch_size=micro_batch_size)
 
     def with_micro_batch_size(self, size: int) -> BatchShape:
         """Return the shape with micro-batches of `size` rows, which is not searched any more."""
+        if self.micro_tokens is not None:
+            tokens = self.micro_tokens * size // self.micro_batch_size
+            return replace(self, micro_batch_size=size, micro_tokens=tokens)
         return replace(self, micro_batch_size=min(size, self.rank_batch_size), auto=False)
 
     def halved(self) -> BatchShape | None:
@@ -61,6 +69,11 @@ class BatchShape:
                 f"{self.global_batch_size} rows per step over {self.world_size} workers, "
                 "micro-batch: largest that fits"
             )
+        if self.micro_tokens is not None:
+            return (
+                f"{self.global_batch_size} rows per step over {self.world_size} workers, "
+                f"micro-batches of at most {self.micro_tokens:,} tokens"
+            )
         padded = self.micro_batch_size * self.accumulation * self.world_size
         shape = (
             f"micro {self.micro_batch_size} x accumulation {self.accumulation} x "
@@ -74,11 +87,19 @@ class BatchShape:
         )
 
 
-def resolve_batch_shape(batch: Batch, world_size: int) -> BatchShape:
+def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) -> BatchShape:
     """Resolve the batch settings for a number of workers.
 
-    Raises UsageError if they contradict each other.
+    Args:
+        batch: The settings.
+        world_size: Number of workers.
+        max_row_tokens: Most tokens of a row, for `batch.tokens`.
+
+    Raises:
+        UsageError: They contradict each other.
     """
+    if batch.tokens is not None:
+        return _resolve_by_tokens(batch, world_size, max_row_tokens)
     accumulation, total, auto = batch.accumulation, batch.global_, batch.micro == "auto"
     micro = None if batch.micro == "auto" else batch.micro
     if auto and (total is None or accumulation is not None):
@@ -112,6 +133,23 @@ def resolve_batch_shape(batch: Batch, world_size: int) -> BatchShape:
             f"accumulation {shape.accumulation}, not {accumulation}; {advice}"
         )
     return shape
+
+
+def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> BatchShape:
+    assert batch.tokens is not None
+    if batch.global_ is None or batch.micro is not None or batch.accumulation is not None:
+        raise UsageError(
+            "batch.tokens: it needs `--batch.global` and neither `--batch.micro` nor "
+            "`--batch.accumulation`, which follow from the tokens of each step"
+        )
+    if batch.tokens < max_row_tokens:
+        raise UsageError(
+            f"batch.tokens: {batch.tokens:,} tokens are fewer than a row may have "
+            f"(model.inputs.max_tokens {max_row_tokens:,}); set at least {max_row_tokens}, or "
+            "lower --model.inputs.max-tokens"
+        )
+    rows = batch.tokens // max_row_tokens
+    return BatchShape(batch.global_, rows, world_size, micro_tokens=batch.tokens)
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:

@@ -175,21 +175,24 @@ class Trainer:
         """Take one optimizer step.
 
         One rank that runs out of memory before the update repeats the step with half the
-        micro-batch size. With several ranks the others wait in a collective, so the error ends the
-        attempt.
+        micro-batch size. With several ranks the others wait in a collective, and the plan decides
+        which rows of a step by tokens are together, so the error ends the attempt.
         """
         spec, state = self.spec, self.state
         seed_of = partial(micro_seed, spec.train.seed, self.progress.step, spec.group.rank)
         # The request is reduced over ranks in the step: all ranks must leave the loop together.
         stop = spec.stop()
         while True:
-            micro_batches = split_micro_batches(batch, self.batch_shape.micro_batch_size)
+            micro_batches = batch
+            if self.batch_shape.micro_tokens is None:
+                micro_batches = split_micro_batches(batch, self.batch_shape.micro_batch_size)
             try:
                 cache = accumulate_gradients(state, micro_batches, seed_of, stop)
                 break
             except (RuntimeError, MemoryError) as error:
                 smaller = self.batch_shape.halved()
-                if spec.group.world_size > 1 or smaller is None or not is_out_of_memory(error):
+                can_split = spec.group.world_size == 1 and self.batch_shape.micro_tokens is None
+                if not can_split or smaller is None or not is_out_of_memory(error):
                     raise
                 message = self._format_oom(error)
             # Outside `except`: the traceback would keep the step's tensors in memory.

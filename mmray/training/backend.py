@@ -13,6 +13,7 @@ from mmray.config import Config, Vlm
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
+from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
@@ -71,8 +72,16 @@ def num_gpus(config: Config) -> int:
     return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
 
 
-def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
-    """Return the resume point of `world` workers, the same for every rank."""
+def resume_point(
+    resolved: ResolvedRun,
+    checkpoint: AnyPath | None,
+    world: int,
+    batch_shape: BatchShape | None = None,
+) -> ResumePoint:
+    """Return the resume point of `world` workers, the same for every rank.
+
+    batch_shape: That of the attempt; None: that of the run.
+    """
     config = resolved.config
     shuffle = config.data.block_shuffle
     plan = SamplePlan(
@@ -87,6 +96,15 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         else (),
         block_shuffle=None if shuffle is None else BlockShuffle(*shuffle),
     )
+    max_tokens = (batch_shape or resolved.batch_shape).micro_tokens
+    if resolved.token_lengths is not None and max_tokens is not None:
+        plan = TokenPlan(
+            **vars(plan),
+            num_tokens=resolved.token_lengths,
+            max_row_tokens=config.model.inputs.max_tokens,
+            max_tokens=max_tokens,
+            padded=not resolved.is_packed,
+        )
     return (
         ResumePoint(plan, 0)
         if checkpoint is None

@@ -124,7 +124,9 @@ class LocalWorkers:
         self._coordinator = Coordinator(attempt.bad_rows)
         self._outcome: dict[str, Any] | Exception | None = None
         decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
-        start = resume_point(attempt.resolved, attempt.checkpoint, world=1)
+        start = resume_point(
+            attempt.resolved, attempt.checkpoint, world=1, batch_shape=attempt.batch_shape
+        )
         arguments = attempt.worker_context(decoders), start, attempt.config
         self._receiver = threading.Thread(
             target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True

@@ -217,7 +217,7 @@ class RayWorkers:
         self.world = attempt.config.cluster.max_workers
         self.coordinator = start_coordinator(attempt.bad_rows)
         demand = resource_demand(attempt.config, excluded=excluded)
-        start = resume_point(attempt.resolved, attempt.checkpoint, self.world)
+        start = resume_point(attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape)
         # Counted for the largest group, so that CPUs for the workers of a later, larger group stay
         # free.
         actors = num_decode_actors(

@@ -5,15 +5,18 @@ batch and steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Batch, Config, Prepare, Vlm
 from mmray.config.data import FULL_SHUFFLE, format_mixture, is_mixture, parse_mixture
-from mmray.data.prepare.pipeline import ensure_prepared
+from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
+from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
@@ -22,7 +25,9 @@ from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.data.vlm.families import find_family, is_packable, read_config
 from mmray.data.vlm.sample import generate_model
+from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
@@ -42,6 +47,9 @@ class ResolvedRun:
     steps: int
     # content of data.json; equal in all attempts and when the run is resumed
     data_identity: dict[str, Any]
+    # uint32 [rows of the training set], if `batch.tokens` divides the rows of a step
+    token_lengths: np.ndarray | None = None
+    is_packed: bool = True  # whether the rows of a micro-batch are packed, not padded
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
@@ -76,7 +84,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if config.model.takes_one_image:
         _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
     batch = batch_on_device(config)
-    shape = resolve_batch_shape(batch, config.cluster.max_workers)
+    shape = resolve_batch_shape(batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     shuffle = resolve_block_shuffle(
         config.data, train_sets, shape.global_batch_size, config.cluster.max_workers
     )
@@ -117,7 +125,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         model=model.with_vocab(vocab_size, pad_id),
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
         batch=batch.replace(
-            global_=shape.global_batch_size, micro="auto" if shape.auto else shape.micro_batch_size
+            global_=shape.global_batch_size,
+            micro=_resolved_micro(shape),
         ),
     )
     data_identity = {
@@ -126,9 +135,50 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
-    return ResolvedRun(
+    resolved = ResolvedRun(
         resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity
     )
+    if isinstance(config.model, Vlm) and shape.micro_tokens is not None:
+        return _with_token_lengths(resolved, reporter)
+    return resolved
+
+
+def _resolved_micro(shape: BatchShape) -> int | Literal["auto"] | None:
+    """Return the value of `batch.micro` in the config.yaml of a run."""
+    if shape.micro_tokens is not None:
+        return None
+    return "auto" if shape.auto else shape.micro_batch_size
+
+
+def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:
+    """Return the run with the token counts of its rows, which are computed unless they exist."""
+    model: Any = resolved.config.model
+    inputs = model.inputs
+    counter = ProcessorCounter(model.weights, inputs.max_pixels, inputs.min_pixels, inputs.question)
+    lengths = token_counts(
+        resolved.train_set,
+        counter,
+        lambda done, total: reporter.prepare_progress(
+            PrepareProgress("count tokens of", done, total)
+        ),
+    )
+    used = lengths[(lengths != NOT_COUNTED) & (lengths <= inputs.max_tokens)]
+    if not used.size:
+        raise DataError(
+            f"no row of {resolved.config.data.train} has up to {inputs.max_tokens:,} tokens: raise "
+            "--model.inputs.max-tokens"
+        )
+    longer = int((lengths > inputs.max_tokens).sum())
+    text = f"{used.mean():,.0f} tokens a row, at most {used.max():,}"
+    if longer:
+        text += (
+            f"; {longer:,} of {len(lengths):,} rows are not used, because they have more than "
+            f"model.inputs.max_tokens {inputs.max_tokens:,} (up to {lengths.max():,})"
+        )
+    reporter.log(text, "tokens")
+    config = read_config(model.weights)
+    packed = is_packable(config, find_family(config, model.weights))
+    return replace(resolved, token_lengths=lengths, is_packed=packed)
 
 
 def _with_sample_weights(config: Config) -> Config:
@@ -189,7 +239,7 @@ def batch_on_device(config: Config) -> Batch:
     fits.
     """
     batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
-    given = batch.micro is not None or batch.accumulation is not None
+    given = {batch.micro, batch.accumulation, batch.tokens} != {None}
     return (
         batch.replace(micro="auto")
         if config.cluster.accelerator == "gpu" and can_probe and not given

@@ -27,7 +27,7 @@ def validate_settings(config: Config) -> None:
 
     Uses neither Ray nor data nor weights.
     """
-    resolve_batch_shape(config.batch, config.cluster.max_workers)
+    resolve_batch_shape(config.batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     reasons = unsupported_reasons(config)
     if reasons:
         raise UsageError("\n".join(reasons))
@@ -49,7 +49,18 @@ def unsupported_reasons(config: Config) -> list[str]:
         + parallel_reasons(config)
         + batch_norm_reasons(config)
         + transform_reasons(config)
+        + token_batch_reasons(config)
     )
+
+
+def token_batch_reasons(config: Config) -> list[str]:
+    """Reasons why the rows of a step cannot be divided by their tokens."""
+    if config.batch.tokens is None or isinstance(config.model, Vlm):
+        return []
+    return [
+        f"batch.tokens: the rows of model.kind {config.model.kind} are of equal size; set "
+        "--batch.micro"
+    ]
 
 
 def parallel_reasons(config: Config) -> list[str]:

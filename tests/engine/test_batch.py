@@ -52,11 +52,26 @@ def test_batch_shape(settings, workers, summary):
         ({"global": 2}, 3, "2 rows are fewer than 3 workers"),
         ({"global": 64, "micro": 8, "accumulation": 3}, 2, "needs accumulation 4, not 3"),
         ({"global": 10, "accumulation": 6}, 1, "not 6; set --batch.accumulation 5"),
+        ({"tokens": 4096}, 1, "batch.tokens: it needs `--batch.global`"),
+        ({"tokens": 4096, "global": 8, "micro": 2}, 1, "neither `--batch.micro`"),
     ],
 )
 def test_contradicting_sizes_are_refused(settings, workers, message):
     with pytest.raises(UsageError, match=message):
         resolve_batch_shape(Batch(**settings), workers)
+
+
+def test_batch_by_tokens_bounds_the_micro_batch():
+    batch = Batch(**{"global": 64, "tokens": 10_000})
+    with pytest.raises(UsageError, match=r"10,000 tokens are fewer .* set at least 12288"):
+        resolve_batch_shape(batch, 2, max_row_tokens=12_288)
+    shape = resolve_batch_shape(batch, 2, max_row_tokens=2048)
+    assert str(shape) == "64 rows per step over 2 workers, micro-batches of at most 10,000 tokens"
+    assert (shape.micro_batch_size, shape.with_world_size(3).micro_tokens) == (4, 10_000)
+    # A smaller micro-batch still holds the longest row.
+    smaller = shape.halved()
+    assert (smaller.micro_batch_size, smaller.micro_tokens) == (2, 5000)
+    assert smaller.halved().micro_tokens == 2500 and smaller.halved().halved() is None
 
 
 def test_halved_micro_batch_at_most_doubles_accumulation():

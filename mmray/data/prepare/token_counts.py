@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -92,27 +92,6 @@ def token_counts(
             f"cannot write the token counts of {prepared.folder} to {folder}: {error}. Make the "
             "folder of the set writable, or copy the set"
         ) from error
-
-
-def long_rows(
-    prepared: PreparedSet | PreparedMixture, counts: np.ndarray, max_tokens: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the quarantine entries of the rows with more than `max_tokens`, which a run does not
-    use.
-    """
-    numbers = np.flatnonzero(counts > max_tokens)
-    for start in range(0, len(numbers), READ_BATCH_ROWS):
-        part = numbers[start : start + READ_BATCH_ROWS]
-        for number, row in zip(part.tolist(), read_each(prepared, part), strict=True):
-            key, source = (row.key, row.source) if isinstance(row, Row) else (None, None)
-            yield {
-                "key": key,
-                "source": source,
-                "row": number,
-                "stage": "tokens",
-                "reason": "too-long",
-                "detail": f"{counts[number]} tokens, over model.inputs.max_tokens {max_tokens}",
-            }
 
 
 def _file_name(shard: Shard) -> str:

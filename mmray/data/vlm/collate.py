@@ -7,6 +7,7 @@ in a padded one because attention is causal and the padding comes last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from mmray.data.stream.blocks import Block, join_blocks
 from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.families import Family
 from mmray.data.vlm.reader import unpack_rows
@@ -147,7 +149,8 @@ def iter_row_batches(
         plan: The rows of each step.
         first_step: The first step of `blocks`.
         rank: This rank.
-        micro_batch_size: Rows of a micro-batch; the last of a step may be smaller.
+        micro_batch_size: Rows of a micro-batch; the last of a step may be smaller. A TokenPlan has
+            its own sizes.
         collate: Builds the inputs of a micro-batch.
     """
     columns: Block = {}
@@ -163,8 +166,12 @@ def iter_row_batches(
             new = {name: block[name] for name in ROW_COLUMNS}
             columns = join_blocks([columns, new]) if columns else new
         micro_batches = []
-        for first in range(0, num_rows, micro_batch_size):
-            part = slice(first, min(first + micro_batch_size, num_rows))
+        first_rows = [*range(0, num_rows, micro_batch_size)]
+        if isinstance(plan, TokenPlan):
+            sizes = plan.micro_batch_sizes(step, rank)
+            first_rows = [sum(sizes[:number]) for number in range(len(sizes))]
+        for first, stop in pairwise([*first_rows, num_rows]):
+            part = slice(first, stop)
             batch = {name: torch.from_numpy(column[part]) for name, column in columns.items()}
             micro_batches.append(batch | collate([row for row in rows[part] if row is not None]))
         rows = rows[num_rows:]

@@ -33,11 +33,12 @@ class ProcessorCounter:
     @cached_property
     def digest(self) -> str:
         """Hex digest of what determines the counts. Loads the processor."""
-        return hashlib.sha256(f"{self._encoder().digest} {self.question}".encode()).hexdigest()
+        digest = self._encoder(without_torch=False).digest
+        return hashlib.sha256(f"{digest} {self.question}".encode()).hexdigest()
 
     def build(self) -> RowCounter:
         """Return the function that counts the tokens of a row."""
-        encoder = self._encoder()
+        encoder = self._encoder(without_torch=True)
 
         def count(row: Row) -> int:
             sizes = [(media.width, media.height) for media in row.media]
@@ -46,5 +47,7 @@ class ProcessorCounter:
 
         return count
 
-    def _encoder(self) -> ProcessorEncoder:
-        return ProcessorEncoder(self.weights, sys.maxsize, self.max_pixels, self.min_pixels)
+    def _encoder(self, without_torch: bool) -> ProcessorEncoder:
+        return ProcessorEncoder(
+            self.weights, sys.maxsize, self.max_pixels, self.min_pixels, without_torch
+        )

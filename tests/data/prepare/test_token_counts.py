@@ -11,7 +11,7 @@ import pytest
 
 from mmray.data.messages import message_text
 from mmray.data.prepare import token_counts as module
-from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, long_rows, token_counts
+from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_counts
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.errors import ResourceError
 from tests.made import png, row, write_set
@@ -110,18 +110,6 @@ def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[
     sets = [make(f"{memory}/a", 1), make(f"{memory}/b", 2)]
     counts = token_counts(PreparedMixture(sets, [1.0, 2.0]), Words())
     assert np.array_equal(counts, np.concatenate([*map(expected, sets)]))
-
-
-def test_long_rows_are_listed_with_their_count(tmp_path: Path, counted: list[str]) -> None:
-    prepared = make(tmp_path, 1)
-    counts = np.full(69, 7, np.uint32)
-    counts[[2, 50]] = 9, 5000
-    entries = list(long_rows(prepared, counts, 8))
-    assert [(entry["key"], entry["row"], entry["reason"]) for entry in entries] == [
-        ("row-2", 2, "too-long"),
-        ("row-51", 50, "too-long"),
-    ]
-    assert entries[1]["detail"] == "5000 tokens, over model.inputs.max_tokens 8"
 
 
 def test_folder_that_is_not_writable_is_named(tmp_path: Path, counted: list[str]) -> None:

@@ -1,0 +1,84 @@
+"""A step divided by tokens has the loss of the same step divided by rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmray.config import Vlm as VlmConfig
+from mmray.config import VlmInputs
+from mmray.data.prepare import token_counts as module
+from mmray.data.prepare.token_counts import token_counts
+from mmray.data.store.prepared_set import Row
+from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.token_batches import TokenPlan
+from mmray.data.vlm.collate import iter_row_batches
+from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.token_counter import ProcessorCounter
+from mmray.models.vlm.model import Vlm
+from tests.made import encode, image_media, make_set
+from tests.models.vlm.rows import ROWS
+
+WORLD = 2
+STEP_ROWS = 7
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Rows with 0, 1 and 3 images in turn."""
+    rows = []
+    for number in range(12):
+        messages, images = ROWS[number % 3]
+        parts = [
+            turn | {"content": [{"type": "text", "text": turn["content"]}]}
+            if isinstance(turn["content"], str)
+            else turn
+            for turn in messages
+        ]
+        media = [image_media(encode(Image.fromarray(image))) for image in images]
+        rows.append(Row(f"row-{number}", media, [f"{number}"], messages=parts))
+    return make_set(tmp_path_factory.mktemp("set"), rows)
+
+
+def losses(model, reader, plan, rows):
+    """Sums of the loss and numbers of targets of each step, and tokens of each micro-batch."""
+    sums = torch.zeros(plan.steps, 2, dtype=torch.float64)
+    sizes = []
+    for rank in range(WORLD):
+        steps = [plan.positions(step, rank) for step in range(plan.steps)]
+        blocks = [reader.read_block(plan, positions) for positions in steps]
+        batches = iter_row_batches(blocks, plan, 0, rank, rows, model.collator())
+        for step, micro_batches in enumerate(batches):
+            sizes.append([batch["num_tokens"].sum().item() for batch in micro_batches])
+            positions = torch.cat([batch["pos"] for batch in micro_batches])
+            assert positions.tolist() == steps[step].tolist()
+            for batch in micro_batches:
+                with torch.no_grad():
+                    sums[step, 0] += model(batch)["loss_sum"]
+                sums[step, 1] += len(batch["targets"])
+    return sums, sizes
+
+
+def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, monkeypatch):
+    monkeypatch.setattr(module, "map_tasks", lambda work, items: (work(item) for item in items))
+    weights = str(folder_of("qwen3_vl"))
+    counts = token_counts(prepared, ProcessorCounter(weights))
+    assert len(set(counts.tolist())) == 3
+    max_tokens = int(np.sort(counts)[-5])  # the rows with three images are longer
+    spec = VlmConfig(weights=weights, inputs=VlmInputs(max_tokens=max_tokens))
+    reader = ConversationReader(prepared, spec, 10**6)
+    torch.manual_seed(0)
+    model = Vlm(spec).double()
+    plan = SamplePlan(prepared.num_rows, STEP_ROWS, WORLD, seed=3, steps=3)
+    by_rows, _ = losses(model, reader, plan, 2)
+    limit = 2 * max_tokens
+    token_plan = TokenPlan(
+        **vars(plan), num_tokens=counts, max_row_tokens=max_tokens, max_tokens=limit
+    )
+    by_tokens, sizes = losses(model, reader, token_plan, 1)
+    torch.testing.assert_close(by_tokens, by_rows, rtol=1e-9, atol=0)
+    assert (by_rows[:, 1] > 0).all() and max(max(each) for each in sizes) <= limit
+    # Both ranks have equally many micro-batches in each step.
+    assert [len(each) for each in sizes[:3]] == [len(each) for each in sizes[3:]]
