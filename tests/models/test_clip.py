@@ -363,3 +363,21 @@ def test_temperature_stays_between_a_hundredth_and_one() -> None:
         model.log_scale.data.fill_(value)
         model.clamp_parameters()
         assert model.log_scale.item() == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_export_called_as_transformers_documents_it_equals_load(tmp_path: Path, kind: str) -> None:
+    """`model(**tokenizer(texts, padding="max_length"))`: SigLIP must not get a mask."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model = model_of(SPECS[kind]).eval()
+    out = export(model, SPECS[kind].model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    tokens = AutoTokenizer.from_pretrained(out)(
+        list(TEXTS), padding="max_length", truncation=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        features = AutoModel.from_pretrained(out).get_text_features(**tokens)
+    features = getattr(features, "pooler_output", features)
+    expected = torch.from_numpy(np.asarray(mmray.load(out).embed_texts(list(TEXTS))))
+    torch.testing.assert_close(F.normalize(features, dim=-1), expected, atol=1e-5, rtol=1e-4)
+    assert ("attention_mask" in tokens) == (kind == "clip")

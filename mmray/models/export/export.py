@@ -175,6 +175,8 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
     if hasattr(model, "chat"):
         settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
     if hasattr(model, "padding_length_and_id"):
+        # The model attends to its padding, so transformers must not pass it a mask.
+        settings |= {"model_input_names": ["input_ids"]}
         tokenizer.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
         tokenizer_json = tokenizer.to_str()
     return tokenizer_json, settings
