@@ -160,8 +160,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     Tests marked `cluster` start their own, so those are divided by file, the longest first.
     """
+    config.option.loadscopereorder = False  # by the number of tests
     if "not cluster" not in config.option.markexpr:
-        config.option.loadscopereorder = False  # by the number of tests
         return None
     from xdist.scheduler import LoadFileScheduling
 
@@ -172,16 +172,26 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadFolderScheduling(config, log)
 
 
+# The folders of a run without cluster tests that take longest.
+LONGEST = ("engine", "training", "data", "bench", "models", "tuning")
+
+
 def pytest_collection_modifyitems(items):
-    """Start with the files that have the longest limits of time, so that both processes end at
-    about the same time.
+    """Start with the longest folders, or with the files that have the longest limits of time, so
+    that both processes end at about the same time.
     """
+    ranks = {folder: rank for rank, folder in enumerate(LONGEST)}
     limits_s = defaultdict(int)
     for item in items:
         limits_s[item.path] = max(
             [limits_s[item.path], *(mark.args[0] for mark in item.iter_markers("timeout"))]
         )
-    items.sort(key=lambda item: -limits_s[item.path])
+
+    def rank(item):
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        return -limits_s[item.path], ranks.get(folder, len(ranks))
+
+    items.sort(key=rank)
 
 
 def pytest_sessionfinish():
@@ -211,10 +221,19 @@ def forked_workers(monkeypatch):
     """
     import torch.multiprocessing as mp
 
-    from tests.engine.conftest import preload
+    from tests.forked import preload
 
     preload()
     monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="forkserver"))
+
+
+@pytest.fixture(scope="module")
+def forked_children():
+    """Fork the workers of runs without Ray, too."""
+    from tests.forked import forked_children
+
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="session")

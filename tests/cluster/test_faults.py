@@ -24,7 +24,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.training import backend, monitor
 from mmray.training.driver import train
 from tests.engine.single_worker import run_config
-from tests.training.faults import StoppingReader
+from tests.training.readers import StoppingReader
 from tests.training.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

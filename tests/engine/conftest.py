@@ -3,25 +3,9 @@
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch.multiprocessing import get_context
 
 from tests.engine import ranks
-
-# Imports of all ranks, and lazy imports of torch and transformers, which take many seconds.
-PRELOADED = (
-    "tests.engine.ranks",
-    "tests.engine.checkpoint.shard_ranks",
-    "torch._dynamo",
-    "torch._inductor.fx_passes.post_grad",
-    "functorch.compile",
-    "torch.distributed.fsdp",
-    "transformers.models.clip.modeling_clip",
-)
-
-
-def preload():
-    """Let the fork server import all this when it starts."""
-    get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+from tests.forked import preload
 
 
 def spawn_ranks(run, folder, world, *args, others=0):

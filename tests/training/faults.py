@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mmray.data.stream.reader import RowReader
 from mmray.engine.batch import BatchShape
 from mmray.errors import OutOfMemoryError
 
@@ -80,17 +79,6 @@ class BadNode:
                 _fail_device()
 
 
-class StoppingReader(RowReader):
-    """Stops its process once, before the rows of step 5 (16 rows per step)."""
-
-    def read_block(self, plan, positions):
-        mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "stopped-reader"
-        if positions.max() >= 64 and not mark.exists():
-            mark.write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().read_block(plan, positions)
-
-
 class RaiseAtStepThree:
     """A bug in a user's callback."""
 
@@ -104,6 +92,7 @@ def _sleeping(name, seconds):
     return type(name, (), {"on_step": lambda self, step, metrics: time.sleep(seconds)})
 
 
+Briefly = _sleeping("Briefly", 0.15)  # a kill arrives before the last step
 Slowly = _sleeping("Slowly", 0.4)  # a stop request arrives between steps
 Slower = _sleeping("Slower", 1.5)  # a command can start before the last step
 

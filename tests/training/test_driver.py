@@ -82,13 +82,14 @@ def test_same_command_reports_finished_run(unkilled, local_ray, data):
     assert again.already_done and again.result["steps"] == STEPS
 
 
-def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, monkeypatch):
+def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, monkeypatch, forked_children):
     """Without Ray, which takes no part in this."""
     monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
     rows = [row(number, b"broken" if number % 2 == 0 else None) for number in range(50)]
     make_set(tmp_path / "set", rows)
+    wanted = config(tmp_path / "set", tmp_path, "bad").with_cluster(workers=1, cpus_per_worker=1)
     with pytest.raises(DataError, match=r"17 rows could not be read.*row-\d+, made:\d+"):
-        train(config(tmp_path / "set", tmp_path, "bad").with_cluster(workers=1), Silent())
+        train(wanted, Silent())
     named = [
         json.loads(line)
         for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from mmray.config import from_yaml
-from mmray.data.stream.reader import RowReader
 from mmray.errors import TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
+from tests.training.readers import StalledReader
 from tests.training.runs import (
     STEPS,
     Silent,
@@ -29,6 +29,9 @@ from tests.training.runs import (
     same_weights,
     weights,
 )
+
+# `test_children_end_with_a_killed_driver` has a worker that was spawned.
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +151,9 @@ class KillingWorker(Silent):
 
 
 def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
-    reporter, faults = KillingWorker(), ["HangOnce", "Slowly", "FailDeviceOnce"]
+    reporter, faults = KillingWorker(), ["HangOnce", "Briefly", "FailDeviceOnce"]
     outcome = driver.train(
-        one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter
+        one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=5.0), reporter
     )
     # the first two ended after step 5 and restarted from step 3
     assert outcome.result["wasted_steps"] >= 2
@@ -242,15 +245,6 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     assert same_weights(weights(done.path), weights(calm.path))
 
 
-class Stalled(RowReader):
-    """Reads nothing from step 6 on, like a file system that does not respond."""
-
-    def read_block(self, plan, positions, pixels=None):
-        if positions.max() >= 5 * 16:
-            time.sleep(600)
-        return super().read_block(plan, positions, pixels)
-
-
 class StoppingWhenStalled(Silent):
     """Stops the run by SIGINT two seconds after step 5."""
 
@@ -264,7 +258,7 @@ def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
     data, tmp_path, calm, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "RowReader", Stalled)
+        patch.setattr(backend, "RowReader", StalledReader)
         wanted = one_worker(data, tmp_path, "run")
         stopped = driver.train(wanted, StoppingWhenStalled())
     assert (stopped.result["status"], stopped.result["steps"]) == ("stopped", 5)

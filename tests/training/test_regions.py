@@ -58,13 +58,13 @@ def config_of(source: Path, storage: Path) -> settings.Config:
         optimizer=settings.Optimizer(lr=3e-3, warmup_steps=5),
         train=settings.Train(steps=60, log_every=20),
         evaluate=settings.Evaluate(batch=16),
-        cluster=settings.Cluster(workers=1),
+        cluster=settings.Cluster(workers=1, cpus_per_worker=1),
         run=settings.Run(name="regions", storage=str(storage / "runs")),
     )
 
 
 def test_coco_instances_train_a_model_that_names_boxes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_children: None
 ) -> None:
     for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
         monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
