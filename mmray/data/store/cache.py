@@ -82,13 +82,9 @@ class ShardCache:
             is_auto = self._address == AUTO
             folder = auto_folder() if is_auto else Path(self._address).expanduser().absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "locks").mkdir(exist_ok=True)
             free = shutil.disk_usage(folder).free + sum(size for _, size, _ in _entries(folder))
         except OSError as error:
-            raise UsageError(
-                f"data.local_cache {self._address} cannot be used on this node: {error}. Name "
-                "another folder with --data.local-cache, or `None` for no cache"
-            ) from None
+            raise self._unusable(error) from None
         if free < self._used_bytes:
             raise UsageError(
                 f"data.local_cache {folder} needs {self._used_bytes / 1e9:.1f} GB, and the disk "
@@ -130,6 +126,12 @@ class ShardCache:
             return None
         return entry if entry.size == size else None
 
+    def _unusable(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"data.local_cache {self._address} cannot be used on this node: {error}. Name another "
+            "folder with --data.local-cache, or `None` for no cache"
+        )
+
     def _write(self, name: str, data: bytes) -> None:
         temporary = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
         try:
@@ -164,7 +166,13 @@ class ShardCache:
         """Exclude other threads and processes of this node; the OS releases the lock of a dead
         process.
         """
-        handle = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o666)
+        locks = self.folder / "locks"
+        try:
+            # The system deletes old files in temporary folders.
+            locks.mkdir(parents=True, exist_ok=True)
+            handle = os.open(locks / name, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise self._unusable(error) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
