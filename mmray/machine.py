@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 LOOPBACK = "127.0.0.1"
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
@@ -42,7 +43,8 @@ def process_memory() -> dict[int, int] | None:
     PSS (proportional set size): each shared page is divided among the processes that map it, so the
     sum has it once.
     """
-    sizes, own = {}, psutil.Process()
+    sizes = {}
+    own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
             if (size := getattr(process.memory_full_info(), "pss", None)) is None:
@@ -94,7 +96,8 @@ def _free_bytes() -> Iterator[float]:
     for folder in _cgroup_dirs():
         words = _read_words(folder / "memory.stat")
         idle = int(dict(zip(words[::2], words[1::2], strict=False)).get("inactive_file", 0))
-        limit, used = _read_number(folder / "memory.max"), _read_number(folder / "memory.current")
+        limit = _read_number(folder / "memory.max")
+        used = _read_number(folder / "memory.current")
         yield limit if math.isinf(used) else limit - used + idle
 
 

@@ -35,11 +35,10 @@ from mmray.objectives.protocol import Batch
 
 VOCAB = 40
 SHAPE = {"width": 16, "depth": 1, "heads": 2}
-INPUTS, CHAT = (
-    config.Inputs(image_side=16, max_tokens=6),
-    config.ChatInputs(image_side=16, max_tokens=8),
-)
-IMAGE, TEXT = config.ClipImage(**SHAPE, patch=8), config.ClipText(**SHAPE)
+INPUTS = config.Inputs(image_side=16, max_tokens=6)
+CHAT = config.ChatInputs(image_side=16, max_tokens=8)
+IMAGE = config.ClipImage(**SHAPE, patch=8)
+TEXT = config.ClipText(**SHAPE)
 TOWERS = {
     "image": config.ImageTower(name="convnet", width=8, depth=2),
     "text": config.TextTower(**SHAPE),
@@ -202,7 +201,8 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
 
     differences: dict[str, float] = {}
     plan = SamplePlan(96, PLAN.global_rows, world_size=1, seed=1, steps=8)
-    whole, half = PLAN.global_rows, PLAN.global_rows // 2
+    whole = PLAN.global_rows
+    half = PLAN.global_rows // 2
     line = use_graphs(spec_of(kind, device, plan=plan, micro_batch_size=half))
     assert device.type != "cuda" or line == "no CUDA graphs: several micro-batches a step", line
     for backend in ("none", compile_backend(device)):
@@ -321,7 +321,8 @@ class SyncsPerStep:
     """A callback that keeps the synchronizations of each step, and the logged metrics."""
 
     def __init__(self, syncs: Any) -> None:
-        self.syncs, self.counts = syncs, [syncs.count]
+        self.syncs = syncs
+        self.counts = [syncs.count]
         self.lines: list[dict[str, Any]] = []
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:

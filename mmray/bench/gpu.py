@@ -104,7 +104,9 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     """Run a stage in a new process, until its limit; return its result, which is in its file
     too.
     """
-    file, log, start_s = folder / f"{name}.json", folder / f"{name}.log", time.monotonic()
+    file = folder / f"{name}.json"
+    log = folder / f"{name}.log"
+    start_s = time.monotonic()
     file.unlink(missing_ok=True)
     options = ["--out", str(folder), "--device", device_type, "--stages", name]
     command = [*COMMAND, *options, "--child-limit-s", str(limit_s - min(LAST_CASE_S, limit_s / 2))]

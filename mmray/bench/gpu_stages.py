@@ -47,7 +47,8 @@ from mmray.machine import free_memory
 # several rows: each has its `case`
 Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
 GLOBAL_ROWS, SMALL_ROWS = 1024, 128  # 128 is the share of eight GPUs in 1,024
-TINY_GLOBAL_ROWS, TINY_ROWS = 8, 4
+TINY_GLOBAL_ROWS = 8
+TINY_ROWS = 4
 ROUNDS = 2  # of each measurement of a rate
 TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
     "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
@@ -197,7 +198,8 @@ def models(device: torch.device) -> Iterator[Case]:
         log.on_step(0)
         bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, log)
         first_s, second_s = log.times_s[-2:]
-        loss, peak_gib = log.metrics["train/loss"], log.metrics["memory/peak_gib"]
+        loss = log.metrics["train/loss"]
+        peak_gib = log.metrics["memory/peak_gib"]
         assert math.isfinite(loss), f"the loss is {loss}"
         if (precision, backend) == ("fp32", "none"):
             eager_losses[name] = loss
@@ -234,7 +236,9 @@ def memory(device: torch.device) -> Iterator[Case]:
         return {"rows": rows, "micro": micros[name], "probe_gib": sum(table.values())}
 
     def run(name: str) -> dict[str, Any]:
-        bench, micro, log = build(name), micros[name], StepLog((device,))
+        bench = build(name)
+        micro = micros[name]
+        log = StepLog((device,))
         bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, log)
         row = {
             "micro_after": log.metrics["batch/micro"],
@@ -397,7 +401,8 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
         if start > covered_until:
             found.append((start - covered_until, last, name))
         if end > covered_until:
-            covered_until, last = end, name
+            covered_until = end
+            last = name
     idle_us = sum(gap_us for gap_us, _, _ in found)
     found.sort(key=lambda gap: gap[0], reverse=True)
     rows = [

@@ -38,7 +38,8 @@ def select_device(config: Config) -> torch.device:
 
     Raises ResourceError.
     """
-    num_gpus, workers = torch.cuda.device_count(), config.cluster.max_workers
+    num_gpus = torch.cuda.device_count()
+    workers = config.cluster.max_workers
     if config.cluster.accelerator == "cpu" or (
         config.cluster.accelerator == "auto" and num_gpus < workers
     ):

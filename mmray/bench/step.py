@@ -81,7 +81,8 @@ def train_by_hand(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in all loops
-    optimizer, scaler = optimizers.build_optimizer(model, config.optimizer), precision.scaler()
+    optimizer = optimizers.build_optimizer(model, config.optimizer)
+    scaler = precision.scaler()
     for step, batch in enumerate(islice(batches, steps)):
         optimizers.set_lr(optimizer, lr_at(step, config.optimizer, steps))
         with precision.autocast():
@@ -102,7 +103,8 @@ def train_by_hand(
 
 def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
     """CLIP loss over the rows of all ranks; gradients flow to this rank's rows only."""
-    image, text = outputs["image_embed"], outputs["text_embed"]
+    image = outputs["image_embed"]
+    text = outputs["text_embed"]
     if world > 1:
         rows = torch.cat([image, text], dim=1)
         # undo DDP's averaging: only this rank has the gradient
@@ -126,7 +128,8 @@ def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch
     """Copy each batch from pinned memory on a side stream, during the step before the one that uses
     it.
     """
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)
+    current = torch.cuda.current_stream(device)
 
     def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
@@ -191,7 +194,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         raise UsageError("\n".join(reasons))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     measured = spawn_workers(partial(_measure, shape=shape, pairs=pairs, window_s=window_s), config)
-    micro, workers = measured.pop("micro"), shape.world_size
+    micro = measured.pop("micro")
+    workers = shape.world_size
     batch = f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step"
     if micro * workers < shape.global_batch_size:
         batch += f"; loop_vs_best: {shape.global_batch_size} rows per step"
@@ -218,7 +222,8 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
     rows = time_pairs(bench, pairs, window_s)
     ratios = {name: [row[name] for row in rows] for name in RATIOS}
     loop = "accumulated" if "accumulated_samples_per_s" in rows[0] else "loop"
-    flops_of_row, peak = bench.flops_of_row(), bench.peak_flops()
+    flops_of_row = bench.flops_of_row()
+    peak = bench.peak_flops()
     flops = {
         name: statistics.median(row[f"{arm}_samples_per_s"] for row in rows)
         * flops_of_row
@@ -309,7 +314,8 @@ class Bench:
 
         A step has one micro-batch, or (`accumulated`) all rows of this rank in such micro-batches.
         """
-        world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
+        world = self.group.world_size
+        rows = self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, world)
         timer = StepTimer((self.group.device,), total_until=steps)
         metrics = self.train(self.copy_of_model(shape), shape, steps, timer, log=self.log).metrics
@@ -335,7 +341,8 @@ class Bench:
         """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows`
         in one pass.
         """
-        device, spec = self.group.device, self.config.model
+        device = self.group.device
+        spec = self.config.model
         # without the transforms of the config
         model = build(spec, spec.vocab_size, architecture={})
         model.load_state_dict(self.model.state_dict())
@@ -433,7 +440,8 @@ def micro_batches(
         positions = torch.from_numpy(plan.positions(step, rank))
         micros = []
         for start in range(0, plan.rank_rows, shape.micro_batch_size):
-            pos, first = positions[start : start + shape.micro_batch_size], start % size
+            pos = positions[start : start + shape.micro_batch_size]
+            first = start % size
             batch = batches[(step + start // size) % len(batches)]
             rows = {name: column[first : first + len(pos)] for name, column in batch.items()}
             micros.append(rows | {"pos": pos, "valid": pos >= 0})
@@ -478,9 +486,11 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
     With more than one micro-batch in a step of the config, `accumulated` is mmray's loop on whole
     steps, and the best loop is compared with it: both see the global batch.
     """
-    log_every, group = bench.config.train.log_every, bench.group
+    log_every = bench.config.train.log_every
+    group = bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
-    row_s, best_rows = took_s / 4 / bench.micro, bench.best_rows()
+    row_s = took_s / 4 / bench.micro
+    best_rows = bench.best_rows()
 
     def steps_of(rows: int) -> int:
         return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
@@ -498,7 +508,8 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
     bench.loop_window(steps)  # the first window imports TensorBoard
     rows = []
     for pair in range(pairs):
-        rates, losses = {}, {}
+        rates = {}
+        losses = {}
         for name in windows if pair % 2 == 0 else reversed(windows):
             gc.collect()  # the previous window's DDP is a reference cycle
             step_rows, num_steps, run = windows[name]

@@ -80,7 +80,8 @@ def bench_strategies(
         result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
         notify(f"{number} of {len(chosen)}, {name}: {result}")
         rows.append(row)
-    base, ratios = rows[0], {}
+    base = rows[0]
+    ratios = {}
     for row in rows:
         if base["error"] is None and row["error"] is None:
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
@@ -161,7 +162,8 @@ def communication_us(events: Any) -> float:
         for event in events
         if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel"))
     )
-    total, covered_until = 0.0, float("-inf")
+    total = 0.0
+    covered_until = float("-inf")
     for start, end in sorted((span.start, span.end) for span in collectives):
         total += max(0.0, end - max(start, covered_until))
         covered_until = max(covered_until, end)
@@ -169,10 +171,8 @@ def communication_us(events: Any) -> float:
 
 
 def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    shape, last_timed_step = (
-        resolve_batch_shape(config.batch, group.world_size),
-        WARMUP_STEPS + steps,
-    )
+    shape = resolve_batch_shape(config.batch, group.world_size)
+    last_timed_step = WARMUP_STEPS + steps
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=last_timed_step))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.

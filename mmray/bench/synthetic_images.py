@@ -16,7 +16,9 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.storage.paths import write_atomic
 
 VERSION = 1  # of the generator; part of the folder name
-WIDTH, HEIGHT, QUALITY = 500, 375, 95
+WIDTH = 500
+HEIGHT = 375
+QUALITY = 95
 # Amplitude ~ 1 / frequency^SPECTRUM_EXPONENT, chosen to match the file size of photographs at both
 # sizes.
 SPECTRUM_EXPONENT = 1.35
@@ -31,7 +33,8 @@ def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
     """Yield the JPEG images `start` to `num` with captions of 5 to 30 words; image i depends on i
     only.
     """
-    height, width = 4 * HEIGHT, 4 * WIDTH
+    height = 4 * HEIGHT
+    width = 4 * WIDTH
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = np.inf
     noise = np.random.default_rng(0).standard_normal((height, width))
@@ -42,7 +45,8 @@ def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
         rng = np.random.default_rng((1, number))
         layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
         for _ in range(3):
-            top, left = rng.integers(0, height - HEIGHT), rng.integers(0, width - WIDTH)
+            top = rng.integers(0, height - HEIGHT)
+            left = rng.integers(0, width - WIDTH)
             crop = field[top : top + HEIGHT, left : left + WIDTH][
                 :: rng.choice([-1, 1]), :: rng.choice([-1, 1])
             ]

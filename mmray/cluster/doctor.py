@@ -176,7 +176,8 @@ def check_storage(address: str) -> Finding:
 
 def check_auth(mode: str | None, file: Path) -> Finding:
     """Check RAY_AUTH_MODE, which must be equal on the head and every client."""
-    name, has_token = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
+    name = "authentication"
+    has_token = file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
     if mode == "token" and not has_token:
         observed = f"RAY_AUTH_MODE=token, but there is no token at {file}"
         return Finding("error", name, observed, "ray get-auth-token --generate")
@@ -198,7 +199,8 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
             yield Finding("ok", "Ray", f"{how} in {time.monotonic() - start_s:.1f} s")
             import ray
 
-            total, free = ray.cluster_resources(), ray.available_resources()
+            total = ray.cluster_resources()
+            free = ray.available_resources()
             alive = [node for node in ray.nodes() if node["Alive"]]
             yield check_nodes(alive, free, None if address else cores())
             try:
@@ -241,10 +243,8 @@ def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
     probe: Any = ray.remote(num_cpus=0)(network_interface)
     tasks = {}
     for node in alive:
-        affinity, ip = (
-            NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            node["NodeManagerAddress"],
-        )
+        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ip = node["NodeManagerAddress"]
         tasks[ip] = probe.options(scheduling_strategy=affinity).remote(ip)
     return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
 

@@ -191,7 +191,9 @@ def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
             ) from None
         return _checked_values(key, values)
     try:
-        low, high, log = float(match[2]), float(match[3]), match[1] == "loguniform"
+        low = float(match[2])
+        high = float(match[3])
+        log = match[1] == "loguniform"
     except ValueError:
         low = high = math.nan
     if not low < high or (log and low <= 0):

@@ -83,7 +83,8 @@ def _check_labels(block: Block, config: Config) -> None:
 
 def load_bad_rows(folder: AnyPath) -> set[int]:
     """Rows in the run's quarantine.jsonl so far; truncated lines are ignored."""
-    rows, file = set(), folder / QUARANTINE
+    rows = set()
+    file = folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             rows.add(int(orjson.loads(line)["row"]))

@@ -96,7 +96,8 @@ def build_grad_cache(
             local loss. Then only the counts are reduced.
         stop: This rank's request to end the run, reduced with the counts.
     """
-    group, parts = state.group, state.parts
+    group = state.group
+    parts = state.parts
     counts = _local_counts(parts, batch.micro_batches, stop)
     with state.timers("sync"):
         if embeddings and parts.pairwise_loss is None:

@@ -299,7 +299,8 @@ class MemoryProbe:
         """Compute the gradients while the other memory of a run is in use."""
         sizes = [min(size, rows - first) for first in range(0, rows, size)]
         batch = make_local_batch([self._make_batch(each) for each in sizes])
-        model, device = self._state.model, self._group.device
+        model = self._state.model
+        device = self._group.device
         reserved = [torch.empty(self._headroom, dtype=torch.uint8, device=device)]
         if device.type == "cuda":  # it holds the rows of two steps at once (prefetch.py)
             reserved += [
@@ -403,7 +404,8 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
+        address = storage.data_ptr()
+        size = storage.nbytes()
         if address in self._weights():
             return _Saved(tensor, lambda: None)
         self._add(address, size, 1)

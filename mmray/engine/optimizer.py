@@ -47,8 +47,10 @@ class EagerAdamW(AdamW):
     torch._dynamo (1.1 s).
     """
 
-    add_param_group, zero_grad = unwrap(AdamW.add_param_group), unwrap(AdamW.zero_grad)
-    state_dict, load_state_dict = unwrap(AdamW.state_dict), unwrap(AdamW.load_state_dict)
+    add_param_group = unwrap(AdamW.add_param_group)
+    zero_grad = unwrap(AdamW.zero_grad)
+    state_dict = unwrap(AdamW.state_dict)
+    load_state_dict = unwrap(AdamW.load_state_dict)
     step = torch.no_grad()(unwrap(AdamW.step))
 
     def __init__(self, groups: Groups, **settings: Any) -> None:

@@ -76,7 +76,8 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     masks = [
         micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch
     ]
-    tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+    tokens = sum(int(mask.sum()) for mask in masks)
+    padded = sum(mask.numel() for mask in masks)
     unbucketed = padded
     if group_by_length and masks:
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
@@ -106,7 +107,9 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
         return batch
     if is_flat(batch.micro_batches[0]):
         raise OutOfMemoryError("out of memory: lower --batch.micro, or --model.inputs.max-tokens")
-    micro_batches, is_dummy, sizes = [], [], []
+    micro_batches = []
+    is_dummy = []
+    sizes = []
     for micro_batch, was_dummy, size in zip(
         batch.micro_batches, batch.is_dummy, batch.sizes, strict=True
     ):
@@ -181,7 +184,8 @@ def _checked_batches(
         actual = torch.cat([micro_batch["pos"] for micro_batch in micro_batches]).numpy()
         expected = plan.positions(step, rank)
         if group_by_length:
-            actual, expected = np.sort(actual), np.sort(expected)
+            actual = np.sort(actual)
+            expected = np.sort(expected)
         check_positions(actual, expected, step, rank)
         yield make_local_batch(micro_batches, group_by_length)
 

@@ -136,7 +136,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and
     loads nothing into one whose gradients exist already, as DDP's do here.
     """
-    names, state = _trainable_names(module, optimizer), optimizer.state_dict()
+    names = _trainable_names(module, optimizer)
+    state = optimizer.state_dict()
     return {
         "state": {names[index]: dict(values) for index, values in state["state"].items()},
         "param_groups": [

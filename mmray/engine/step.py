@@ -98,7 +98,8 @@ def first_pass(
         negatives, because the model has not seen them yet. And the outputs that the loss over all
         rows needs, of all micro-batches [rows, ...], without graph.
     """
-    parts, micro_batches = state.parts, batch.micro_batches
+    parts = state.parts
+    micro_batches = batch.micro_batches
     names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_output_names))
     first: Outputs | None = None
     embedded: list[Outputs] = []

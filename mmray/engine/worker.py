@@ -257,7 +257,8 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
     """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
     yet.
     """
-    config, train = context.config, context.config.train
+    config = context.config
+    train = context.config.train
     use_tokenizer: Any = getattr(model, "use_tokenizer", None)
     if use_tokenizer is not None:
         use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))

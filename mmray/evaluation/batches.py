@@ -57,12 +57,10 @@ class EvalDataset:
         on_rows: Callable[[int], None] | None = None,
     ) -> None:
         self.on_rows = on_rows or (lambda _: None)
-        self.prepared, self.inputs, self.settings, self.max_pixels = (
-            prepared,
-            inputs,
-            settings,
-            max_pixels,
-        )
+        self.prepared = prepared
+        self.inputs = inputs
+        self.settings = settings
+        self.max_pixels = max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
         self._check_results: dict[str, BadImage | None] = {}
@@ -73,7 +71,8 @@ class EvalDataset:
         is checked once.
         """
         if not self.prepared.manifest.images_verified and row.source not in self._check_results:
-            decoder, error = self._threads.__dict__.setdefault("decoder", SubprocessDecoder()), None
+            decoder = self._threads.__dict__.setdefault("decoder", SubprocessDecoder())
+            error = None
             try:
                 decoder.check(row.image, self.max_pixels)
             except BadImage as bad:
@@ -117,7 +116,8 @@ class EvalBatches:
         are omitted.
         """
         self.skipped.clear()
-        rows, size = self.rows, self.data.settings.batch
+        rows = self.rows
+        size = self.data.settings.batch
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
             # A few adjacent rows per task, so a store gets one request for them; `map` submits when

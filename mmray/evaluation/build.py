@@ -31,7 +31,8 @@ def build_evaluator(
     from mmray.evaluation.generation import GenerationEvaluator
 
     check_classes(config.evaluate.classes, prepared)
-    inputs, max_pixels = config.model.inputs, max(config.prepare.max_pixels, prepared.max_pixels)
+    inputs = config.model.inputs
+    max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
     if config.model.kind == "vlm":
         return ConversationEvaluator(config, prepared, max_pixels, on_rows)
     evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator

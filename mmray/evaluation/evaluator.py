@@ -77,7 +77,8 @@ class Evaluator(EvalDataset):
         """Accuracy of the nearest class embedding; prompt ensembling of Radford et al. 2021 (CLIP),
         section 3.1.4.
         """
-        prompts, language = self.settings.prompts, self.settings.language
+        prompts = self.settings.prompts
+        language = self.settings.language
         texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
         tokens = token_columns(
             *self.encoder.encode([self.encoder.format_caption(text, language) for text in texts])
@@ -85,10 +86,8 @@ class Evaluator(EvalDataset):
         with eval_mode(model):
             text = _embed_texts(model, tokens, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
-        hits, local = (
-            torch.zeros(len(TOP_K) + 1, dtype=torch.int64),
-            slice(group.rank, None, group.world_size),
-        )
+        hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
+        local = slice(group.rank, None, group.world_size)
         columns = (
             column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label)
         )
@@ -108,7 +107,8 @@ def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
-    scores, label = scores[labeled], label[labeled]
+    scores = scores[labeled]
+    label = label[labeled]
     target = scores.gather(1, label[:, None])
     before = (~(scores < target - tie)).sum(dim=1) - 1 + target.isnan().squeeze(1) * num_classes
     return torch.stack([*((before < k).sum() for k in TOP_K), labeled.sum()])
@@ -133,10 +133,8 @@ def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, T
     interchangeable.
     """
     text_id = embedded.text_id
-    text, positives = (
-        embedded.text[first_index(text_id)],
-        torch.stack([embedded.image_index, text_id]),
-    )
+    text = embedded.text[first_index(text_id)]
+    positives = torch.stack([embedded.image_index, text_id])
     images = _compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
     texts = _compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
@@ -196,11 +194,10 @@ def embed_dataset(
         # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
         # because torch.compile makes separate graphs for one.
         synthetic = synthetic_batch(batches.data.inputs, vocab_size=1, rows=2, device=group.device)
-        outputs, no_rows = model(synthetic), model.embed_image(synthetic["image"])[:0].float().cpu()
-        none, no_hits = (
-            torch.zeros(0, dtype=torch.int64),
-            torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64),
-        )
+        outputs = model(synthetic)
+        no_rows = model.embed_image(synthetic["image"])[:0].float().cpu()
+        none = torch.zeros(0, dtype=torch.int64)
+        no_hits = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
         empty = {
             "row": none,
             "image": no_rows,
@@ -293,7 +290,8 @@ def _gather(rows: Tensor, group: Group) -> Tensor:
     """Gather rows of all ranks to the CPU, a chunk at a time; captions of one row keep their
     order.
     """
-    longest, size = int(group.all_gather_variable(torch.tensor([len(rows)])).max()), retrieval.CHUNK
+    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
+    size = retrieval.CHUNK
     starts = range(0, max(1, longest), size)
     return torch.cat(
         [group.all_gather_variable(rows[start : start + size]).cpu() for start in starts]

@@ -76,7 +76,8 @@ def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[
 
     scores = []
     for text, texts in zip(hypotheses, references, strict=True):
-        total, weighed = 0.0, weigh(text)
+        total = 0.0
+        weighed = weigh(text)
         for reference in texts:
             penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
             for ours, other in zip(weighed, weigh(reference), strict=True):
@@ -172,7 +173,8 @@ class GenerationEvaluator(EvalDataset):
                 f"cannot read any of {bad_rows:.0f} evaluation rows: "
                 f"{'; '.join(batches.skipped[:1])}"
             )
-        mean, answers = loss / max(1.0, tokens), {}
+        mean = loss / max(1.0, tokens)
+        answers = {}
         if settings.num_generations:
             with eval_mode(model):
                 limit = min(settings.num_generations, settings.limit or settings.num_generations)

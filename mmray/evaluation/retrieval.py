@@ -227,7 +227,8 @@ def select_queries(ranks: Tensor) -> Tensor:
     """Indices of the queries to show, int64: NUM_SHOWN hits (rank 1) and misses each, or as many as
     there are.
     """
-    hits, misses = (ranks == 1).nonzero().flatten(), (ranks > 1).nonzero().flatten()
+    hits = (ranks == 1).nonzero().flatten()
+    misses = (ranks > 1).nonzero().flatten()
     misses = misses[ranks[misses].argsort(stable=True)]
     steps = torch.arange(NUM_SHOWN)  # first and last included
     return torch.cat(

@@ -14,8 +14,13 @@ import plotly.graph_objects as go
 from mmray.evaluation import DIRECTIONS
 from mmray.report.run import RunRecord
 
-BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
-MAX_TICKS, FEW_POINTS = 8, 25
+BLUE = "#5b7cfa"
+ORANGE = "#e8833a"
+TEAL = "#1fa58a"
+ROSE = "#e0567a"
+GRAY = "#8b93a7"
+MAX_TICKS = 8
+FEW_POINTS = 25
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,8 @@ def make_figure(
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
-    rate, memory = (
-        {"throughput/samples_per_s": _line("samples/s", BLUE)},
-        {"memory/peak_gib": _line("peak", ROSE)},
-    )
+    rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
+    memory = {"memory/peak_gib": _line("peak", ROSE)}
     step = {
         "time/step_s": _line("whole step", TEAL),
         "time/data_wait_s": _line("waiting for data", ORANGE),
@@ -134,7 +137,8 @@ def _start_timeline(run: RunRecord) -> Figure | None:
     durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
     if not durations_s:
         return None
-    names, end_s = [stage["stage"] for stage in stages[:-1]], stages[-1]["at_s"]
+    names = [stage["stage"] for stage in stages[:-1]]
+    end_s = stages[-1]["at_s"]
     bars = go.Bar(
         y=names,
         x=durations_s,
@@ -173,7 +177,8 @@ def _chart(
     **yaxis: Any,
 ) -> Figure | None:
     """Return lines of the measured metrics over the steps of a run; None without any."""
-    traces, ranges = [], []
+    traces = []
+    ranges = []
     for metric, style in metrics.items():
         if values := run.values(metric):
             steps, with_gaps = run.series(metric)

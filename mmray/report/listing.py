@@ -73,8 +73,10 @@ def _run_row(folder: AnyPath) -> dict[str, Any]:
     result = read_json(folder / "result.json")
     state = str(result.get("status", "unfinished"))
     if state in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
-        steps, last = result.get("steps"), result.get("metrics") or {}
-        scores, best = result.get("scores") or {}, result.get("best") or {}
+        steps = result.get("steps")
+        last = result.get("metrics") or {}
+        scores = result.get("scores") or {}
+        best = result.get("best") or {}
     else:
         lines = [
             line
@@ -86,8 +88,10 @@ def _run_row(folder: AnyPath) -> dict[str, Any]:
             for line in lines
         ]
         evaluated = [line for line in evaluated if _metric(line)]
-        last, scores = (lines[-1] if lines else {}), (evaluated[-1] if evaluated else {})
-        steps, best = last.get("step"), _best(evaluated)
+        last = lines[-1] if lines else {}
+        scores = evaluated[-1] if evaluated else {}
+        steps = last.get("step")
+        best = _best(evaluated)
     metric = _metric(scores) or best.get("metric")
     row = {
         "kind": "run",

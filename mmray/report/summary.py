@@ -54,12 +54,14 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the measured recall or perplexity, loss, speed, data wait,
     memory, duration.
     """
-    scores, figures = run.newest("evaluate/"), []
+    scores = run.newest("evaluate/")
+    figures = []
     for direction in DIRECTIONS:
         if f"recall_at_1/{direction}" in scores:
             rank = scores.get(f"median_rank/{direction}")
             note = f"median rank {rank:g}" if rank is not None else ""
-            title, recall = direction.replace("_", " "), scores[f"recall_at_1/{direction}"]
+            title = direction.replace("_", " ")
+            recall = scores[f"recall_at_1/{direction}"]
             figures.append((f"Recall@1 {title}", f"{recall:.1%}", note))
     if "perplexity" in scores:
         note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
@@ -110,7 +112,8 @@ def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
     """Return the non-retrieval metrics of the newest evaluation as (name, value)."""
-    scores, spent_s = run.newest("evaluate/"), run.values("time/evaluate_s")
+    scores = run.newest("evaluate/")
+    spent_s = run.values("time/evaluate_s")
     if not scores:
         return []
     at = next(
@@ -125,17 +128,18 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
 
 def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     """Return (kind, sentence) of failures (`bad`) and warnings (`note`)."""
-    nan, result = sum(value is None for value in run.series("train/loss")[1]), run.result
-    skipped, waits = (
-        max(run.values("train/skipped_steps"), default=0),
-        run.values("time/data_wait_share"),
-    )
-    restarts, wasted = result.get("restarts") or 0, result.get("wasted_steps") or 0
+    nan = sum(value is None for value in run.series("train/loss")[1])
+    result = run.result
+    skipped = max(run.values("train/skipped_steps"), default=0)
+    waits = run.values("time/data_wait_share")
+    restarts = result.get("restarts") or 0
+    wasted = result.get("wasted_steps") or 0
     causes = (
         f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} "
         "for node preemptions"
     )
-    bad, data_wait = run.newest("evaluate/").get("bad_rows") or 0, median(waits or [0.0])
+    bad = run.newest("evaluate/").get("bad_rows") or 0
+    data_wait = median(waits or [0.0])
     waits_often = data_wait > DATA_WAIT_WARNING
     idle = gpu_idle_fraction(run) or 0.0
     rules = (
@@ -233,10 +237,8 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
             lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
             pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
             checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
-    num_read, num_in_training = (
-        sum(each.get("num_read") or 0 for each in manifests),
-        reasons.get("in training", 0),
-    )
+    num_read = sum(each.get("num_read") or 0 for each in manifests)
+    num_in_training = reasons.get("in training", 0)
     counts = {
         "num_read": num_read,
         "num_in_training": num_in_training,

@@ -401,7 +401,8 @@ def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
         return
     with temp_dir() as folder:
         yield folder
-        first, last = names[:-1], names[-1]
+        first = names[:-1]
+        last = names[-1]
         for name in first:
             copy_file(folder / name, path / name)
         for name in first:

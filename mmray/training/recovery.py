@@ -109,9 +109,11 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
     """Return the cause of a failed attempt: from the monitor, otherwise from the error of the
     backend.
     """
-    kind, cause = "raised", error
+    kind = "raised"
+    cause = error
     if monitor.hang is not None:
-        kind, cause = "hung", TrainingError(monitor.hang)
+        kind = "hung"
+        cause = TrainingError(monitor.hang)
     elif not isinstance(error, MmrayError):
         kind, cause = backend.find_cause(error, monitor)
     # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the

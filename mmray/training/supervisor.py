@@ -70,8 +70,13 @@ class Supervisor:
 
         True stops like Ctrl-C.
         """
-        self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
-        self.config, self.backend, self.starts = resolved.config, backend, starts or []
+        self.resolved = resolved
+        self.run = run
+        self.lease = lease
+        self.reporter = reporter
+        self.config = resolved.config
+        self.backend = backend
+        self.starts = starts or []
         # of earlier commands
         self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}
         self.attempts = self.failures = self.preemptions = self.resizes = 0
@@ -210,7 +215,8 @@ class Supervisor:
         if monitor.stop_reason == "user":  # the group failed before it could stop
             self._write_ended("stopped", steps=latest_step)
             raise KeyboardInterrupt from error
-        self.last_failure, self.restart = failure, decision
+        self.last_failure = failure
+        self.restart = decision
         if decision.batch_shape is not None:
             self.smaller_batch_shapes[monitor.world] = decision.batch_shape
         start = (
@@ -263,7 +269,8 @@ class Supervisor:
 
     def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Write and return result.json of a run that finished or was stopped."""
-        best, metric = None, best_metric(self.resolved.config)
+        best = None
+        metric = best_metric(self.resolved.config)
         with suppress(TrainingError):  # the checkpoints' metadata cannot be read
             if path := files.best_checkpoint(self.run.checkpoints, metric):
                 score = files.load_meta(path)["metrics"][metric]
@@ -315,7 +322,8 @@ def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> N
     """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they
     would now.
     """
-    step, rows_consumed = meta["step"], meta["rows_consumed"]
+    step = meta["step"]
+    rows_consumed = meta["rows_consumed"]
     if rows_consumed != step * global_rows:
         raise UsageError(
             f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but "

@@ -232,7 +232,8 @@ class WandbTracker:
         mode: Any = os.environ.get("WANDB_MODE") or (
             "online" if wandb.login(prompt=False) else "offline"
         )
-        run_id, folder = run_id or uuid.uuid4().hex[:12], run_info["folder"]
+        run_id = run_id or uuid.uuid4().hex[:12]
+        folder = run_info["folder"]
         # W&B writes to local folders only, in `online` mode copies of what it sends
         if "://" in folder:
             if mode == "offline":

@@ -71,7 +71,8 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
     Raises:
         MmrayError: No shape can be measured.
     """
-    task, start_s = plan_task(base, space), time.monotonic()
+    task = plan_task(base, space)
+    start_s = time.monotonic()
     summary: dict[str, Any] = {"space": {GLOBAL: list(task.global_rows)}, "measures": "shapes"}
     folder = resolve_sweep_dir(base, summary, reporter, restart=True)
     summary |= {"kind": "sweep", "recipe": base.recipe, "goal": "throughput"}
@@ -191,7 +192,8 @@ def measure_in_groups(
         try:
             measurements = run(task, watch.on_message)
         except (OutOfMemoryError, WorkerFailed) as error:
-            task, trying = watch.task, watch.trying
+            task = watch.task
+            trying = watch.trying
             cause = error.cause if isinstance(error, WorkerFailed) else error
             is_lost = isinstance(error, WorkerFailed) and error.kind == "lost"
             reason = first_line(cause)

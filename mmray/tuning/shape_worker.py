@@ -59,7 +59,8 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     Raises:
         OutOfMemoryError: This rank ran out of memory in a step in which other ranks wait for it.
     """
-    config, device = task.config, group.device
+    config = task.config
+    device = group.device
     torch.set_num_threads(config.cluster.num_threads)
     if device.type == "cpu":
         keep_freed_memory()
@@ -92,7 +93,8 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     """Build the model as a run does: with its weights, or in the shape of the settings if these
     cannot be read.
     """
-    model, reason = None, ""
+    model = None
+    reason = ""
     try:
         model = build(config.model, config.model.vocab_size)
     except UsageError as error:
@@ -190,7 +192,8 @@ class Stepper:
 
     def _make_batch(self, rows: int, micro: int) -> LocalBatch:
         """Return the micro-batches of a step of this rank, of `rows` rows in total."""
-        spec, device = self.config.model, self.group.device
+        spec = self.config.model
+        device = self.group.device
         sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
         return make_local_batch(
             [synthetic_batch(spec.inputs, spec.vocab_size, size, device) for size in sizes]

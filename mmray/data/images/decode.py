@@ -60,7 +60,8 @@ class BadImage(ValueError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
@@ -154,10 +155,8 @@ def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int
         raise BadImage("format", "its samples are floats of unknown range: convert it to 8 bits")
     if image.format == "PNG":
         _check_png_chunks(data)
-        transparent, raw_mode = (
-            image.info.get("transparency"),
-            image.tile[0][3] if image.tile else "",
-        )
+        transparent = image.info.get("transparency")
+        raw_mode = image.tile[0][3] if image.tile else ""
         # It has the bit depth of the file; Pillow compares 8-bit pixels with it unscaled (of 16
         # bits the low byte).
         if transparent is not None and raw_mode == "RGB;16B":
@@ -255,7 +254,8 @@ def _check_png_chunks(data: bytes) -> None:
     start = 8
     while start + 12 <= len(data):
         length = int.from_bytes(data[start : start + 4], "big")
-        kind, end = data[start + 4 : start + 8], start + 8 + length
+        kind = data[start + 4 : start + 8]
+        end = start + 8 + length
         if end + 4 > len(data):
             break
         is_critical = kind[0] & 0x20 == 0  # PNG specification, 5.4: an upper-case first letter

@@ -40,10 +40,8 @@ CROP_TRIES = 10
 CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
 FLIP_INDEX = 4 * CROP_TRIES
 CROP_SLICE = slice(0, FLIP_INDEX)
-JITTER_SLICE, JITTER_ORDER_SLICE = (
-    slice(FLIP_INDEX + 1, FLIP_INDEX + 5),
-    slice(FLIP_INDEX + 5, FLIP_INDEX + 9),
-)
+JITTER_SLICE = slice(FLIP_INDEX + 1, FLIP_INDEX + 5)
+JITTER_ORDER_SLICE = slice(FLIP_INDEX + 5, FLIP_INDEX + 9)
 NUM_UNIFORMS = FLIP_INDEX + 9  # random numbers per row, at the indices above
 THUMBNAIL_SIDE = 128  # pixels
 
@@ -66,7 +64,8 @@ def transform(
         left, top, right, bottom = random_crop_box(
             (rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP_SLICE]
         )
-        rgb, fit = rgb[top:bottom, left:right], "squash"
+        rgb = rgb[top:bottom, left:right]
+        fit = "squash"
     square = resize_to_square(rgb, inputs.image_side, fit, inputs.interpolation)
     if uniforms[FLIP_INDEX] < augment.flip:
         square = square[:, :, ::-1]
@@ -174,7 +173,8 @@ def resize_with_pillow(
 def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, int]:
     """Return (left, top, width, height) of a full image on a square of `side` pixels."""
     scale = side / max(width, height)
-    w, h = max(1, round(width * scale)), max(1, round(height * scale))
+    w = max(1, round(width * scale))
+    h = max(1, round(height * scale))
     return (side - w) // 2, (side - h) // 2, w, h
 
 
@@ -185,7 +185,8 @@ def crop_box(width: int, height: int, fit: str) -> Rect:
     if fit == "squash":
         return (0, 0, width, height)
     short = min(width, height)
-    left, top = (width - short) / 2, (height - short) / 2
+    left = (width - short) / 2
+    top = (height - short) / 2
     return (left, top, left + short, top + short)
 
 
@@ -200,15 +201,16 @@ def random_crop_box(
     for scale, ratio, u_left, u_top in uniforms.reshape(CROP_TRIES, 4):
         area = width * height * (low + (high - low) * scale)
         aspect = np.exp(log_min + (log_max - log_min) * ratio)
-        w, h = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
+        w = round(float(np.sqrt(area * aspect)))
+        h = round(float(np.sqrt(area / aspect)))
         if 1 <= w <= width and 1 <= h <= height:
-            left, top = int((width - w + 1) * u_left), int((height - h + 1) * u_top)
+            left = int((width - w + 1) * u_left)
+            top = int((height - h + 1) * u_top)
             return (left, top, left + w, top + h)
-    w, h = (
-        max(1, min(width, round(height * CROP_RATIO[1]))),
-        max(1, min(height, round(width / CROP_RATIO[0]))),
-    )
-    left, top = (width - w) // 2, (height - h) // 2
+    w = max(1, min(width, round(height * CROP_RATIO[1])))
+    h = max(1, min(height, round(width / CROP_RATIO[0])))
+    left = (width - w) // 2
+    top = (height - h) // 2
     return (left, top, left + w, top + h)
 
 

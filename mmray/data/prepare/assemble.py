@@ -37,7 +37,9 @@ DuplicateRule = Literal["image", "row", "text", "keep"]
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 # Reasons of rows of which a column is missing under its name.
 _COLUMN_REASONS = {"no-image", "no-text"}
-SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
+SAME_KEY = 1
+SAME_CONTENT = 2
+SAME_TEXT = 3
 # more hardly change a vocabulary of some thousand tokens, and all are in memory
 MAX_TRAINING_TEXTS = 1_000_000
 MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the rows with these texts
@@ -84,7 +86,8 @@ def first_occurrence(
         later = () if is_later is None else (is_later[rows],)
         # stable: of equal rows the earliest comes first
         order = np.lexsort((*later, ordered[:, 1], ordered[:, 0]))
-        rows, ordered = rows[order], ordered[order]
+        rows = rows[order]
+        ordered = ordered[order]
         is_first = np.ones(len(rows), dtype=bool)
         is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
         first = rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
@@ -104,12 +107,11 @@ def _first_kept_occurrence(
     same_image, same_text = (
         first_occurrence(values, among) for values in (packed.contents, packed.texts)
     )
-    first, reason_code = (
-        np.full_like(same_image, NO_ROW),
-        np.full(len(among), SAME_CONTENT, np.uint8),
-    )
+    first = np.full_like(same_image, NO_ROW)
+    reason_code = np.full(len(among), SAME_CONTENT, np.uint8)
     # by first row with that content
-    kept_image, kept_text = np.full_like(first, NO_ROW), np.full_like(first, NO_ROW)
+    kept_image = np.full_like(first, NO_ROW)
+    kept_text = np.full_like(first, NO_ROW)
     is_repeated = np.zeros(len(among), bool)
     for same in (same_image, same_text):
         is_repeated[same != NO_ROW] = is_repeated[same[same != NO_ROW]] = True
@@ -220,10 +222,8 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
         if rule == "text":
             first, reason_code = _first_kept_occurrence(packed, reason == 0, is_training)
         else:
-            first, reason_code = (
-                first_occurrence(packed.contents, reason == 0, is_training),
-                np.uint8(SAME_CONTENT),
-            )
+            first = first_occurrence(packed.contents, reason == 0, is_training)
+            reason_code = np.uint8(SAME_CONTENT)
         repeats = first != NO_ROW
         np.copyto(duplicate_of, first, where=repeats)
         np.copyto(reason, reason_code, where=repeats)
@@ -269,7 +269,8 @@ def quarantine_rows(
     original_keys = pa.chunked_array(originals, pa.string())
     with open_output(out / file_name) as file:
         for start, record in iter_chunk_records(out, chunks):
-            rows, entries = record["rows"], record["bad_rows"]
+            rows = record["rows"]
+            entries = record["bad_rows"]
             drops = dropped[start : start + len(rows["key"])]
             for index in np.flatnonzero(drops).tolist():
                 reason = _drop_reason(packed, dedup, start + index, wanted, original_keys)
@@ -299,9 +300,11 @@ def quarantine_rows(
 
 def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> Iterator[Shard]:
     """Yield the shards without the rows that are `dropped` [N]."""
-    in_shards, end = dropped[packed.by_shard], 0
+    in_shards = dropped[packed.by_shard]
+    end = 0
     for shard in packed.shards:
-        start, end = end, end + shard.num_rows
+        start = end
+        end = end + shard.num_rows
         yield replace(shard, dropped=tuple(np.flatnonzero(in_shards[start:end]).tolist()))
 
 
@@ -316,7 +319,8 @@ def _drop_reason(
 
     `originals` are sorted row numbers.
     """
-    original, reason = int(dedup.duplicate_of[row]), int(dedup.reason[row])
+    original = int(dedup.duplicate_of[row])
+    reason = int(dedup.reason[row])
     if original == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
     key = original_keys[int(np.searchsorted(originals, original))].as_py()
@@ -348,7 +352,8 @@ def rejection_error(
     """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or
     without a good row.
     """
-    reasons, quarantine = result.reasons, f"{out / result.quarantine}"
+    reasons = result.reasons
+    quarantine = f"{out / result.quarantine}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
         return DataError(

@@ -39,8 +39,10 @@ from mmray.storage.requests import iter_parallel, parallel_map
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
-SAME_SET, EXACT = -1, -1
+LEAKS = "leaks.jsonl"
+HASHES_DIR = "hashes"
+SAME_SET = -1
+EXACT = -1
 PHASH_DISTANCE = 7  # of 256 bits: images whose hashes differ in more are different images
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
@@ -134,7 +136,8 @@ def _undeduplicated_set(
 ) -> PreparedSet:
     """Return all rows of these shards, including dropped ones."""
     full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
-    count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
+    count = sum(shard.num_rows for shard in full_shards)
+    source = {"address": image_folder}
     return PreparedSet(
         to_path(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards)
     )
@@ -228,10 +231,8 @@ def _matches(queries: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, n
     """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same
     bytes).
     """
-    index, distances = (
-        np.full(len(queries), NO_ROW, np.int64),
-        np.full(len(queries), EXACT, np.int64),
-    )
+    index = np.full(len(queries), NO_ROW, np.int64)
+    distances = np.full(len(queries), EXACT, np.int64)
     first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[
         len(references) :
     ]
@@ -281,10 +282,8 @@ def nearest(
     max_distance + 1 bands, any two such hashes have an equal band. Duplicates are compared once, so
     a thousand blank pages cost as much as one.
     """
-    index, distances = (
-        np.full(len(queries), NO_ROW, np.int64),
-        np.full(len(queries), NO_ROW, np.int64),
-    )
+    index = np.full(len(queries), NO_ROW, np.int64)
+    distances = np.full(len(queries), NO_ROW, np.int64)
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     if not len(query_rows) or not len(reference_rows):
         return index, distances
@@ -293,7 +292,8 @@ def nearest(
     reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
-            left, right = queries[query_rows[query]], references[reference_rows[candidate]]
+            left = queries[query_rows[query]]
+            right = references[reference_rows[candidate]]
             distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
             near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
@@ -301,10 +301,8 @@ def nearest(
                 best, query[near], distance[near] << _ROW_BITS | reference_rows[candidate[near]]
             )
     match = best[group]
-    rows, match = (
-        np.flatnonzero(queries["has_phash"])[match != _NO_MATCH],
-        match[match != _NO_MATCH],
-    )
+    rows = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH]
+    match = match[match != _NO_MATCH]
     index[rows], distances[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
     return index, distances
 
@@ -330,7 +328,8 @@ def _candidate_pairs(
     order = np.argsort(references, kind="stable")
     first = np.searchsorted(references[order], queries, "left")
     counts = np.searchsorted(references[order], queries, "right") - first
-    ends, start = np.cumsum(counts), 0
+    ends = np.cumsum(counts)
+    start = 0
     while start < len(queries):
         before = ends[start - 1] if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + PAIRS_PER_COMPARISON, "right")))
@@ -354,10 +353,8 @@ def _write_leaks(
     """
     rows = shard_row_of[np.array([each.row for each in contaminated], np.int64)]
     matches = np.array([each.match for each in contaminated], np.int64)
-    set_of, keys = (
-        np.array([each.set_index for each in contaminated], np.int64),
-        sets[-1].keys(rows),
-    )
+    set_of = np.array([each.set_index for each in contaminated], np.int64)
+    keys = sets[-1].keys(rows)
     match_keys: dict[int, str] = {}
     matches[set_of == SAME_SET] = shard_row_of[matches[set_of == SAME_SET]]
     for number in np.unique(set_of):
@@ -429,7 +426,8 @@ def _hash_shards(
         for file, (each, shard) in wanted.items()
         if file not in existing or not each.manifest.has_image_checksums
     ]
-    done, total = 0, sum(item["shard"]["num_rows"] for item in items)
+    done = 0
+    total = sum(item["shard"]["num_rows"] for item in items)
     on_rows(done, total)
     with closing(map_tasks(_hash_task, items)) as results:
         for result in results:

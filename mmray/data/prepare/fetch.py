@@ -25,16 +25,16 @@ from yarl import URL
 from mmray.data.rows import BadRow
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
-MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
+MAX_REDIRECTS = 5
+MAX_ATTEMPTS = 3
 MAX_BYTES = 32 * 1024 * 1024  # of an image
 TIMEOUT_S = 30.0  # of an image, with all attempts and redirects
-CONNECT_TIMEOUT_S, PAUSE_S = 10.0, 0.5
+CONNECT_TIMEOUT_S = 10.0
+PAUSE_S = 0.5
 HOST_CONNECTIONS = 8  # of one task
-_REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (
-    (301, 302, 303, 307, 308),
-    (401, 403, 404, 410),
-    (408, 425, 429),
-)
+_REDIRECT_STATUS = (301, 302, 303, 307, 308)
+_MISSING_STATUS = (401, 403, 404, 410)
+_RETRY_STATUS = (408, 425, 429)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
 
 
@@ -79,7 +79,8 @@ class Fetcher:
         return asyncio.run_coroutine_threadsafe(self._fetch(url), self._loop)
 
     async def _fetch(self, url: str) -> bytes:
-        name, reason = redact_url(url), ""
+        name = redact_url(url)
+        reason = ""
         host = self._validate(url, "", name).raw_authority
         async with self._slots[host]:  # waiting for a slot does not count against the time limit
             try:
@@ -109,7 +110,8 @@ class Fetcher:
                         or "Location" not in response.headers
                     ):
                         return await self._body(response, name)
-                    url, location = str(hop), response.headers["Location"]
+                    url = str(hop)
+                    location = response.headers["Location"]
         except _PrivateAddressError as error:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:

@@ -48,7 +48,8 @@ RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined p
 # images by URL or on an object store that are requested, and rows that wait for them
 PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
-MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
+MIN_PREFETCH_ROWS = 8
+READ_THREADS = 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
 _RECORD_VERSION = 11
@@ -207,7 +208,8 @@ def pack_chunk(
         or record["class_names"] != list(job.class_names)
         or not is_current(record, job, chunk)
     ):
-        packer, items = _ChunkPacker(job, chunk, subprocess_decoder), job.open().read(chunk)
+        packer = _ChunkPacker(job, chunk, subprocess_decoder)
+        items = job.open().read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
             for item, row, images in prefetch_rows(items, job.settings.allow_urls, fetch):
@@ -318,7 +320,9 @@ class _ChunkPacker:
     def __init__(
         self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
     ) -> None:
-        self.job, self.chunk, self.subprocess_decoder = job, chunk, subprocess_decoder
+        self.job = job
+        self.chunk = chunk
+        self.subprocess_decoder = subprocess_decoder
         self.source = to_path(job.source.address)
         self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
@@ -335,7 +339,8 @@ class _ChunkPacker:
         images: Requests,
         exit_stack: ExitStack,
     ) -> None:
-        location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
+        location = _to_utf8(item.location)
+        key = _to_utf8(parsed.key or item.location)
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
@@ -451,7 +456,8 @@ class _ChunkPacker:
 
         `check` sets how completely it is decoded.
         """
-        settings, max_pixels = self.job.settings, self.job.settings.max_pixels
+        settings = self.job.settings
+        max_pixels = self.job.settings.max_pixels
         try:
             if settings.image_side:
                 if self.subprocess_decoder:

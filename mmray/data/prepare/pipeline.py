@@ -245,7 +245,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # an existing set keeps its list
     quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
     result = assemble.quarantine_rows(out, done, packed, dedup, quarantine)
-    num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
+    num_rows = sum(shard.num_kept for shard in result.shards)
+    num_bad = result.reasons.total()
     if is_rejected:
         raise assemble.rejection_error(
             source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction
@@ -321,7 +322,8 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
         record = read_chunk_record(out, f"{CHUNK_RECORDS}/{name}")
         if record is None or record["job"] != digest:
             return None
-        chunk, num_bad = SourceChunk(**record["chunk"]), len(record["bad_rows"])
+        chunk = SourceChunk(**record["chunk"])
+        num_bad = len(record["bad_rows"])
         return _EarlierChunk(
             chunk,
             is_current(record, job, chunk),
@@ -343,7 +345,8 @@ def _scan(
     """Return the chunks of the source, with the same ends as in an earlier prepare with the same
     settings.
     """
-    chunks, rows = [], 0
+    chunks = []
+    rows = 0
     progress(PrepareProgress("scan", 0, 0))  # some formats list all files before the first chunk
     for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
         chunks.append(chunk)
@@ -378,14 +381,16 @@ def _pack(
             todo.append(chunk)
         else:
             done.append(chunk.index)
-            rows, bad = rows + before.num_rows, bad + before.num_bad
+            rows = rows + before.num_rows
+            bad = bad + before.num_bad
     tasks = map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in todo])
     with closing(tasks):  # an error in `progress` also stops the job
         for index, num_rows, num_bad in chain(
             [(None, 0, 0)], (result["chunk"] for result in tasks)
         ):
             done += [] if index is None else [index]
-            rows, bad = rows + num_rows, bad + num_bad
+            rows = rows + num_rows
+            bad = bad + num_bad
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
             progress(

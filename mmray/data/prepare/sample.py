@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw
 from mmray.errors import UsageError
 
 VERSION = "v1-seed0"  # change it if the images change; it is the folder name
-NUM_TRAIN, NUM_TEST = 3072, 512
+NUM_TRAIN = 3072
+NUM_TEST = 512
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLORS = {
     "red": (214, 32, 38),
@@ -133,7 +134,8 @@ def scenes() -> tuple[list[Scene], list[Scene]]:
         for each in itertools.product(SHAPES, COLORS, RADII, (*CENTERS, *COUNTS), BACKGROUNDS)
     ]
     random.Random("scenes 0").shuffle(every)
-    test, train = every[:NUM_TEST], every[NUM_TEST:]
+    test = every[:NUM_TEST]
+    train = every[NUM_TEST:]
     return list(itertools.islice(itertools.cycle(train), NUM_TRAIN)), test
 
 

@@ -254,7 +254,8 @@ class ShardReader:
         for (shard, block), group in groups.items():
             offsets = self._table.offsets(shard)
             if block is not None:
-                start, stop = (int(offsets[block[0]]), int(offsets[block[1] + 1]))
+                start = int(offsets[block[0]])
+                stop = int(offsets[block[1] + 1])
                 fetch = Fetch(start, stop, group, is_block=True)
                 if whole_blocks or self._find(fetch) is not None:
                     yield fetch

@@ -87,7 +87,8 @@ def _feistel(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray)
     sizes = np.asarray(size, np.uint64)
     a: Any = np.ceil(np.sqrt(sizes)).astype(np.uint64)
     b: Any = (sizes + a - np.uint64(1)) // a
-    left, right = index // b, index % b
+    left = index // b
+    right = index % b
     for number in range(_ROUNDS):
         salt = shuffle_key + np.uint64(number)
         if number % 2:
@@ -195,19 +196,20 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
     """Map positions in an epoch to int64 indices in which the rows of the first set come first,
     then the next.
     """
-    epoch_index, remaining = np.empty(positions.size, np.int64), np.arange(positions.size)
-    offset, num_left, first = (
-        positions.ravel(),
-        sum(component.per_epoch for component in components),
-        0,
-    )
+    epoch_index = np.empty(positions.size, np.int64)
+    remaining = np.arange(positions.size)
+    offset = positions.ravel()
+    num_left = sum(component.per_epoch for component in components)
+    first = 0
     # evenly spread: every (num_left / per_epoch)th of the remaining positions is its
     for component in components:
         before = offset * component.per_epoch // num_left
         selected = (offset + 1) * component.per_epoch // num_left > before
         epoch_index[remaining[selected]] = first + before[selected]
-        remaining, offset = remaining[~selected], (offset - before)[~selected]
-        num_left, first = num_left - component.per_epoch, first + component.per_epoch
+        remaining = remaining[~selected]
+        offset = (offset - before)[~selected]
+        num_left = num_left - component.per_epoch
+        first = first + component.per_epoch
     return epoch_index.reshape(positions.shape)
 
 
@@ -257,7 +259,8 @@ class SamplePlan:
             index = interleave(self.components, index) if self.components else index
         elif self.shuffle and self.components:
             index = permute(index.astype(np.uint64), self.num_rows, key).astype(np.int64)
-        rows, pass_index = index, epoch
+        rows = index
+        pass_index = epoch
         if self.components:
             rows, pass_index = self._mixture_rows(index, epoch)
         elif self.shuffle:
@@ -305,10 +308,8 @@ class SamplePlan:
         row counts of a set never differ by more than one, and e epochs of weight w take each row e
         x w times if that is an integer.
         """
-        rows, pass_index = (
-            np.zeros(epoch_index.shape, np.int64),
-            np.zeros(epoch_index.shape, np.int64),
-        )
+        rows = np.zeros(epoch_index.shape, np.int64)
+        pass_index = np.zeros(epoch_index.shape, np.int64)
         first_index = first_row = 0
         for number, (num_rows, per_epoch) in enumerate(self.components):
             selected = (epoch_index >= first_index) & (epoch_index < first_index + per_epoch)
@@ -319,7 +320,8 @@ class SamplePlan:
                 key = splitmix64(self._shuffle_key(seen) ^ np.uint64(number + 1))
                 row = self._permute_set(row, num_rows, key)
             rows[selected], pass_index[selected] = row + first_row, seen
-            first_index, first_row = first_index + per_epoch, first_row + num_rows
+            first_index = first_index + per_epoch
+            first_row = first_row + num_rows
         return rows, pass_index
 
 

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from mmray.config import Data
 
 # Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request.
-REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
+REQUEST_BYTES = 512 << 10
+MAX_ROWS = 32
+WINDOW = 16
 # With a cache: blocks as large as a request should be, of at least MIN_CACHED_ROWS if these fit.
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_CACHED_ROWS = 32e6, 64e6, 1400
+MIN_BLOCK_BYTES = 32e6
+MAX_BLOCK_BYTES = 64e6
+MIN_CACHED_ROWS = 1400
 # The window in use and the next one are in the cache, and held-out rows.
 WINDOW_FRACTION = 0.4
 MIN_BLOCKS_PER_WINDOW = 8  # of a node; smaller blocks if its cache is small

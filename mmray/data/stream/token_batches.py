@@ -121,7 +121,8 @@ def _divide_padded(tokens: np.ndarray, num_parts: int, max_tokens: int) -> list[
 
     if len(ends_of(max_tokens)) > num_parts:
         return None
-    least, most = int(tokens.max(initial=0)), max_tokens
+    least = int(tokens.max(initial=0))
+    most = max_tokens
     while least < most:
         middle = (least + most) // 2
         if len(ends_of(middle)) > num_parts:

@@ -21,12 +21,15 @@ from mmray.data.prepare.sample import COLORS, draw_shape, tinted
 from mmray.errors import UsageError
 
 VERSION = "v1"  # change it if the files change; it is a folder name
-NUM_TRAIN, NUM_TEST = 2400, 200
+NUM_TRAIN = 2400
+NUM_TEST = 200
 SIDE = 64
 SHAPES = ("circle", "square", "triangle", "cross")
 NUMBERS = ("zero", "one", "two", "three")
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-PAD, IMAGE, VIDEO = "<|endoftext|>", "<|image_pad|>", "<|video_pad|>"
+PAD = "<|endoftext|>"
+IMAGE = "<|image_pad|>"
+VIDEO = "<|video_pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}"

@@ -46,7 +46,8 @@ class Meter:
 
     def compute(self) -> Metrics:
         """Return metrics since the last call, and reset."""
-        device, world_size = self.group.device, self.group.world_size
+        device = self.group.device
+        world_size = self.group.world_size
         metrics = self.rates.compute(world_size)
         if metrics:
             samples_per_s = metrics["throughput/samples_per_s"] / world_size / self.devices

@@ -43,7 +43,8 @@ class Throughput:
     def lap(self, name: str = "") -> float:
         """Return the seconds since the last call, and count them as the activity `name`."""
         now_s = time.perf_counter()
-        lap_s, self._lap_start_s = now_s - self._lap_start_s, now_s
+        lap_s = now_s - self._lap_start_s
+        self._lap_start_s = now_s
         if name:
             self._laps_s[name] += lap_s
         return lap_s
@@ -90,7 +91,8 @@ class Throughput:
 
     def _restart(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds of the laps and of the device's phases, and start again."""
-        laps_s, self._laps_s = self._laps_s, dict.fromkeys(BETWEEN_STEPS, 0.0)
+        laps_s = self._laps_s
+        self._laps_s = dict.fromkeys(BETWEEN_STEPS, 0.0)
         return laps_s, self.timers.pop_s()
 
 
@@ -122,7 +124,8 @@ class PhaseTimers:
         """Seconds of each phase since the last call; waits for the timed work of a GPU."""
         for name, scopes in self._scopes.items():
             self._read(name, len(scopes))
-        phase_s, self._phase_s = self._phase_s, dict.fromkeys(PHASES, 0.0)
+        phase_s = self._phase_s
+        self._phase_s = dict.fromkeys(PHASES, 0.0)
         return phase_s
 
     def peak_gib(self) -> float:

@@ -48,8 +48,10 @@ class MetricsLog:
         notify: Callable[[str, str], None] = lambda label, text: None,
         check_lease: Callable[[], None] = lambda: None,
     ):
-        self._folder, self._purge_step = folder, start_step + 1
-        self._warn, self._check_lease = partial(notify, "storage"), check_lease
+        self._folder = folder
+        self._purge_step = start_step + 1
+        self._warn = partial(notify, "storage")
+        self._check_lease = check_lease
         self._path = folder / METRICS
         self._pending = b""  # lines not written yet
         self._write_failed = False
@@ -160,7 +162,8 @@ class MetricsLog:
                 if "/" in key:
                     self._events.add_scalar(key, value, metrics["step"])
         except OSError:  # the writer's thread has ended; continue in another file
-            self._events, self._purge_step = None, metrics["step"]
+            self._events = None
+            self._purge_step = metrics["step"]
             raise
 
 
@@ -170,7 +173,8 @@ def _drop_after(path: Path, start_step: int) -> int:
     """
     if not path.exists():
         return 0
-    lines, last_step = [], start_step
+    lines = []
+    last_step = start_step
     # a kill may have cut the last one, even inside a character
     for line in path.read_bytes().splitlines():
         try:
@@ -197,7 +201,9 @@ class LogUploader:
     def __init__(
         self, folder: AnyPath, notify: Callable[[str, str], None], check_lease: Callable[[], None]
     ):
-        self._folder, self._notify, self._check_lease = folder, notify, check_lease
+        self._folder = folder
+        self._notify = notify
+        self._check_lease = check_lease
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
