@@ -14,6 +14,7 @@ from mmray.data.messages import Message, insert_images, message_text, parse_mess
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
+IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
@@ -61,6 +62,7 @@ class SourceRow:
     Args:
         images: Its images in order; without `messages` at least one.
         boxes: (x, y, width, height) in pixels of the only image.
+        image_size: Width and height of the image in whose pixels the boxes are; None: upright.
         messages: A conversation; its image parts are the `images` in order.
     """
 
@@ -73,6 +75,7 @@ class SourceRow:
     boxes: tuple[tuple[float, ...], ...] = ()
     box_labels: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
+    image_size: tuple[int, int] | None = None
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
@@ -145,6 +148,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         boxes=tuple(tuple(map(float, box)) for box in boxes),
         box_labels=tuple(box_labels),
         messages=messages,
+        image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
     )
 
 

@@ -20,7 +20,7 @@ from mmray.data.formats.splits import split_of_folder, splits_of_files
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
-from mmray.data.rows import BadRow, is_safe_path, is_valid_name
+from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -290,11 +290,15 @@ class CocoSource(ListingSource):
         captions: dict[Any, list[Any]] = defaultdict(list)
         boxes: dict[Any, list[tuple[Any, Any]]] = defaultdict(list)  # id: (box, category)
         categories: dict[str, str] = {}
+        sizes: dict[Any, tuple[int, int]] = {}
         for name in names:
             path = self.folder / name
             try:
                 document = orjson.loads(path.read_bytes().removeprefix(BOM))
                 files = {image["id"]: str(image["file_name"]) for image in document["images"]}
+                for image in document["images"]:
+                    if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
+                        sizes[image["id"]] = (image["width"], image["height"])
                 categories |= {
                     str(item["id"]): str(item["name"]) for item in document.get("categories", [])
                 }
@@ -326,6 +330,7 @@ class CocoSource(ListingSource):
             labels = [label for _, label in boxes[image_id]]
             if labels:
                 row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
+                row[IMAGE_SIZE] = sizes.get(image_id)
             if image_id in captions:
                 row["texts"] = captions[image_id]
             elif category_names := [

@@ -93,6 +93,11 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     return (image.height, image.width) if is_turned else image.size
 
 
+def exif_orientation(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
+    """Return the EXIF orientation of an image, 1 to 8. Raises BadImage."""
+    return _orientation(_open(data, max_pixels))
+
+
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     """Open an image and read its header only. Raises BadImage."""
     if not data:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.source import RawRow, Source, SourceChunk
-from mmray.data.images.decode import BadImage, decode, header_size, verify_image
+from mmray.data.images.decode import BadImage, decode, exif_orientation, header_size, verify_image
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
@@ -52,7 +52,7 @@ MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
-_RECORD_VERSION = 11
+_RECORD_VERSION = 12
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -410,7 +410,12 @@ class _ChunkPacker:
         if not digests:
             image_digest = _sha256(orjson.dumps(row.messages))
         if parsed.boxes:
-            row.boxes, row.box_labels = _relative_boxes(parsed, size), list(parsed.box_labels)
+            orientation = 1
+            # The document states the size before the rotation, so its boxes are those before it.
+            if parsed.image_size == size[::-1] != size and not parsed.images[0].url:
+                orientation = exif_orientation(self._read(parsed.images[0]))
+            row.boxes = _relative_boxes(parsed, size, orientation)
+            row.box_labels = list(parsed.box_labels)
         if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the
             # set grows.
@@ -492,16 +497,47 @@ def _to_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _relative_boxes(parsed: SourceRow, size: tuple[int, int]) -> list[list[float]]:
-    """Convert boxes to (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
-    width, height = size
-    if not width:
+def _relative_boxes(
+    parsed: SourceRow, size: tuple[int, int], orientation: int
+) -> list[list[float]]:
+    """Convert boxes to (left, top, right, bottom) in fractions of the upright image.
+
+    Args:
+        parsed: A row with boxes.
+        size: Width and height of the upright image.
+        orientation: EXIF orientation, if the boxes are in the pixels before the rotation, else 1.
+
+    Raises:
+        BadRow: A box exceeds the image, or the size of the document is of another image.
+    """
+    if not size[0]:
         raise BadRow(
             "columns", "boxes", "boxes need the image size: prepare with --check full or header"
+        )
+    width, height = parsed.image_size or size
+    stored = size if orientation == 1 else size[::-1]
+    if abs(width * stored[1] - height * stored[0]) > _BOX_SLACK * stored[0] * height:
+        raise BadRow(
+            "columns",
+            "boxes",
+            f"the document states {width} x {height} pixels, and the image has "
+            f"{size[0]} x {size[1]}: are its boxes those of another image?",
         )
     out = [
         [x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes
     ]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
         raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
+    out = [_rotate_box(box, orientation) for box in out]
     return [[min(1.0, max(0.0, number)) for number in box] for box in out]
+
+
+def _rotate_box(box: list[float], orientation: int) -> list[float]:
+    """Return a box of the stored image in the upright one; orientations 5 to 8 swap the axes."""
+    left, top, right, bottom = box
+    if orientation < 5:
+        return box
+    # columns of the upright image are rows of the stored one
+    columns = (1 - bottom, 1 - top) if orientation in (6, 7) else (top, bottom)
+    rows = (1 - right, 1 - left) if orientation in (7, 8) else (left, right)
+    return [columns[0], rows[0], columns[1], rows[1]]

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -143,3 +145,39 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match=r"there is no file .*instances_val2017\.json"):
         prepared(source, tmp_path / "out")
+
+
+def test_boxes_before_and_after_the_rotation_of_exif_are_the_same(tmp_path):
+    """A dark spot is in its box for each orientation, whichever size the document states."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    upright = np.full((40, 60, 3), 250, np.uint8)
+    upright[5:15, 40:55] = 0
+    inverse = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    inverse |= {5: Image.Transpose.TRANSPOSE, 7: Image.Transpose.TRANSVERSE}
+    documents = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "spot"}]}
+    for orientation, undo in inverse.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        stored = Image.fromarray(upright).transpose(undo)
+        rows, columns = np.nonzero(np.asarray(stored)[:, :, 0] < 128)
+        before = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
+        for after, box in ((0, before), (1, [40, 5, 15, 10])):
+            number = 10 * orientation + after
+            stored.putpixel((0, 0), (number, 0, 200))
+            stored.save(raw / f"{number}.png", exif=exif)
+            width, height = (60, 40) if after else (40, 60)
+            image = {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
+            documents["images"].append(image)
+            note = {"image_id": number, "bbox": [int(x) for x in box], "category_id": 1}
+            crowd = {"image_id": number, "bbox": [0, 0, 9, 9], "category_id": 1, "iscrowd": 1}
+            documents["annotations"] += [note, crowd]
+    write_json(raw / "instances.json", **documents)
+    _, read, faults = prepared(raw / "instances.json", tmp_path / "out")
+    assert len(read) == 8 and not faults
+    for row in read:
+        assert row.boxes == [pytest.approx([40 / 60, 5 / 40, 55 / 60, 15 / 40])]
+    documents["images"][0] |= {"width": 500, "height": 100}
+    write_json(raw / "instances.json", **documents)
+    _, _, faults = prepared(raw / "instances.json", tmp_path / "other")
+    assert faults == {"instances.json:image 60": "boxes"}
