@@ -91,8 +91,15 @@ class Demand:
 def missing_capacity(
     demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()
 ) -> str | None:
-    """Return None if the demand fits the nodes and pools; otherwise a message with what is missing
-    and what fits.
+    """Return None if the demand fits the cluster, otherwise what is missing and what fits.
+
+    Args:
+        demand: Resources of the workers and of the data.
+        nodes: The alive nodes, with their total or free resources.
+        pools: Node pools that the autoscaler can grow; empty for a cluster of fixed size.
+
+    Returns:
+        None, or a message with the missing resources and what to change.
     """
     largest = max_cluster(demand, nodes, pools)
     if fits(demand, nodes) or fits(demand, largest):
@@ -152,12 +159,23 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
-    """Return whether one such run fits on these free resources."""
+    """Return whether one such run fits.
+
+    Args:
+        demand: Resources of the workers and of the data.
+        nodes: Nodes with their free resources.
+    """
     return max_concurrent(demand, nodes, 1) == 1
 
 
 def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
-    """Return how many such runs fit at once on these free resources, up to `limit`."""
+    """Return how many such runs fit at once.
+
+    Args:
+        demand: Resources of the workers and of the data of one run.
+        nodes: Nodes with their free resources.
+        limit: The largest number to return.
+    """
     free = [Node(dict(node.resources), node.labels) for node in nodes]
     # Data last, because single CPUs fit the gaps left by workers.
     bundles = [(demand.per_worker, demand.worker_label_selector)] * demand.workers
@@ -169,7 +187,12 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
 
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
-    """Return how many workers of the demand fit together with its data CPUs."""
+    """Return how many workers of the demand fit together with its data CPUs.
+
+    Args:
+        demand: Its number of workers is the largest one to return.
+        nodes: Nodes with their free resources.
+    """
     # if more fit, fewer fit: bisect for the first count that does not fit
     counts = range(1, demand.workers + 1)
     return bisect_left(
@@ -178,8 +201,15 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the largest cluster for this demand: the nodes outside pools, and each pool at its
-    maximum.
+    """Return the largest cluster that the autoscaler can start for this demand.
+
+    Args:
+        demand: Limits the nodes of a pool, because each hosts at least one worker or data CPU.
+        nodes: The alive nodes, with their total resources.
+        pools: Node pools of the autoscaler.
+
+    Returns:
+        The nodes outside pools, and each pool at its maximum.
     """
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool
@@ -193,7 +223,12 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
 
 
 def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:
-    """Return the label selector extended to exclude these nodes."""
+    """Return the label selector extended to exclude these nodes.
+
+    Args:
+        node_ids: Ray's hexadecimal node IDs.
+        selector: The label selector to extend; nodes that it excludes stay excluded.
+    """
     before = (selector or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
     return {
         **(selector or {}),

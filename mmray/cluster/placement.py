@@ -85,8 +85,14 @@ def free_nodes() -> list[Node]:
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
-    """Return the free resources when the demand fits them, or after the timeout: ended workers
-    release theirs late.
+    """Wait until the demand fits the free resources: ended workers release theirs late.
+
+    Args:
+        demand: Resources of the workers and of the data.
+        timeout_s: Seconds after which the wait ends without an error.
+
+    Returns:
+        The nodes with the resources that are free at the end of the wait.
     """
     end_s = time.monotonic() + timeout_s
     while not fits(demand, nodes := free_nodes()) and time.monotonic() < end_s:
@@ -164,9 +170,12 @@ class AutoscalerRequest:
     _sent_s: float = field(default=float("-inf"))
 
     def request(self, per_worker: Resources, selector: LabelSelector, count: int) -> None:
-        """Request capacity for `count` more workers; 0 cancels.
+        """Request capacity for more workers; a request is sent again after REFRESH_S.
 
-        Call it often: it is sent again after REFRESH_S.
+        Args:
+            per_worker: Resources of a worker.
+            selector: Labels of the nodes for it.
+            count: Number of workers that are missing; 0 cancels.
         """
         if (not count and not self._count) or (
             count == self._count and time.monotonic() - self._sent_s < REFRESH_S
@@ -198,7 +207,12 @@ def available_cores_if_local() -> int | None:
 
 
 def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes that read and decode data."""
+    """Return the label selector of nodes that read and decode data.
+
+    Args:
+        setting: `cluster.data_label`: `auto`, or `name=value`.
+        nodes: The alive nodes; `auto` depends on their labels and on whether some have GPUs.
+    """
     if setting != "auto" or _has_roles(nodes):
         return _role_label_selector(setting, "data")
     gpu_nodes = [node for node in nodes if node.resources.get("GPU")]
@@ -215,9 +229,11 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes for training workers;
+    """Return the label selector of nodes for training workers.
 
-    GPU workers need none without roles.
+    Args:
+        setting: `cluster.train_label`: `auto`, or `name=value`.
+        nodes: The alive nodes. Without roles in their labels `auto` selects all of them.
     """
     return _role_label_selector(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
@@ -255,8 +271,14 @@ def check_data_capacity(cluster_config: Cluster) -> None:
 
 
 def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Start a Ray task on the node with this ID, without CPUs and without retries; return its
-    reference.
+    """Start a Ray task on a node, without CPUs and without retries.
+
+    Args:
+        node: Ray's hexadecimal node ID.
+        function: Runs in a worker process of Ray with the other arguments.
+
+    Returns:
+        The reference of its result, an ObjectRef.
     """
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     return (
@@ -267,8 +289,14 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
-    """Return the state of each of this job's actors: of its process (psutil's), with the node,
-    otherwise Ray's.
+    """Return the state of each of this job's actors of a class.
+
+    Args:
+        class_name: Of the actors.
+        timeout_s: How long to wait for the answers of the nodes.
+
+    Returns:
+        For a living actor the state of its process (psutil's) with the node, otherwise Ray's state.
     """
     actors = actors_of_job(class_name)
     tasks = {
@@ -292,15 +320,26 @@ def process_state(pid: int) -> str:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
-    """Send SIGKILL to processes (node ID, PID, start time in epoch seconds); skips unreachable
-    nodes.
+    """Send SIGKILL to processes; unreachable nodes are skipped.
+
+    Args:
+        processes: Node ID, PID and start time in epoch seconds of each.
+        timeout_s: How long to wait until all are killed.
     """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
 
 
 def kill_process(pid: int, started_s: float) -> bool:
-    """Send SIGKILL if the start time matches, because the PID may have been reused."""
+    """Send SIGKILL to a process of this node, unless its PID was reused.
+
+    Args:
+        pid: Of the process.
+        started_s: Its start time in epoch seconds; a process with another one is not killed.
+
+    Returns:
+        Whether the process was killed.
+    """
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if abs(process.create_time() - started_s) <= START_TOLERANCE_S:

@@ -114,9 +114,18 @@ def request_nodes(
     expire_s: float,
     timeout_s: float,
 ) -> None:
-    """Request capacity for these bundles; an empty list cancels it.
+    """Request capacity for these bundles from the autoscaler.
 
-    Raises RayError or TimeoutError.
+    Args:
+        requester: Name of the request; a later one of the same name replaces it.
+        bundles: Resources of each bundle; an empty list cancels the request.
+        selector: Labels of the nodes, for all bundles.
+        expire_s: Seconds after which the request ends if it is not repeated.
+        timeout_s: How long to wait for an answer.
+
+    Raises:
+        RayError: The autoscaling coordinator failed.
+        TimeoutError: It did not answer in time.
     """
     with _checked("the autoscaling coordinator"):
         from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
@@ -138,7 +147,10 @@ def request_nodes(
 
 
 def is_train_error(error: BaseException | None, name: str) -> bool:
-    """Match a type of Ray Train by name, because these types move between modules in new Ray
-    versions.
+    """Return whether an error is of a type of Ray Train.
+
+    Args:
+        error: An error, or None.
+        name: Name of the type, because these types move between modules in new Ray versions.
     """
     return any(each.__name__ == name for each in type(error).__mro__)

@@ -26,8 +26,14 @@ CREDENTIALS = (
 
 
 def check_persistent(storage: str, cwd: Path) -> None:
-    """Raise UsageError if `storage` is in a job's copy of the working directory, because Ray
-    deletes it.
+    """Check that `run.storage` is not in a job's copy of the working directory, which Ray deletes.
+
+    Args:
+        storage: The setting `run.storage`.
+        cwd: The working directory of the driver.
+
+    Raises:
+        UsageError: A relative folder in such a copy.
     """
     if (
         ray_internals.JOB_DIR in cwd.parts
@@ -42,9 +48,14 @@ def check_persistent(storage: str, cwd: Path) -> None:
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:
-    """Write and read `storage` from the driver and each node (without nodes, from the driver).
+    """Check that each node reads and writes the same `run.storage` as the driver.
 
-    Raises ResourceError.
+    Args:
+        storage: The setting `run.storage`, a folder or URI.
+        nodes: Nodes that write a file to it; without nodes only the driver writes.
+
+    Raises:
+        ResourceError: A process cannot write, or its files are not visible on the others.
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:

@@ -20,7 +20,12 @@ References = Sequence[Sequence[str]]
 
 
 def exact_match(answers: Sequence[str], references: References) -> float:
-    """Fraction of answers that equal a reference, without surrounding white space."""
+    """Return the fraction of answers that equal a reference, without surrounding white space.
+
+    Args:
+        answers: One answer a question.
+        references: The correct answers to each question.
+    """
     hits = [
         answer.strip() in [text.strip() for text in texts]
         for answer, texts in zip(answers, references, strict=True)

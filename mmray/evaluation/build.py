@@ -23,8 +23,16 @@ def build_evaluator(
     tokenizer_json: str,
     on_rows: Callable[[int], None] | None = None,
 ) -> Any:
-    """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see
-    EvalDataset.
+    """Build the evaluator for this run's kind of model.
+
+    Args:
+        config: The config of the run.
+        prepared: The set with the held-out rows.
+        tokenizer_json: The tokenizer of the run.
+        on_rows: Called with the number of rows of each batch when it is done, to show progress.
+
+    Returns:
+        An object with the method `score`, as Evaluator.
     """
     from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
@@ -64,13 +72,26 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
 
 
 def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
-    """Return how many rows `score` reads, those of generated answers twice."""
+    """Return how many rows `score` reads; those with generated answers count twice.
+
+    Args:
+        config: The config of the run, with `evaluate.limit`.
+        prepared: The set with the held-out rows.
+    """
     rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
     return rows + (min(rows, config.evaluate.num_generations) if is_generative(config) else 0)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
-    """Raise UsageError if the model lacks methods that its evaluator calls."""
+    """Check that the model has the methods that its evaluator calls.
+
+    Args:
+        config: The config of the run.
+        model: The model that was built from it.
+
+    Raises:
+        UsageError: A method is missing.
+    """
     from mmray.models.protocol import EMBEDDING_METHODS
 
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]

@@ -39,11 +39,20 @@ class Evaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """Return retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`; a collective call of
-        all ranks.
+        """Return the metrics of a model on the held-out rows; a collective call of all ranks.
 
-        `save_examples`, on one rank or none, gets examples of hits and misses. Raises DataError if
-        no row is readable.
+        Args:
+            model: The unwrapped model.
+            group: The ranks, which share the rows.
+            objective: Gives `loss`, if it reads only the two embeddings.
+            global_rows: Number of rows among which the loss is computed.
+            save_examples: Receives examples of hits and misses; given on one rank or none.
+
+        Returns:
+            Retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`, equal on all ranks.
+
+        Raises:
+            DataError: No row is readable.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
@@ -99,11 +108,15 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Rows with their class in the top 1, in the top 5, and labeled rows: int64 [3], so that
-    batches can be summed.
+    """Count the rows with their class in the top 1 and in the top 5, so that batches add up.
 
-    Ties count as in retrieval.py. scores [N, C], label int64 [N]; labels outside 0..C-1 are not
-    counted.
+    Args:
+        scores: [N, C].
+        label: Class of each row, int64 [N]; rows with another number than 0..C-1 are not counted.
+        tie: Scores that differ by at most this are equal; ties count as in retrieval.py.
+
+    Returns:
+        Top 1, top 5 and labeled rows, int64 [3].
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
@@ -117,8 +130,16 @@ def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
 def topk_accuracy(
     hits: Tensor, name: str, num_classes: int, unit: str = "rows"
 ) -> dict[str, float]:
-    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of
-    `topk_hits`.
+    """Return accuracies from the sums of `topk_hits`.
+
+    Args:
+        hits: Top 1, top 5 and labeled rows [3].
+        name: Prefix of the metrics.
+        num_classes: Number of classes; with at most 5 there is no top 5.
+        unit: What was counted, for the name of the total.
+
+    Returns:
+        `NAME/top_1`, `NAME/top_5` and `NAME/UNIT`.
     """
     *hits_at_k, total = hits.tolist()
     pairs = zip(TOP_K, hits_at_k, strict=True)
@@ -129,8 +150,14 @@ def topk_accuracy(
 
 
 def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
-    """Rank of each image among captions and of each caption among images; equal captions are
-    interchangeable.
+    """Return the rank of each image among the captions, and of each caption among the images.
+
+    Args:
+        embedded: The rows of all ranks; equal captions are interchangeable.
+        group: The ranks, which share the computation.
+
+    Returns:
+        Ranks by direction, int64, 1 is the top.
     """
     text_id = embedded.text_id
     text = embedded.text[first_index(text_id)]
@@ -166,9 +193,14 @@ def retrieval_scores(
     objective: Objective,
     global_rows: int,
 ) -> dict[str, float]:
-    """Recall, median rank and `rows`;
+    """Return recall, median rank and `rows`, and `loss` if the objective reads only embeddings.
 
-    `loss` if the global loss of the objective reads only the two embeddings.
+    Args:
+        embedded: The rows of all ranks.
+        retrieval_ranks: From `compute_retrieval_ranks`.
+        group: The ranks.
+        objective: The objective of the run.
+        global_rows: Number of rows among which the loss is computed.
     """
     metrics: dict[str, float] = {}
     for direction, values in retrieval_ranks.items():
@@ -189,7 +221,17 @@ def retrieval_scores(
 def embed_dataset(
     model: Any, batches: EvalBatches, group: Group, objective: Objective
 ) -> EmbeddingSet:
-    """Embed the rows of all ranks; every rank gets all embeddings."""
+    """Embed the rows of all ranks; a collective call.
+
+    Args:
+        model: The unwrapped model.
+        batches: The rows of this rank.
+        group: The ranks, which exchange their embeddings.
+        objective: The objective of the run, for its accuracies.
+
+    Returns:
+        The embeddings of all rows, on each rank.
+    """
     with eval_mode(model):
         # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
         # because torch.compile makes separate graphs for one.

@@ -35,8 +35,15 @@ SCALE = 10.0  # as in the paper
 def caption_scores(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same
-    captions).
+    """Return BLEU-4 and CIDEr of generated captions.
+
+    Args:
+        hypotheses: A generated caption an image.
+        references: The captions of each image.
+
+    Returns:
+        `bleu_4` (0 to 1) and `cider` (0 to 10; 0 for a single image, or if all images have the same
+        captions).
     """
     from torchmetrics.functional.text import bleu_score
 
@@ -62,8 +69,12 @@ def split_words(text: str) -> list[str]:
 
 
 def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
-    """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the
-    references.
+    """Return the mean CIDEr-D over the images (0 to 10).
+
+    Args:
+        hypotheses: Words of a generated caption an image.
+        references: Words of the captions of each image; n-grams are weighted by their inverse
+            document frequency.
     """
     seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
 
@@ -102,7 +113,16 @@ def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
 
 @torch.no_grad()
 def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
-    """bleu_4, cider and answered (rows) over the rows of `batches`; every rank gets the same."""
+    """Generate an answer for each row and compare it with the row's texts; a collective call.
+
+    Args:
+        model: A generative model.
+        batches: The rows of this rank.
+        group: The ranks, which exchange their answers.
+
+    Returns:
+        `bleu_4`, `cider` and `answered` (rows) over all rows, equal on all ranks.
+    """
     results: list[Any] = []
     encoder = batches.data.encoder
     for readable in batches.readable_rows():
@@ -140,10 +160,22 @@ class GenerationEvaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also
-        `answer_scores`.
+        """Return the metrics of a generative model on held-out rows; a collective call of all
+        ranks.
 
-        Raises DataError on every rank if no row is readable.
+        Args:
+            model: The unwrapped model.
+            group: The ranks, which share the rows.
+            objective: Unused; the loss is the cross-entropy of the answers.
+            global_rows: Unused.
+            save_examples: Unused.
+
+        Returns:
+            `loss`, `perplexity`, `token_accuracy`, `tokens`, `rows` and `bad_rows`; with
+            `num_generations` also those of `answer_scores`.
+
+        Raises:
+            DataError: No row is readable; raised on every rank.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)

@@ -86,12 +86,17 @@ def compute_ranks(
     device: torch.device | str = "cpu",
     gallery_counts: Tensor | None = None,
 ) -> Tensor:
-    """Rank of the best positive of each query, int64 [Q], 1 = top; its other positives are not
-    counted.
+    """Return the rank of the best positive of each query; its other positives are not counted.
 
-    queries [Q, D] and gallery [G, D] are L2-normalized; positives int64 [2, P]: query and gallery
-    row of each correct pair, at least one per query; gallery_counts int64 [G]: how often each
-    gallery row counts (None: once).
+    Args:
+        queries: L2-normalized embeddings [Q, D].
+        gallery: L2-normalized embeddings [G, D].
+        positives: Query and gallery row of each correct pair, int64 [2, P]; at least one per query.
+        device: Where scores are computed.
+        gallery_counts: How often each gallery row counts, int64 [G]; None: once.
+
+    Returns:
+        Ranks, int64 [Q]; 1 is the top.
     """
     positives = positives[:, positives[0].argsort(stable=True)]
     counts = (
@@ -131,10 +136,18 @@ def compute_ranks(
 def top_k(
     queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """The `k` best gallery rows of each query and their scores, int64 and float32 [Q, min(k, G)].
+    """Return the best gallery rows of each query and their scores.
 
-    is_correct: bool [Q, G]. The order is that of `compute_ranks`: ties and NaN precede the correct
-    ones.
+    Args:
+        queries: L2-normalized embeddings [Q, D].
+        gallery: L2-normalized embeddings [G, D].
+        is_correct: Pairs that belong together, bool [Q, G]. As in `compute_ranks`, ties and NaN
+            precede the correct ones.
+        k: Number of rows.
+        device: Where scores are computed.
+
+    Returns:
+        Gallery rows int64 and scores float32, both [Q, min(k, G)].
     """
     query = queries.to(device, torch.float32)
     with full_precision(device):
@@ -148,8 +161,14 @@ def top_k(
 
 
 def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
-    """`recall_at_K/direction` for K of 1, 5, 10 and `median_rank/direction`, from ranks int64 [Q],
-    Q at least 1.
+    """Return recall at 1, 5 and 10 and the median rank.
+
+    Args:
+        ranks: int64 [Q] from `compute_ranks`, at least one.
+        direction: `image_to_text` or `text_to_image`, the end of the names.
+
+    Returns:
+        `recall_at_K/DIRECTION` and `median_rank/DIRECTION`.
     """
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
     middle = ranks.sort().values[[(len(ranks) - 1) // 2, len(ranks) // 2]]
@@ -163,12 +182,19 @@ def retrieval_examples(
     device: torch.device,
     max_pixels: int,
 ) -> dict[str, Any]:
-    """Hits spread over the set, and misses from the smallest rank to the largest, as JSON values
-    for examples.json.
+    """Return hits spread over the set, and misses from the smallest rank to the largest.
 
-    Each direction is a list of {row, key, caption, rank, answers: [{row, caption, score,
-    correct}]}; an image is represented by its first caption. `images` maps a row to a data URI, for
-    the rows that can be read.
+    Args:
+        embedded: The rows of all ranks.
+        ranks: From `compute_retrieval_ranks`.
+        prepared: The set, for captions and images.
+        device: Where scores are computed.
+        max_pixels: Larger images are not decoded.
+
+    Returns:
+        JSON values for examples.json. Each direction is a list of {row, key, caption, rank,
+        answers: [{row, caption, score, correct}]}; an image is represented by its first caption.
+        `images` maps a row to a data URI, for the rows that can be read.
     """
     # the last: caption within its row
     image = embedded.image, embedded.row, torch.zeros_like(embedded.row)

@@ -39,9 +39,15 @@ class FusedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, is_causal: bool = False, **_: Any
     ) -> tuple[Tensor, None]:
-        """Hidden states [B, T, W] -> [B, T, W], and None in place of the attention weights.
+        """Attend to all tokens, or with `is_causal` to earlier ones.
 
-        attention_mask: not supported, because no branch has one.
+        Args:
+            hidden_states: [B, T, W].
+            attention_mask: Not supported, because no branch has one.
+            is_causal: Mask later tokens.
+
+        Returns:
+            Hidden states [B, T, W], and None in place of the attention weights.
         """
         assert attention_mask is None
         projections = self.q_proj, self.k_proj, self.v_proj

@@ -61,11 +61,18 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
 def build_without_weights(
     spec: ModelConfig, vocab_size: int, architecture: Architecture = None
 ) -> nn.Module:
-    """Build the model with its parameters on the meta device, where they take no memory; buffers
-    have their values.
+    """Build the model with its parameters on the meta device, where they take no memory.
 
-    A user's class that computes with its weights while it is built keeps them. Arguments and errors
-    as in `build`.
+    Buffers have their values. A user's class that computes with its weights while it is built keeps
+    them.
+
+    Args:
+        spec: The `model` section.
+        vocab_size: Number of tokens.
+        architecture: See `Architecture`.
+
+    Raises:
+        UsageError: As `build`.
     """
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -139,10 +139,12 @@ class Clip(PretrainedDualEncoder):
         return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """config.json for transformers; None if its classes cannot represent the model.
+        """Return config.json for transformers; None if its classes cannot represent the model.
 
-        eos_id: token at the end of each caption, at which transformers pools; None: the tokenizer
-        has none.
+        Args:
+            eos_id: Token at the end of each caption, at which transformers pools; None: the
+                tokenizer has none.
+            pad_id: Token of the padding.
         """
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
@@ -295,7 +297,15 @@ class ClipText(nn.Module):
         self.project = project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
+        """Embed captions.
+
+        Args:
+            input_ids: [B, T], right-padded.
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
         hidden = residual_stream(self.tower.embeddings(input_ids=input_ids))
         # No padding mask: attention is causal, and the last real token is read.
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
@@ -316,7 +326,15 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
+        """Embed captions.
+
+        Args:
+            input_ids: [B, T], right-padded.
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
         hidden = residual_stream(self.tower.embeddings(input_ids=ids))
@@ -325,8 +343,14 @@ class SiglipText(nn.Module):
 
 
 def drop_patches(patches: Tensor, dropout: float) -> Tensor:
-    """Keep a random round(N x (1 - dropout)) of the tokens [B, N, W] of each row, in order, at
-    least one.
+    """Keep a random subset of the patches of each row, in order.
+
+    Args:
+        patches: Tokens of the patches [B, N, W].
+        dropout: Fraction of patches to drop; at least one is kept.
+
+    Returns:
+        round(N x (1 - dropout)) tokens of each row.
     """
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
     index = (

@@ -56,8 +56,15 @@ class CrossEncoder(nn.Module):
     def forward(
         self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor
     ) -> Tensor:
-        """Image features [B, N, W], text features and mask [B, T, W], [B, T] -> mean over the text
-        tokens [B, W].
+        """Let captions attend to images.
+
+        Args:
+            image_features: [B, N, W].
+            text_features: [B, T, W].
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            Mean over the text tokens [B, W].
         """
         padding = ~mask_with_first(attention_mask)
         hidden = self.from_text(text_features)
@@ -130,19 +137,40 @@ class Fusion(TwoTower):
         return self.text(input_ids, attention_mask)[1]
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Pixels and captions of the same rows -> features that the heads read [B, W]."""
+        """Return the features of pairs that the heads read.
+
+        Args:
+            image: Pixels [B, 3, S, S].
+            input_ids: Captions of the same rows [B, T].
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            [B, W].
+        """
         text_features, _ = self.text(input_ids, attention_mask)
         return self.cross(self.image(image)[0], text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Pixels and boxes [B, N, 4] in fractions of the input image -> L2-normalized embeddings
-        [B, N, D].
+        """Embed boxes of images.
+
+        Args:
+            image: Pixels [B, 3, S, S].
+            boxes: [B, N, 4] in fractions of the input image.
+
+        Returns:
+            L2-normalized embeddings [B, N, D].
         """
         return self._region_embeds(self.image(image)[0], boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Pixels and boxes [B, N, 4] in fractions of the input image -> logits [B, N, C] of the
-        labels.
+        """Return the logits of the labels of training for boxes of images.
+
+        Args:
+            image: Pixels [B, 3, S, S].
+            boxes: [B, N, 4] in fractions of the input image.
+
+        Returns:
+            Logits [B, N, C].
         """
         return self._region_logits(self.embed_regions(image, boxes))
 

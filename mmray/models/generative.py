@@ -141,7 +141,13 @@ class Generative(HfModel, nn.Module):
         return int(vision.image_size // vision.patch_size) ** 2
 
     def export_hf_config(self, eos_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
-        """Return config.json for transformers, with the ids of its special tokens."""
+        """Return config.json for transformers.
+
+        Args:
+            eos_id: Token at the end of an answer.
+            pad_id: Token of the padding.
+            image_id: Token that the image replaces.
+        """
         values: dict[str, Any] = self._hf_config.to_dict()
         ends = {"eos_token_id": eos_id, "pad_token_id": pad_id}
         image = {"image_token_index": image_id, "image_seq_length": self.image.num_tokens}
@@ -203,10 +209,16 @@ class LanguageModel(nn.Module):
         self.head = head
 
     def forward(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
-        """Image features [B, N, W], ids [B, T], position of the image token [B] (-1: none) ->
-        logits [B, T, V].
+        """Predict the next token at each position.
 
-        A row without an image token (padding, or truncated) gets the image at the start.
+        Args:
+            image: Image features [B, N, W].
+            input_ids: [B, T].
+            image_pos: Position of the image token [B]; -1: none (padding, or truncated), the image
+                is then at the start.
+
+        Returns:
+            Logits [B, T, V].
         """
         # Without mask and cache transformers checks for packed rows, which synchronizes the device
         # in each micro-batch. A mask would disable the causal attention kernel, the fastest. So it
@@ -225,8 +237,15 @@ class LanguageModel(nn.Module):
         )
 
     def insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
-        """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of
-        the image token.
+        """Return the input embeddings with the image features in place of the image token.
+
+        Args:
+            image: Image features [B, N, W].
+            input_ids: [B, T].
+            image_pos: Position of the image token [B].
+
+        Returns:
+            [B, T + N - 1, W].
         """
         num_image = image.shape[1]
         embedded = self.tower.embed_tokens(input_ids)

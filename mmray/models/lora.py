@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Add an adapter to each trainable linear layer that matches `lora.targets`, and freeze all
-    other weights.
+    """Add an adapter to matching linear layers, and freeze all other weights.
 
-    A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not
-    installed.
+    Args:
+        model: Changed in place; a new adapter adds zero to the outputs of its layer.
+        lora: Rank of the adapters and the patterns of layers; frozen layers get none.
+
+    Raises:
+        UsageError: A pattern has no match, or peft is not installed.
     """
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model

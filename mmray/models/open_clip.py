@@ -86,7 +86,12 @@ _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 def read_config(
     file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")
 ) -> dict[str, Any]:
-    """The JSON object of the first of these files next to `file`; {} without one."""
+    """Return the JSON object of a config next to a file of weights; {} without one.
+
+    Args:
+        file: The file of weights.
+        names: Names of the config; the first that exists is read.
+    """
     for name in names:
         path = file.with_name(name)
         try:
@@ -151,9 +156,14 @@ def model_kind(hf: dict[str, Tensor]) -> str:
 
 
 def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
-    """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict.
+    """Return `image_side`, `patch`, `max_tokens` and `vocab_size` from the shapes of weights.
 
-    Raises UsageError.
+    Args:
+        weights: Address of the weights, for the message of an error.
+        hf: A state_dict with the names of transformers.
+
+    Raises:
+        UsageError: A weight is missing or has an unknown shape.
     """
     patches = "vision_model.embeddings.patch_embedding.weight"
     tokens = "text_model.embeddings.token_embedding.weight"
@@ -194,9 +204,15 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
 
 
 def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
-    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form.
+    """Return the values of CLIPConfig or SiglipConfig for weights of open_clip.
 
-    Raises UsageError.
+    Args:
+        state: A state_dict of open_clip.
+        hf: The same with the names of transformers.
+        spec: The `model` section.
+
+    Raises:
+        UsageError: The weights are of another kind, or have parts that transformers lacks.
     """
     if (kind := model_kind(hf)) != spec.kind:
         raise UsageError(
@@ -342,7 +358,15 @@ def _activation(
 
 
 def check_activation(spec: Any, stored: str | None) -> None:
-    """Raise UsageError if `model.activation` differs from the activation of the weights."""
+    """Check that `model.activation` is the activation of the weights.
+
+    Args:
+        spec: The `model` section.
+        stored: The activation in the config of the weights; None: unknown.
+
+    Raises:
+        UsageError: They differ.
+    """
     given = getattr(spec, "activation", None)
     if stored is not None and given not in (None, stored):
         raise UsageError(

@@ -94,10 +94,17 @@ def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str
 
 @torch.no_grad()
 def image_positions(weight: Tensor, grid: int) -> Tensor:
-    """Return positions [P + grid x grid, W] for weights [P + old x old, W], where P is 0 or 1.
+    """Return position embeddings for another number of patches.
 
     The class token keeps its position. Patches are interpolated in float32, bicubic with
     antialiasing.
+
+    Args:
+        weight: [P + old x old, W], where P is 0 or 1 class tokens.
+        grid: New number of patches in a row and a column.
+
+    Returns:
+        [P + grid x grid, W].
     """
     old_grid = math.isqrt(len(weight))
     num_prefix = len(weight) - old_grid**2
@@ -109,7 +116,16 @@ def image_positions(weight: Tensor, grid: int) -> Tensor:
 
 @torch.no_grad()
 def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
-    """Return positions [length, W] for weights [N, W]: the first `kept`, the others linear."""
+    """Return position embeddings for another number of tokens.
+
+    Args:
+        weight: [N, W].
+        length: New number of positions.
+        kept: Number of positions at the start that stay; the others are interpolated.
+
+    Returns:
+        [length, W].
+    """
     rest = weight[kept:].float().T[None]
     resized = F.interpolate(rest, length - kept, mode="linear")[0].T.to(weight.dtype)
     return torch.cat([weight[:kept], resized]).contiguous()

@@ -38,8 +38,14 @@ class RegionHead(nn.Module):
         self.project = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image ->
-        L2-normalized [B, N, D].
+        """Embed boxes of a feature map.
+
+        Args:
+            grid: Feature map [B, W, H, H].
+            boxes: [B, N, 4] in fractions of the input image.
+
+        Returns:
+            L2-normalized embeddings [B, N, D].
         """
         return l2_normalize(self.project(region_features(grid, boxes))).unflatten(
             0, boxes.shape[:2]
@@ -47,8 +53,14 @@ class RegionHead(nn.Module):
 
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
-    """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> mean of each
-    box [B x N, W].
+    """Return the mean features of each box.
+
+    Args:
+        grid: Feature map [B, W, H, H].
+        boxes: [B, N, 4] in fractions of the input image.
+
+    Returns:
+        [B x N, W].
     """
     from torchvision.ops import roi_align
 
@@ -140,8 +152,16 @@ class LabelTexts(nn.Module):
 def region_logits(
     regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None
 ) -> Tensor:
-    """Embeddings [B, N, D] and [C, D], and 1 / temperature -> logits [B, N, C]; unnamed labels are
-    masked.
+    """Return the logits of labels for boxes.
+
+    Args:
+        regions: Embeddings of boxes [B, N, D].
+        texts: Embeddings of labels [C, D].
+        scale: 1 / temperature.
+        named: Labels that have a name, bool [C]; the others are masked. None: all.
+
+    Returns:
+        Logits [B, N, C].
     """
     # half precision is too coarse at scale 100
     with torch.autocast(regions.device.type, enabled=False):

@@ -52,8 +52,15 @@ class TextBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Ids and mask [B, T] -> L2-normalized embeddings [B, D], or (features [B, T, W],
-        embeddings).
+        """Embed captions.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            L2-normalized embeddings [B, D]; for a model that reads tokens, features [B, T, W] and
+            embeddings.
         """
         features = self.tower.features(input_ids, attention_mask)
         embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))

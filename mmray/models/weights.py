@@ -114,7 +114,16 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
-    """Load a state_dict. Raises UsageError that starts with `problem` if names or shapes differ."""
+    """Load a state_dict whose names and shapes are all those of the module.
+
+    Args:
+        net: The module.
+        state: Its weights.
+        problem: Start of the message of an error.
+
+    Raises:
+        UsageError: Names or shapes differ.
+    """
     try:
         net.load_state_dict(state)
     except RuntimeError as error:
@@ -153,7 +162,16 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
 
 
 def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
-    """Load the config of a saved model of a supported model_type. Raises UsageError."""
+    """Load the config of a saved model of transformers.
+
+    Args:
+        setting: Name of the setting, for the message of an error.
+        name: Its value, a folder or a name on the Hugging Face hub.
+        supported: Values of `model_type` that are accepted.
+
+    Raises:
+        UsageError: There is no such model, or it is of another type.
+    """
     from transformers import AutoConfig
 
     try:
@@ -174,7 +192,18 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 
 
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model in float32. Raises UsageError if weights are missing."""
+    """Load a saved model of transformers in float32.
+
+    Args:
+        setting: Name of the setting, for the message of an error.
+        name: Its value, a folder or a name on the Hugging Face hub.
+        model_class: Class with `from_pretrained`.
+        config: Config of the model.
+        options: Passed to `from_pretrained`.
+
+    Raises:
+        UsageError: Weights are missing.
+    """
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
     net, report = load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
@@ -186,9 +215,15 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
 
 
 def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
-    """transformers' encoder without a pooler: the saved one in `name`, or a random one.
+    """Build an encoder of transformers without a pooler.
 
-    Raises UsageError.
+    Args:
+        setting: Name of the setting, for the message of an error.
+        name: A folder or a name on the Hugging Face hub; None: random weights.
+        config: Config of the encoder.
+
+    Raises:
+        UsageError: Weights are missing.
     """
     from transformers import AutoModel
 
@@ -199,8 +234,12 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add embedding rows for language tokens that a pretrained model lacks, initialized as the
-    model does.
+    """Add embedding rows for language tokens that a pretrained model lacks.
+
+    Args:
+        net: Model of transformers, changed in place; new rows are initialized as the model does.
+        rows: Size of the vocabulary with the language tokens.
+        language_token: Format of the tokens; empty: the data has none.
     """
     text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
@@ -263,7 +302,13 @@ class HfModel:
     def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
         """Build the transformers model.
 
-        Raises UsageError, also if it does not suit the images, ids or positions.
+        Args:
+            spec: The `model` section.
+            vocab_size: Number of tokens.
+            architecture: See `Architecture`.
+
+        Raises:
+            UsageError: Weights are missing, or do not suit the images, IDs or positions.
         """
         import transformers
 

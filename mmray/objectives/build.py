@@ -88,8 +88,17 @@ class WeightedSum:
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector
-        [K].
+        """Return the weighted losses of the terms.
+
+        Args:
+            outputs: Outputs of the model for the local rows.
+            batch: The columns of these rows.
+            gathered: Columns and outputs of the rows of all ranks, for objectives over them; None:
+                the local rows are all rows.
+
+        Returns:
+            Loss sums [K] and counts [K] of the K terms, and the sums of each term's metrics, at its
+            index of a vector [K].
         """
         losses = []
         metric_sums = {}

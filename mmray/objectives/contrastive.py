@@ -31,7 +31,19 @@ class Contrastive(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Logits are [local rows, global rows] in each direction, never [global, global]."""
+        """Return the contrastive loss in both directions.
+
+        Logits are [local rows, global rows] in each direction, never [global, global].
+
+        Args:
+            outputs: `image_embed`, `text_embed` [B, D] and `logit_scale` of the local rows.
+            batch: `valid` bool [B].
+            gathered: The embeddings and `valid` of all ranks, and `offset`, the index of the first
+                local row among them; None: the local rows are all rows.
+
+        Returns:
+            Loss sum over the valid rows, their count, and sums of metrics.
+        """
         valid = batch["valid"]
         image = mask_invalid(outputs["image_embed"], valid)
         text = mask_invalid(outputs["text_embed"], valid)
@@ -104,8 +116,18 @@ class Sigmoid(RowLoss):
         remote_valid: Tensor,
         positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over local images [B] and remote texts [V]; text i belongs to image
-        positive_row[i], if any.
+        """Return the sigmoid loss of local images with texts of any rank.
+
+        Args:
+            outputs: `image_embed` [B, D], `logit_scale` and `logit_bias` of the local rows.
+            valid: Rows of `outputs` that count, bool [B].
+            remote: `text_embed` [V, D].
+            remote_valid: Rows of `remote` that count, bool [V].
+            positive_row: Index of the image of each text, int64 [V]; another number if it is not
+                local.
+
+        Returns:
+            The loss summed over all pairs, and sums of metrics.
         """
         image = mask_invalid(outputs["image_embed"], valid)
         text = mask_invalid(remote["text_embed"], remote_valid)
@@ -124,7 +146,12 @@ class Sigmoid(RowLoss):
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a
-    gradient.
+    """Return embeddings in at least float32 with zeros in invalid rows.
+
+    A NaN in padding can then not reach a gradient.
+
+    Args:
+        embed: Embeddings [B, D].
+        valid: Rows that count, bool [B].
     """
     return torch.where(valid[:, None], at_least_float32(embed), 0)

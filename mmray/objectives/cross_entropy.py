@@ -33,8 +33,15 @@ class CrossEntropy:
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Loss sum over the targets, their count, and how many were the argmax; at least
-        float32.
+        """Return the cross-entropy over the targets.
+
+        Args:
+            outputs: Outputs of the model, with its logits [..., C].
+            batch: Columns with the targets; those of IGNORE_INDEX do not count.
+            gathered: Unused, because rows are independent of each other.
+
+        Returns:
+            Loss sum over the targets, their count, and how many were the argmax; at least float32.
         """
         targets = self.targets(batch)
         counted = targets != IGNORE_INDEX

@@ -36,8 +36,17 @@ class Matching(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2
-        (caption and negative).
+        """Return the loss of telling each row's caption from its hard negative.
+
+        Args:
+            outputs: `match` and `match_negative` [B], logits of the own and of the negative
+                caption.
+            batch: `valid` and `has_negative`, bool [B].
+            gathered: Unused; the negatives are in the batch.
+
+        Returns:
+            Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2
+            (caption and negative).
         """
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
@@ -54,8 +63,15 @@ class Matching(RowLoss):
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption
-        of each row.
+        """Return the hard negative caption of each row.
+
+        Args:
+            outputs: `image_embed` [B, D] and `logit_scale` of the local rows.
+            batch: `pos` int64 [B], the position of each row in the sample order.
+            gathered: Captions and embeddings of all ranks.
+
+        Returns:
+            `negative_ids` and `negative_mask` [B, T], and `has_negative` bool [B].
         """
         chosen = sample_negatives(outputs, batch, gathered)
         has_negative = chosen != NO_NEGATIVE
@@ -69,9 +85,18 @@ class Matching(RowLoss):
 
 
 def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Tensor:
-    """Row of `gathered` with the hard negative caption of each row, int64 [B]; -1 if it has none.
+    """Sample a hard negative caption for each row, with probability softmax(similarity).
 
-    Gumbel-max sampling; the noise is a function of the positions of the two rows.
+    It is Gumbel-max sampling; the noise is a function of the positions of the two rows, so it does
+    not depend on the number of ranks.
+
+    Args:
+        outputs: `image_embed` [B, D] and `logit_scale` of the local rows.
+        batch: `pos` int64 [B].
+        gathered: `text_embed`, captions, `pos` and `valid` of all ranks, and `offset`.
+
+    Returns:
+        Row of `gathered`, int64 [B]; -1 if no caption differs from the own one.
     """
     image = at_least_float32(outputs["image_embed"])
     text = at_least_float32(gathered["text_embed"])
@@ -87,7 +112,15 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
-    """Standard Gumbel noise float64 [B, G], a hash of two int64 positions."""
+    """Return standard Gumbel noise that is a hash of two positions.
+
+    Args:
+        row: int64 [B].
+        column: int64 [G].
+
+    Returns:
+        Noise of each pair, float64 [B, G].
+    """
     mixed = row[:, None] * SPLITMIX[0] + column[None] * SPLITMIX[1]
     for shift, factor in ((30, SPLITMIX[1]), (27, SPLITMIX[2]), (31, 1)):
         mixed = (mixed ^ _logical_shift_right(mixed, shift)) * factor
@@ -96,7 +129,15 @@ def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
 
 
 def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Hash of each caption, int64 [B]; independent of the padding."""
+    """Return a hash of each caption that is independent of its padding.
+
+    Args:
+        input_ids: int64 [B, T].
+        attention_mask: [B, T], 1 is a token.
+
+    Returns:
+        Hashes, int64 [B].
+    """
     positions = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
     mixed = (input_ids + 1) * SPLITMIX[0] + positions * SPLITMIX[1]
     mixed = (mixed ^ _logical_shift_right(mixed, 29)) * SPLITMIX[2]

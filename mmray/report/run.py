@@ -102,8 +102,11 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
 
 
 def format_number(value: float | None, digits: int | None = 3) -> str:
-    """Format with `digits` decimals, or compactly if None; a missing or non-finite value is a
-    dash.
+    """Format a number for a page.
+
+    Args:
+        value: The number; a missing or non-finite one is a dash.
+        digits: Decimals; None: about three significant digits.
     """
     if value is None or not math.isfinite(value):
         return "–"

@@ -213,8 +213,11 @@ MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
 def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
-    """Return the rows quarantined in training and by prepare of `data`, a mixture, and each set's
-    contamination.
+    """Return the rows quarantined by a run and by prepare of its data, and their contamination.
+
+    Args:
+        run_folder: The folder of the run.
+        data: The setting `data.train`, a set or a mixture; None: rows of the run only.
     """
     given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
     folders = [folder for folder in given if _is_readable(folder / MANIFEST)]

@@ -31,9 +31,17 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the report of the run or sweep in `folder` to `out`; return its path.
+    """Write the report of a run or a sweep.
 
-    Raises UsageError.
+    Args:
+        folder: The folder of the run or the sweep.
+        out: The HTML file; default: `report.html` in the folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        UsageError: The folder has neither a run nor a sweep.
     """
     folder = to_path(folder)
     out = to_path(out or folder / REPORT)
@@ -104,7 +112,12 @@ def _compressed_plotly() -> str:
 
 
 def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> None:
-    """Write the page at the end of a run or sweep; log an error instead of raising it."""
+    """Write the report at the end of a run or sweep; log an error instead of raising it.
+
+    Args:
+        folder: The folder of the run or the sweep.
+        note: Logs a text with a label.
+    """
     try:
         note(str(write_report(folder)), "report")
     except Exception as error:  # noqa: BLE001 - a report failure must not fail a finished run

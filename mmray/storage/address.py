@@ -57,7 +57,12 @@ def parse_host(name: str) -> str:
 def rejection_reason(url: str, hosts: Collection[str]) -> str:
     """Return why a URL must not be fetched and which setting would allow it.
 
-    Returns an empty string if it may be fetched.
+    Args:
+        url: Address of an image.
+        hosts: Host names that are allowed.
+
+    Returns:
+        The reason; an empty string if the URL may be fetched.
     """
     scheme, _, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]

@@ -245,9 +245,15 @@ class Lease:
 
 
 def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
-    """Raise TrainingError if the lease with this fencing token was taken over.
+    """Check that no other process has taken over a lease.
 
-    Raises OSError if the storage fails.
+    Args:
+        directory: Folder of the run or set that the lease protects.
+        fencing_token: Number of the claim that this process or its driver made.
+
+    Raises:
+        TrainingError: A later claim exists.
+        OSError: The storage failed.
     """
     fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
     newest = max(fencing_tokens, default=0)
@@ -260,10 +266,12 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
 
 
 def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
-    """Return whether a process holds the lease, without waiting.
+    """Return whether a process holds the lease, without waiting; for display only.
 
-    A process on another machine does if its heartbeat is recent by the clock of this machine, so
-    use the result for display only.
+    Args:
+        directory: Folder of the run or set that the lease protects.
+        stale_after_s: A process on another machine holds the lease if its last heartbeat is
+            younger, by the clock of this machine.
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)

@@ -205,7 +205,15 @@ def _from_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
-    """Return the result of `call`, with retries if `path` is not on a local disk."""
+    """Call a function, with retries if the path is not on a local disk.
+
+    Args:
+        path: What the function reads or writes.
+        call: The function, without arguments.
+
+    Returns:
+        What the function returned.
+    """
     return with_retries(call) if isinstance(path, RemotePath) else call()
 
 
@@ -223,9 +231,14 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
 
 
 def open_sequential(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
-    """Open a file as `open_input` does; on a store each read is retried.
+    """Open a file for reading from its start to its end.
 
-    Its reads raise TransientStorageError.
+    Args:
+        path: The file; on a store each read is retried.
+        mapped: Map a local file into memory instead of reading it.
+
+    Returns:
+        The file, whose reads raise TransientStorageError.
     """
     file = open_input(path, mapped)
     return pa.PythonFile(_RetriedFile(file), "r") if isinstance(path, RemotePath) else file
@@ -285,7 +298,12 @@ def open_output(path: AnyPath) -> Iterator[pa.NativeFile]:
 
 
 def write_atomic(path: AnyPath, data: str | bytes) -> None:
-    """Write a file atomically; an error leaves no partial file. Text is encoded as UTF-8."""
+    """Write a file atomically; an error leaves no partial file.
+
+    Args:
+        path: The file, which is replaced if it exists.
+        data: Its content; text is encoded as UTF-8.
+    """
     content = data.encode() if isinstance(data, str) else data
     if isinstance(path, RemotePath):
         path.write_bytes(content)
@@ -348,10 +366,14 @@ def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[s
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file with retries.
+    """Copy a file with retries, between any two places.
 
     It is streamed, because pyarrow's copy_files drops the last error, and a copy inside S3 is
     limited to 5 GB.
+
+    Args:
+        source: The file to read.
+        target: The file to write.
     """
 
     def copy() -> None:
@@ -388,12 +410,16 @@ def open_for_upload(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for the files `names`.
+    """Yield a local folder for files that are written in the block.
 
-    On an object store they are uploaded after the block, the last one after all others.
+    On an object store they are uploaded after the block.
+
+    Args:
+        path: The folder for the files; on a local disk it is yielded itself.
+        names: The files; the last one is uploaded after all others.
 
     Raises:
-        OSError: an upload failed, or an object has another size than its file.
+        OSError: An upload failed, or an object has another size than its file.
     """
     if not isinstance(path, RemotePath):
         path.mkdir(parents=True, exist_ok=True)
@@ -425,9 +451,14 @@ def remove_tree(path: AnyPath) -> None:
 
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:
-    """Rename a folder of files, replacing `target`; on an object store by copying.
+    """Rename a folder of files; on an object store by copying.
 
-    Raises ValueError if only one of them is on a local disk.
+    Args:
+        path: The folder.
+        target: Its new name; a folder of this name is replaced.
+
+    Raises:
+        ValueError: Only one of them is on a local disk.
     """
     if isinstance(path, RemotePath) != isinstance(target, RemotePath):
         raise ValueError(
@@ -447,6 +478,10 @@ def append_line(path: AnyPath, line: bytes) -> None:
 
     Objects cannot be appended: on a store the line is an object of its own until
     `merge_appended_lines`.
+
+    Args:
+        path: The file.
+        line: Without its line feed.
     """
     if isinstance(path, RemotePath):
         name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"

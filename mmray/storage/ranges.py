@@ -59,9 +59,16 @@ class RangeReader:
         return RangeReader, (self._folder,)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes start..stop of a file.
+        """Return a range of bytes of a file.
 
-        Raises OSError, or ValueError if the file is shorter.
+        Args:
+            name: Of the file in the folder.
+            start: First byte.
+            stop: The byte after the last.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The file is shorter.
         """
         data = bytes(with_retries(lambda: self._open(name).read_at(stop - start, start)))
         if len(data) != stop - start:

@@ -61,15 +61,27 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Run `call` on each item in MAX_PARALLEL threads. Raises the first error."""
+    """Call a function with each item, in MAX_PARALLEL threads.
+
+    Args:
+        call: The function; its results are dropped.
+        items: Its arguments.
+
+    Raises:
+        Exception: The first error of the function.
+    """
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         list(pool.map(call, items))
 
 
 def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the result of `call` for each item, in order.
+    """Yield the result of a function for each item, in order.
 
     MAX_PARALLEL threads compute at most four times as many results ahead.
+
+    Args:
+        call: The function.
+        items: Its arguments.
     """
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:

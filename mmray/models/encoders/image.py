@@ -34,10 +34,16 @@ HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type v
 def build_image_tower(
     spec: ImageTower, image_side: int, batch_norm: str, architecture: Architecture = None
 ) -> ImageEncoder:
-    """Build the image tower that `spec` names, with its weights. Raises UsageError.
+    """Build the image tower that `spec` names, with its weights.
 
-    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: see
-    `Architecture`.
+    Args:
+        spec: The section `model.image`.
+        image_side: Height and width of an image in pixels.
+        batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets.
+        architecture: See `Architecture`.
+
+    Raises:
+        UsageError: The tower does not exist, or its weights do not fit.
     """
     tower: ImageEncoder
     load_into: nn.Module

@@ -106,13 +106,27 @@ class TextEncoder(nn.Module):
     width: int
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row
-        without tokens.
+        """Encode captions.
+
+        Args:
+            input_ids: [B, T], right-padded.
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            Mean features of the tokens [B, width]; finite for a row without tokens.
         """
         return masked_mean(self.features(input_ids, attention_mask), attention_mask)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] -> features of each token [B, T, width]."""
+        """Encode each token of captions.
+
+        Args:
+            input_ids: [B, T], right-padded.
+            attention_mask: [B, T], 1 is a token.
+
+        Returns:
+            Features [B, T, width].
+        """
         raise NotImplementedError
 
 
@@ -180,7 +194,15 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states [B, T, W] and mask of the keys, bool [B, 1, 1, T] -> [B, T, W]."""
+        """Apply self-attention and the MLP.
+
+        Args:
+            hidden: Hidden states [B, T, W].
+            mask: Keys that are attended to, bool [B, 1, 1, T].
+
+        Returns:
+            Hidden states [B, T, W].
+        """
         query, key, value = (
             self.qkv(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
@@ -193,7 +215,15 @@ class TransformerLayer(nn.Module):
 
 
 def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
-    """Features of each token [B, T, W] and mask [B, T] -> mean over the tokens [B, W]."""
+    """Return the mean features of the tokens of each row.
+
+    Args:
+        features: [B, T, W].
+        attention_mask: [B, T], 1 is a token.
+
+    Returns:
+        [B, W].
+    """
     weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
     return (features * weight).sum(1) / weight.sum(1)
 

@@ -115,7 +115,12 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
 
 
 def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
-    """config.json for transformers; None if it has no class that computes the same."""
+    """Return config.json for transformers; None if it has no class that computes the same.
+
+    Args:
+        model: The model to export.
+        tokenizer_json: Its tokenizer, for the IDs of special tokens.
+    """
     if hasattr(model, "chat"):
         chat = ChatEncoder(tokenizer_json, model.chat, 8)
         return model.export_hf_config(chat.eos_id, chat.pad_id, chat.image_id)
@@ -142,7 +147,12 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 
 
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_hf_state`."""
+    """Rename the weights of transformers to those of the model; the inverse of `to_hf_state`.
+
+    Args:
+        model: A model with names in transformers.
+        state: A state_dict of transformers.
+    """
     out = _replace_prefixes(state, [(hf, ours) for ours, hf in model.hf_names])
     return out | {
         name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out
@@ -160,8 +170,12 @@ def _replace_prefixes(
 
 
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json; padded to a fixed length for a model that attends
-    to its padding.
+    """Return tokenizer.json and the values of tokenizer_config.json.
+
+    Args:
+        model: The model to export; if it attends to its padding, captions get a fixed length.
+        tokenizer_json: Its tokenizer.
+        max_tokens: Length of a caption.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
@@ -206,7 +220,13 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """Return README.md. spec: the `model` section as JSON values."""
+    """Return the README.md of an exported model.
+
+    Args:
+        name: Of the model.
+        spec: The `model` section as JSON values.
+        num_parameters: Number of its parameters.
+    """
     inputs = spec["inputs"]
     side = spec["inputs"]["image_side"]
     tags = "image-text, retrieval, zero-shot"

@@ -38,9 +38,17 @@ ImageInput = Image.Image | bytes | str | Path
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
-    """Load the exported model at a path or URI: an Embedder, or a Generator if generative.
+    """Load an exported model.
 
-    Raises UsageError.
+    Args:
+        folder: Path or URI of the export.
+        device: Where the model computes.
+
+    Returns:
+        An Embedder, or a Generator if the model is generative.
+
+    Raises:
+        UsageError: The folder has no export.
     """
     path = to_path(folder)
     try:
@@ -79,7 +87,15 @@ class Embedder:
         self._encoder = encoder
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
-        """L2-normalized embeddings float32 [N, D] on the CPU."""
+        """Embed images.
+
+        Args:
+            images: N files, encoded images, arrays or PIL images.
+            batch: Number of images in a forward.
+
+        Returns:
+            L2-normalized embeddings, float32 [N, D] on the CPU.
+        """
         return self._in_batches(
             lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images
         )
@@ -87,9 +103,18 @@ class Embedder:
     def embed_texts(
         self, texts: Sequence[str], batch: int = 256, language: str | None = None
     ) -> Tensor:
-        """L2-normalized embeddings float32 [N, D] on the CPU.
+        """Embed captions.
 
-        Raises UsageError for a language without a token.
+        Args:
+            texts: N captions.
+            batch: Number of captions in a forward.
+            language: Code of their language, for a model that was trained with language tokens.
+
+        Returns:
+            L2-normalized embeddings, float32 [N, D] on the CPU.
+
+        Raises:
+            UsageError: The language has no token.
         """
         embed = self.model.embed_text
         return self._in_batches(
@@ -124,7 +149,16 @@ class Embedder:
         batch: int = 64,
         language: str | None = None,
     ) -> Tensor:
-        """Return class probabilities float32 [N, C] of each pair; arguments as in `match`.
+        """Return the probability of each class for pairs of an image and a caption.
+
+        Args:
+            images: N images, as in `embed_images`.
+            texts: N captions.
+            batch: Number of pairs in a forward.
+            language: As in `embed_texts`.
+
+        Returns:
+            Probabilities, float32 [N, C].
 
         Raises:
             UsageError: The model has no classification head, or the numbers differ.
@@ -139,11 +173,19 @@ class Embedder:
         boxes: Sequence[Sequence[float]],
         texts: Sequence[str] | None = None,
     ) -> Tensor:
-        """Probabilities float32 [N, C] over `texts` for each box of an image.
+        """Return the probability of each label for boxes of an image.
 
-        boxes: (left, top, width, height) in pixels, as in COCO. texts: default is the labels of
-        training, in order. Raises UsageError without a region head, and DataError for an unreadable
-        image or an invisible box.
+        Args:
+            image: As in `embed_images`.
+            boxes: N times (left, top, width, height) in pixels, as in COCO.
+            texts: C labels; default: those of the training, in order.
+
+        Returns:
+            Probabilities, float32 [N, C].
+
+        Raises:
+            UsageError: The model has no region head.
+            DataError: The image is unreadable, or a box is outside of it.
         """
         self._require_head("region_head", "model.regions True")
         height, width = _decode_image(0, image).shape[:2]
@@ -259,9 +301,18 @@ class Generator:
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
-    """Pixels uint8 [N, 3, S, S].
+    """Decode images and fit them to the inputs of a model.
 
-    Raises DataError with the index of an unreadable image, counted from `first`.
+    Args:
+        images: As in `Embedder.embed_images`.
+        inputs: The section `model.inputs`, with the side S of an image.
+        first: Index of the first image in the message of an error.
+
+    Returns:
+        Pixels, uint8 [N, 3, S, S].
+
+    Raises:
+        DataError: An image is unreadable; names its index.
     """
     pixels = [
         transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)
