@@ -328,8 +328,8 @@ class ProcessMap(Generic[Item, Result]):
             self._pending.extend((item, self._pool.submit(item, True)) for item in items)
 
     def interrupt(self) -> None:
-        """End the results, also for another thread that waits for the next one; ends the
-        processes.
+        """Kill the processes and end the iteration, also in a thread that waits for the next
+        result.
         """
         self._interrupted = True
         self._pool.kill()

@@ -51,6 +51,10 @@ def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one
     started here).
+
+    Args:
+        address: Of the Ray cluster.
+        storage: Folder or URI for runs.
     """
     yield _check_packages()
     yield from _check_torch()

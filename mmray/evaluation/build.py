@@ -48,10 +48,17 @@ def build_evaluator(
 
 
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
-    """Raise UsageError if the names of `evaluate.classes` are not those of the labels of a set.
+    """Check the names of `evaluate.classes` against the labels of a set.
 
-    Other words for the classes are accepted, but not another number, or a name of the set at the
-    place of another.
+    Other words for a class are accepted. Another number of classes is an error, and so is the name
+    of one label at the index of another.
+
+    Args:
+        classes: The setting; empty: the names of the set are used.
+        prepared: The set.
+
+    Raises:
+        UsageError: The names do not fit the labels.
     """
     names = prepared.manifest.class_names
     if not classes or not names:

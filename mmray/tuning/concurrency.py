@@ -21,7 +21,12 @@ DRIVER_GIB = 1.0
 
 
 def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
-    """Return the config of a run with the resources of a trial where the config has `auto`."""
+    """Return the config of a run with the resources of a trial where the config has `auto`.
+
+    Args:
+        config: The config of a trial's run.
+        resources: CPUs and decode actors of a trial, when several run at once.
+    """
     if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
     if resources.decode_actors is not None and config.data.workers == "auto":

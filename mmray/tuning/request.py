@@ -33,7 +33,12 @@ class Budget:
         return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]])
 
     def fraction_spent(self, seconds: float, gpu_seconds: float) -> float | None:
-        """Return the spent part of the budget, 1 or more if nothing is left; None: no limit."""
+        """Return the spent part of the budget, 1 or more if nothing is left; None: no limit.
+
+        Args:
+            seconds: Since the start of the sweep, over all commands.
+            gpu_seconds: Sum over the GPUs of all trials.
+        """
         if self.seconds is not None:
             return seconds / self.seconds
         if self.gpu_seconds is not None:

@@ -139,6 +139,10 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     """Return the best trial and the reason; None if no trial measured the goal.
 
     Only full trials are compared; without any, those with most samples.
+
+    Args:
+        rows: The rows of all trials.
+        goal: `throughput`, `loss` or `recall`.
     """
     measured = [row for row in rows if row.status == "finished" and row.rungs]
     if not measured:

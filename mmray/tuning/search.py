@@ -60,6 +60,10 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
 
     Trials may fail; their rows have the reason.
 
+    Args:
+        request: Recipe, space, goal, length and budget.
+        reporter: Receives the rows of trials and log lines.
+
     Raises:
         MmrayError: The request is invalid, no trial is feasible, or Ray Tune failed.
     """
@@ -221,7 +225,14 @@ def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config
 def write_best_recipe(
     folder: SweepDir, plan: SweepPlan, settings: dict[str, Any], best: Recommendation
 ) -> None:
-    """Write the best trial as best.yaml, with the reason as its first line."""
+    """Write the best trial as best.yaml, with the reason as its first line.
+
+    Args:
+        folder: The folder of the sweep.
+        plan: How trials are trained.
+        settings: Searched settings of the best trial.
+        best: The recommendation, with the reason.
+    """
     recipe = plan.best_recipe(plan.trial(best.best, settings))
     folder.write("best.yaml", f"# {best.why}\n" + to_yaml(recipe))
 

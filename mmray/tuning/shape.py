@@ -88,7 +88,12 @@ class Measurements:
         return times
 
     def peak_gib(self, global_rows: int, micro: int) -> float:
-        """Return the largest peak memory of a measured shape."""
+        """Return the largest peak memory of a measured shape.
+
+        Args:
+            global_rows: Rows of the global batch.
+            micro: Rows of a micro-batch.
+        """
         return self._peaks(global_rows)[micro]
 
     def failure(self, global_rows: int, micro: int) -> str:
@@ -96,6 +101,10 @@ class Measurements:
 
         It does not fit if a smaller one ran out of memory or exceeded the limit, or if the peaks of
         the next smaller two, extended linearly, exceed the limit.
+
+        Args:
+            global_rows: Rows of the global batch.
+            micro: Rows of a micro-batch.
         """
         for failure in self.failures:
             if failure.micro <= micro and failure.global_rows <= global_rows:
@@ -177,6 +186,10 @@ def best_two(measurements: Measurements, global_rows: int) -> list[int]:
     """Return the fastest micro-batch, and one to compare it with; one if no other is measured.
 
     The other is the one with the least memory of those within TOLERANCE, or the second fastest.
+
+    Args:
+        measurements: All measurements so far.
+        global_rows: Rows of the global batch.
     """
     times = measurements.step_times(global_rows)
     step_s = {micro: min(seconds[:VISITS]) for micro, seconds in times.items()}
@@ -209,7 +222,12 @@ def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | N
 
 
 def build_rows(global_rows: Sequence[int], measurements: Measurements) -> list[TrialRow]:
-    """Return a row per measured shape, and one of the smallest that does not fit, if any."""
+    """Return a row per measured shape, and one of the smallest that does not fit, if any.
+
+    Args:
+        global_rows: The global batches, in the order of the rows.
+        measurements: All measurements.
+    """
     rows: list[TrialRow] = []
     for size in global_rows:
         rows += _rows_of(size, measurements)

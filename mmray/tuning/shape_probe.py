@@ -44,6 +44,10 @@ OnMessage = Callable[[dict[str, Any]], None]
 def plan_task(base: Config, space: Space | None) -> ShapeTask:
     """Return the task of a recipe: its global batch, or those that the space lists.
 
+    Args:
+        base: The recipe.
+        space: Has a list of `batch.global`; None: the recipe's own.
+
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
     """
@@ -67,6 +71,11 @@ def _batch(global_rows: Any) -> dict[str, Any]:
 
 def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> SweepRecord:
     """Measure and recommend batch shapes; write the folder of the sweep.
+
+    Args:
+        base: The recipe.
+        space: Has a list of `batch.global`; None: the recipe's own.
+        reporter: Receives log lines.
 
     Raises:
         MmrayError: No shape can be measured.
@@ -182,6 +191,12 @@ def measure_in_groups(
 
     A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of
     memory only if another one is lost at the same shape.
+
+    Args:
+        task: The shapes to measure.
+        run: Measures in a new worker group; its second argument receives the messages of the
+            workers.
+        reporter: Receives log lines.
 
     Raises:
         OutOfMemoryError: Not even one row fits.

@@ -150,6 +150,10 @@ class Stepper:
     def measure(self, global_rows: int, micro: int) -> Visit | Failure:
         """Time steps of a batch shape; return the same on all ranks.
 
+        Args:
+            global_rows: Rows of the global batch.
+            micro: Rows of a micro-batch.
+
         Raises:
             OutOfMemoryError: This rank ran out of memory, and other ranks wait for it.
         """

@@ -17,7 +17,12 @@ from mmray.config.search_space import Range, Space, override_settings, round_sam
 
 
 def tune_space(base: Config, space: Space) -> dict[str, Any]:
-    """Return the space as domains of Ray Tune; ranges of integer settings are integer."""
+    """Return the space as domains of Ray Tune; ranges of integer settings are integer.
+
+    Args:
+        base: The recipe, for the types of settings.
+        space: Lists and ranges by setting.
+    """
     domains: dict[str, Any] = {}
     for key, axis in space.axes.items():
         if not isinstance(axis, Range):
@@ -36,6 +41,10 @@ def random_settings(base: Config, space: Space) -> list[dict[str, Any]]:
 
     Lists without a range are a grid, of which `--samples N` takes N combinations. A larger number
     of samples keeps the random ones of a smaller number.
+
+    Args:
+        base: The recipe.
+        space: Lists and ranges by setting, number of samples and seed.
     """
     points = starting_points(base, space)
     if space.has_ranges:
@@ -68,6 +77,10 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     They are the recipe's own, then other global batches with scaled learning rates: by the square
     root of the global batch (Malladi et al. 2022), then by the batch itself (Goyal et al. 2017). At
     most half of the samples, so that the others explore.
+
+    Args:
+        base: The recipe.
+        space: Lists and ranges by setting, and number of samples.
     """
     if space.num_samples is None:
         return []

@@ -120,12 +120,24 @@ class SweepReporter(RunReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
-        """Receive the row of a trial that reached a rung or ended."""
+        """Receive the row of a trial that reached a rung or ended.
+
+        Args:
+            row: The row of the trial.
+            num_rungs: Number of rungs of the sweep.
+        """
 
     def trials(
         self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
     ) -> None:
-        """Receive all rows, once a second."""
+        """Receive all rows, once a second.
+
+        Args:
+            rows: The rows of all trials.
+            goal: `throughput`, `loss` or `recall`.
+            num_rungs: Number of rungs of the sweep.
+            progress: Time and budget used so far.
+        """
 
 
 class SweepState:
@@ -232,7 +244,12 @@ class SweepState:
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
-        """Return whether a trial needs no training to the rung, counted from 0."""
+        """Return whether a trial needs no training to the rung, counted from 0.
+
+        Args:
+            name: Of the trial.
+            rung: Number of the rung, from 0.
+        """
         row = self.rows[name]
         return len(row.rungs) > rung or row.status in ENDED
 

@@ -70,12 +70,21 @@ class TrialData:
 def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
     """Return the recipe without its length, and without its global batch if accumulation is
     searched.
+
+    Args:
+        recipe: The recipe of the sweep.
+        keys: Names of the searched settings.
     """
     return recipe.without_overridden_length_and_batch([*LENGTHS, "batch.micro", *keys])
 
 
 def restore_length(settings: Config, recipe: Config) -> Config:
-    """Return the settings with the length of the recipe: the base of `best.yaml`."""
+    """Return the settings with the length of the recipe: the base of `best.yaml`.
+
+    Args:
+        settings: Config of the best trial.
+        recipe: The recipe of the sweep.
+    """
     length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
     return settings.replace(train=settings.train.replace(**length))
 
@@ -83,6 +92,10 @@ def restore_length(settings: Config, recipe: Config) -> Config:
 def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
     """Return whether the micro-batch of each global batch is searched, instead of comparing the
     listed settings in trials.
+
+    Args:
+        goal: `throughput`, `loss` or `recall`.
+        searched: Names of the searched settings.
     """
     return goal == "throughput" and set(searched) <= {"batch.global"}
 
@@ -95,6 +108,11 @@ def default_axes(base: Config) -> dict[str, str]:
 
 def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     """Return the trial of these settings.
+
+    Args:
+        base: The recipe.
+        name: Of the trial, as t001.
+        settings: Searched settings and their values.
 
     Raises:
         UsageError: A setting does not exist or has an invalid value. Valid settings that contradict
@@ -123,6 +141,11 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
 def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     """Return trials of all listed values and both ends of each range.
 
+    Args:
+        base: The recipe.
+        space: Lists and ranges by setting.
+        goal: `throughput`, `loss` or `recall`.
+
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
@@ -142,7 +165,12 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
 
 
 def typed_space(base: Config, space: Space) -> Space:
-    """Return the space with its listed values as JSON data of the settings' types."""
+    """Return the space with its listed values as JSON data of the settings' types.
+
+    Args:
+        base: The recipe, for the types of settings.
+        space: Lists and ranges by setting.
+    """
     axes = dict(space.axes)
     for key, axis in space.axes.items():
         if not isinstance(axis, Range):
@@ -228,6 +256,10 @@ class SweepPlan:
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
         """Return the trial of these settings; values of ranges are rounded to keep recipes
         readable.
+
+        Args:
+            name: Of the trial, as t001.
+            settings: Searched settings and their values.
         """
         rounded = self.space.round(settings)
         try:
@@ -240,6 +272,10 @@ class SweepPlan:
 
         A lost node restarts the run once; on one machine a lost worker ends it, because the trial
         is then the likely cause.
+
+        Args:
+            trial: The trial.
+            samples: Samples to train, the rung that the run ends at.
         """
         assert trial.shape is not None
         config = trial.config

@@ -195,9 +195,10 @@ class Source:
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
-    """Return the names in the source of the columns that are read; `columns` maps ours to theirs.
+    """Return the columns of a source that are read.
 
-    A mapped column replaces the others of its kind.
+    Args:
+        columns: Name in the source by our name; a column without an entry has our name.
     """
     return {columns.get(column, column) for column in COLUMNS}
 

@@ -147,7 +147,12 @@ class JsonlSource(Source):
                 raise DataError(f"{self.folder / name} {advice}")
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[Any]:
-        """Yield the records of the lines of a file; a blank record is empty."""
+        """Yield the lines of a file; one of white space only is yielded as b"".
+
+        Args:
+            name: Of the file.
+            lines: Its lines.
+        """
         return (line if line.strip() else b"" for line in lines)
 
     def parse(self, record: Any) -> dict[str, Any]:

@@ -73,7 +73,15 @@ class PixelMemory:
         self._memory: dict[str, torch.Tensor] = {}
 
     def get(self, use: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the memory of a use, uint8 in this shape."""
+        """Return memory for pixels, which is reused by later calls.
+
+        Args:
+            use: Name; calls with another name get other memory.
+            shape: Of the array.
+
+        Returns:
+            An array, uint8, with arbitrary content.
+        """
         num_bytes = math.prod(shape)
         memory = self._memory.get(use)
         if memory is None or len(memory) < num_bytes:

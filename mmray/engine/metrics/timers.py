@@ -50,8 +50,12 @@ class Throughput:
         return lap_s
 
     def add(self, wait_s: float, rows: int, tokens: int) -> None:
-        """Add the step that ends now: the wait for its rows, rows of the global batch, tokens of
-        this rank.
+        """Record a step at its end.
+
+        Args:
+            wait_s: Seconds that the step waited for its rows.
+            rows: Rows of the global batch.
+            tokens: Tokens of the rows of this rank.
         """
         step_s = self.lap()
         if self.first_step_s == 0:
