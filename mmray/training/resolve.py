@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -58,79 +58,37 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     Raises MmrayError for mistakes of the user.
     """
 
-    def prepare(source: str, settings: Prepare = config.prepare) -> str:
-        return str(
-            ensure_prepared(
-                source, config.data.cache, settings, reporter.log, reporter.prepare_progress
-            )
-        )
-
     config = _with_sample_weights(config)
-    mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
-    eval_set, split = None, config.data.eval_split
-    if config.data.eval is not None:
-        eval_set = PreparedSet.open(
-            prepare(config.data.eval, eval_prepare_settings(config, config.data.eval)), split
-        )
-    elif split in train_sets[0].manifest.splits:
-        eval_set = PreparedSet.open(mixture[0][0], split)
-    elif held_out := sorted(set(HELD_OUT_SPLITS) & train_sets[0].manifest.splits.keys()):
-        reporter.log(
-            f"{mixture[0][0]} has no split {split}: nothing is evaluated. To evaluate on its split "
-            f"{held_out[0]}: --data.eval-split {held_out[0]}",
-            "evaluate",
-        )
-    if config.model.takes_one_image:
-        _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
+    sets = _open_sets(config, reporter)
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     shuffle = resolve_block_shuffle(
-        config.data, train_sets, shape.global_batch_size, config.cluster.max_workers
+        config.data, sets.train, shape.global_batch_size, config.cluster.max_workers
     )
-    train_sets = [with_local_cache(config.data, each, shuffle) for each in train_sets]
-    eval_set = eval_set and with_local_cache(config.data, eval_set, shuffle)
+    train_sets = [with_local_cache(config.data, each, shuffle) for each in sets.train]
+    eval_set = sets.eval and with_local_cache(config.data, sets.eval, shuffle)
     if config.data.local_cache not in (None, AUTO) and not any(
         isinstance(each.folder, RemotePath) for each in [*train_sets, eval_set] if each
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if is_mixture(config.data.train):
-        train_set = PreparedMixture(train_sets, [weight for _, weight in mixture])
-    inputs = config.model.inputs
-    tokenizer_json = ""
-    vocab_size = 0
-    pad_id = None
-    if not isinstance(config.model, Vlm):  # its processor is in its weights
-        loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-        tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
-        encoder = build_encoder(tokenizer_json, inputs)
-        vocab_size = encoder.vocab_size
-        pad_id = declared_pad_id(tokenizer_json)
-        if config.evaluate.language is not None:
-            # raises UsageError for an unknown language
-            encoder.format_caption("", config.evaluate.language)
-    num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
-    if isinstance(train_set, PreparedMixture):
-        num_rows = sum(part.per_epoch for part in train_set.components)
-    if shape.global_batch_size > num_rows:  # rows would be negatives of themselves
-        raise UsageError(
-            f"batch.global: {shape.global_batch_size:,} rows per step are more than the "
-            f"{num_rows:,} rows of an epoch of {config.data.train}, so rows would repeat within "
-            f"each step; set --batch.global to at most {num_rows}"
-        )
+        train_set = PreparedMixture(train_sets, [weight for _, weight in sets.mixture])
+    num_rows = _rows_of_epoch(config, train_set, shape)
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, eval_set)
+    tokenizer_json = ""
+    if not isinstance(model, Vlm):  # its processor is in its weights
+        tokenizer_json = _load_tokenizer(config, train_set)
+        vocab_size = build_encoder(tokenizer_json, model.inputs).vocab_size
+        model = model.with_vocab(vocab_size, declared_pad_id(tokenizer_json))
     resolved_config = config.replace(
-        model=model.with_vocab(vocab_size, pad_id),
+        model=model,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
-        batch=batch.replace(
-            global_=shape.global_batch_size,
-            micro=_resolved_micro(shape),
-        ),
+        batch=batch.replace(global_=shape.global_batch_size, micro=_resolved_micro(shape)),
     )
     data_identity = {
-        "train": format_mixture(mixture),
+        "train": format_mixture(sets.mixture),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
@@ -141,6 +99,76 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if isinstance(config.model, Vlm) and shape.micro_tokens is not None:
         return _with_token_lengths(resolved, reporter)
     return resolved
+
+
+class _Sets(NamedTuple):
+    """The prepared sets of a run."""
+
+    mixture: list[tuple[str, float]]  # (folder, weight) of each training set
+    train: list[PreparedSet]
+    eval: PreparedSet | None
+
+
+def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
+    """Open the sets of a run; raw sources are prepared first."""
+
+    def prepare(source: str, settings: Prepare = config.prepare) -> str:
+        return str(
+            ensure_prepared(
+                source, config.data.cache, settings, reporter.log, reporter.prepare_progress
+            )
+        )
+
+    mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
+    train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
+    first_folder = mixture[0][0]
+    splits = train_sets[0].manifest.splits
+    split = config.data.eval_split
+    held_out = sorted(set(HELD_OUT_SPLITS) & splits.keys())
+    eval_set = None
+    if config.data.eval is not None:
+        settings = eval_prepare_settings(config, config.data.eval)
+        eval_set = PreparedSet.open(prepare(config.data.eval, settings), split)
+    elif split in splits:
+        eval_set = PreparedSet.open(first_folder, split)
+    elif held_out:
+        reporter.log(
+            f"{first_folder} has no split {split}: nothing is evaluated. To evaluate on its split "
+            f"{held_out[0]}: --data.eval-split {held_out[0]}",
+            "evaluate",
+        )
+    if config.model.takes_one_image:
+        _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
+    return _Sets(mixture, train_sets, eval_set)
+
+
+def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) -> str:
+    """Return tokenizer.json of a run, with the tokens that its inputs need.
+
+    Raises UsageError, also for an unknown language of the class names.
+    """
+    inputs = config.model.inputs
+    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+    tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
+    if config.evaluate.language is not None:
+        build_encoder(tokenizer_json, inputs).format_caption("", config.evaluate.language)
+    return tokenizer_json
+
+
+def _rows_of_epoch(
+    config: Config, train_set: PreparedSet | PreparedMixture, shape: BatchShape
+) -> int:
+    """Return the rows of an epoch. Raises UsageError if they are fewer than those of a step."""
+    num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
+    if isinstance(train_set, PreparedMixture):
+        num_rows = sum(part.per_epoch for part in train_set.components)
+    if shape.global_batch_size > num_rows:  # rows would be negatives of themselves
+        raise UsageError(
+            f"batch.global: {shape.global_batch_size:,} rows per step are more than the "
+            f"{num_rows:,} rows of an epoch of {config.data.train}, so rows would repeat within "
+            f"each step; set --batch.global to at most {num_rows}"
+        )
+    return num_rows
 
 
 def _resolved_micro(shape: BatchShape) -> int | Literal["auto"] | None:
