@@ -82,10 +82,13 @@ def _export_weights(weights: str, argv: Sequence[str], console: ConsoleReporter)
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:
     """Print the folder, and how to load the model from Python."""
     from mmray.models.export.export import PROCESSOR
+    from mmray.models.export.vlm import read_spec
 
     folder = relative_paths(str(out))
     console.log(folder, "exported")
     call = 'model.embed_texts(["a red circle"])'
-    if (out / PROCESSOR).exists():
+    if read_spec(out) is not None:
+        call = 'model.answer([{"role": "user", "content": "..."}])'
+    elif (out / PROCESSOR).exists():
         call = 'model.answer(["photo.jpg"])'
     console.log(f'import mmray; model = mmray.load("{folder}"); {call}', "next")

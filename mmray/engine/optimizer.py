@@ -178,6 +178,13 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
+    """Return the parameters that a pattern matches, or those of the part with this name.
+
+    Raises UsageError if there are none.
+    """
+    parts = module.parameter_parts() if hasattr(module, "parameter_parts") else {}  # type: ignore[operator]
+    if pattern in parts:
+        return list(parts[pattern])
     names = [name for name, _ in module.named_parameters()]
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if not matching:

@@ -95,6 +95,8 @@ def train_worker(
     if device.type == "cpu":
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
+    if isinstance(context.reader, ConversationReader):
+        _check_packing(config, model, group, driver)
     batch_shape, memory_table = dry_run(
         config, model, objective, group, context.batch_shape, plan.steps
     )
@@ -196,6 +198,23 @@ def _callbacks(
         device_name = "GPU" if device.type == "cuda" else "CPU"
         callbacks.append(DataBoundHint(context, driver.notify, device_name))
     return tuple(callbacks)
+
+
+def _check_packing(config: Config, model: nn.Module, group: Group, driver: DriverHandle) -> None:
+    """Pad the rows of a model whose loss or gradients depend on the other rows of a sequence; a
+    collective call of all ranks.
+    """
+    vlm: Any = model
+    if not vlm.packed:
+        driver.notify("packing", "rows are padded: this model mixes packed rows")
+        return
+    with precision.select_precision(config.train.precision, group.device).autocast():
+        differs = vlm.differs_if_packed()
+    if group.all_reduce_min(int(not differs)) == 0:
+        vlm.packed = False
+        driver.notify(
+            "packing", "rows are padded: a packed row has another loss or gradient than alone"
+        )
 
 
 def _micro_batches(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add an adapter to matching linear layers, and freeze all other weights.
 
+    In a vision-language model only layers of the language model get adapters, and the projector
+    stays trainable.
+
     Args:
         model: Changed in place; a new adapter adds zero to the outputs of its layer.
         lora: Rank of the adapters and the patterns of layers; frozen layers get none.
@@ -32,13 +35,20 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
 
+    parts = model.parameter_parts() if hasattr(model, "parameter_parts") else {}  # type: ignore[operator]
+    adaptable = set(parts["language"]) if parts else None
+    trained = [
+        weight
+        for weight in map(model.get_parameter, parts.get("projector", ()))
+        if weight.requires_grad
+    ]
     linear = [
         name
         for name, part in model.named_modules()
         # nn.MultiheadAttention reads the weight of its output layer without calling it, so an
         # adapter had no effect.
         if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
-        if part.weight.requires_grad
+        if part.weight.requires_grad and (adaptable is None or f"{name}.weight" in adaptable)
     ]
     layers: list[str] = []
     for pattern in lora.targets:
@@ -52,6 +62,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     inject_adapter_in_model(
         LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers), model
     )
+    for weight in trained:
+        weight.requires_grad_(True)
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmray.builtin import KINDS
 from mmray.data.text.tokenizer_files import tokenizer_file
+from mmray.data.vlm.families import FAMILIES
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.image import HF_TYPES
@@ -51,6 +52,8 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     else:
         settings = _hf_settings(weights)
         folder = path
+    if settings["kind"] == "vlm":  # its processor is in its weights
+        return {"weights": weights} | settings
     file = tokenizer_file(folder) if folder.is_dir() else None
     if file is not None:
         settings["inputs"]["tokenizer"] = str(file.resolve())
@@ -91,13 +94,16 @@ def _checkpoint_settings(file: Path) -> dict[str, Any]:
 def _hf_settings(weights: str) -> dict[str, Any]:
     """Return the settings that a model of transformers defines, in a folder or on the hub."""
     kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
-    config = load_config(SETTING, weights, (*kinds, *HF_TYPES))
+    config = load_config(SETTING, weights, (*kinds, *HF_TYPES, *FAMILIES))
     if config.model_type in HF_TYPES:
         raise UsageError(
             f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
             "encoder; train a model "
             f"with it: --model.image.name transformers --model.image.weights {weights}"
         )
+    if config.model_type not in kinds:
+        positions = config.get_text_config().max_position_embeddings
+        return {"kind": "vlm", "inputs": {"max_tokens": min(4096, positions)}}
     kind = kinds[config.model_type]
     if hasattr(config, EXPORT_MARKER):
         inputs = dict(config.model["inputs"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from mmray import objectives
 from mmray.cluster.connect import needs_ray, ray_session
-from mmray.config import Config, EvalSettings, Lora, from_yaml, recipes
+from mmray.config import Config, EvalSettings, Lora, Vlm, from_yaml, recipes
 from mmray.config.data import parse_mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
@@ -32,6 +32,7 @@ from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
+from mmray.models.export.vlm import export_vlm
 from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
@@ -116,7 +117,7 @@ def export_run(
     if interpolate != 1:
         interpolate_from_start(model, config, interpolate)
     model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
-    return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
+    return _export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
 
 
 @torch.no_grad()
@@ -151,9 +152,17 @@ def export_pretrained(
 ) -> AnyPath:
     """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
     config, tokenizer_json = _with_tokenizer(config, log)
-    return export(
+    return _export(
         load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out
     )
+
+
+def _export(
+    model: nn.Module, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath
+) -> AnyPath:
+    if spec["kind"] == "vlm":
+        return export_vlm(model, spec, out)
+    return export(model, spec, tokenizer_json, out)
 
 
 def evaluate_run(
@@ -295,6 +304,8 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
 
     Raises UsageError.
     """
+    if isinstance(config.model, Vlm):  # its processor is in its weights
+        return config, ""
     inputs = config.model.inputs
     if inputs.tokenizer == "trained":
         raise UsageError(

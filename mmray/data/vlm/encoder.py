@@ -131,13 +131,7 @@ class ProcessorEncoder:
             UsageError: The chat template does not tell which tokens are the assistant's.
         """
         conversation = self._as_parts(messages)
-        num_parts = sum(
-            part["type"] == "image" for message in conversation for part in message["content"]
-        )
-        if num_parts != len(images):
-            raise RowError(
-                "images", f"the messages have {num_parts} image parts, the row {len(images)} images"
-            )
+        _check_images(conversation, images)
         text, spans = self._render_with_spans(conversation)
         if not spans:
             raise RowError("messages", "no message is the assistant's: there is nothing to learn")
@@ -155,7 +149,9 @@ class ProcessorEncoder:
 
     def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
         """Encode a conversation whose next message is the assistant's. Raises as `encode`."""
-        text, _ = self._render(self._as_parts(messages), add_generation_prompt=True)
+        conversation = self._as_parts(messages)
+        _check_images(conversation, images)
+        text, _ = self._render(conversation, add_generation_prompt=True)
         inputs = self._process(text, images)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         return EncodedRow(
@@ -322,6 +318,17 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
+
+
+def _check_images(conversation: Sequence[Message], images: Sequence[Any]) -> None:
+    """Raise RowError unless there is an image for each image part."""
+    num_parts = sum(
+        part["type"] == "image" for message in conversation for part in message["content"]
+    )
+    if num_parts != len(images):
+        raise RowError(
+            "images", f"the messages have {num_parts} image parts, the row {len(images)} images"
+        )
 
 
 def _mask_of_spans(

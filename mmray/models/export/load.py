@@ -26,6 +26,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
+from mmray.models.export.vlm import load_vlm, read_spec
 from mmray.models.regions import boxes_on_square, region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
@@ -45,12 +46,16 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         device: Where the model computes.
 
     Returns:
-        An Embedder, or a Generator if the model is generative.
+        An Embedder, a Generator if the model is generative, or Conversations of a vision-language
+        model.
 
     Raises:
         UsageError: The folder has no export.
     """
     path = to_path(folder)
+    vlm_spec = read_spec(path)
+    if vlm_spec is not None:
+        return load_vlm(path, vlm_spec, torch.device(device))
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()

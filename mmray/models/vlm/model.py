@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 # Images of synthetic batches, for dry runs.
 SYNTHETIC_SIDE = 512
 MAX_SYNTHETIC_IMAGES = 8
+# Relative differences of losses and gradients of packed rows in float32, and how much larger they
+# may be under autocast. A row that attends to another one differs by more.
+PACKING_TOLERANCE = 1e-3
+HALF_PRECISION_FACTOR = 50
 # Columns that are not inputs of the transformers model.
 OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index")
 
@@ -50,9 +55,6 @@ class Vlm(nn.Module):
 
     # Its embeddings are called outside the decoder, so the decoder cannot be gathered by itself.
     shards_branches = False
-    # Parts that are trained as a whole next to low-rank adapters, which the decoder gets.
-    adapted_part = "language"
-    trained_with_adapters = ("projector",)
 
     mean: Tensor
     std: Tensor
@@ -158,6 +160,44 @@ class Vlm(nn.Module):
             inputs["max_length_q"] = batch["input_ids"].shape[1]
         output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
         return output
+
+    def differs_if_packed(self) -> bool:
+        """Return whether two rows in one sequence have another loss or other gradients than alone.
+
+        Gradients are compared by their norms, so that two sets of them are never in memory; those
+        of a sharded model are this rank's shards.
+        """
+        question = {"role": "user", "content": "What is in the image?"}
+        rows = [
+            replace(row, loss_mask=np.ones(len(row.input_ids), bool))
+            for row in (self.dummy, self.encoder.encode_prompt([question], []), self.dummy)
+        ]
+        collate = self.collator()
+        losses = []
+        norms = []
+        for batches in ([rows], [[row] for row in rows]):
+            loss = 0.0
+            for batch in map(collate, batches):
+                batch = {name: column.to(self.mean.device) for name, column in batch.items()}
+                output = self(batch)["loss_sum"]
+                output.backward()
+                loss += float(output.detach())
+            losses.append(loss)
+            norms.append(
+                torch.stack(
+                    [
+                        torch.zeros(()) if weight.grad is None else _local_norm(weight.grad).cpu()
+                        for weight in self.parameters()
+                    ]
+                )
+            )
+            self.zero_grad(set_to_none=True)
+        tolerance = PACKING_TOLERANCE
+        if torch.is_autocast_enabled(self.mean.device.type):
+            tolerance *= HALF_PRECISION_FACTOR
+        loss_differs = abs(losses[0] - losses[1]) > tolerance * abs(losses[1])
+        distance = torch.linalg.vector_norm(norms[0] - norms[1])
+        return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms[1]))
 
     def branches(self) -> dict[str, nn.Module]:
         return {
@@ -296,6 +336,11 @@ class Vlm(nn.Module):
         for hook in hooks:
             hook.remove()
         return [name for weight, name in names.items() if weight not in used]
+
+
+def _local_norm(gradient: Tensor) -> Tensor:
+    local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return torch.linalg.vector_norm(local.float())
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

@@ -1,0 +1,136 @@
+"""Adapters, frozen parts, activation checkpointing, the check of packed rows, and exports."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+import mmray
+from mmray.config import Lora
+from mmray.config import Vlm as VlmConfig
+from mmray.engine.optimizer import build_optimizer, freeze_parameters
+from mmray.engine.parallel.transforms import checkpoint_activations
+from mmray.errors import UsageError
+from mmray.models import lora
+from mmray.models.export.vlm import export_vlm
+from mmray.models.vlm import attention
+from mmray.models.vlm.model import Vlm
+from tests.engine.toy import optimizer_settings
+from tests.models.vlm.rows import ROWS, encode_rows, settings
+
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_vl", "llava_next", "idefics3"])
+
+
+def gradients(model):
+    model.zero_grad()
+    model(model.collator()(encode_rows(model.encoder)))["loss_sum"].backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@FAMILIES
+def test_adapters_are_in_the_language_model_and_the_projector_is_trained(family, folder_of):
+    model = Vlm(settings(folder_of(family)))
+    before = model(model.collator()(encode_rows(model.encoder)))["loss_sum"]
+    projector = model.parameter_parts()["projector"]
+    trainable = {name for name in projector if model.get_parameter(name).requires_grad}
+    lora.add_adapters(model, Lora(rank=2))
+    trained = set(gradients(model))
+    assert {name for name in trained if "lora_" not in name} == trainable
+    adapters = {name for name in trained if "lora_" in name}
+    assert len(adapters) == 2 * 2 * 2  # layers, targets, matrices
+    assert adapters <= set(model.parameter_parts()["language"])
+    with torch.no_grad():
+        for name in adapters:
+            model.get_parameter(name).normal_(0, 0.5)
+    adapted = model(model.collator()(encode_rows(model.encoder)))["loss_sum"]
+    merged = lora.merge_adapters(model)
+    result = merged(model.collator()(encode_rows(model.encoder)))["loss_sum"]
+    assert adapted.item() != pytest.approx(before.item(), rel=1e-6)
+    assert result.item() == pytest.approx(adapted.item(), rel=1e-5)
+
+
+@FAMILIES
+def test_parts_are_frozen_by_name_and_have_their_own_learning_rate(family, folder_of):
+    model = Vlm(settings(folder_of(family)))
+    parts = model.parameter_parts()
+    assert sorted(name for part in parts.values() for name in part) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+    optimizer = build_optimizer(
+        model, optimizer_settings(lr_multipliers=("vision=0.1", "projector=5"))
+    )
+    scales = {
+        id(weight): group["lr_scale"]
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
+    for part, scale in {"vision": 0.1, "projector": 5.0, "language": 1.0}.items():
+        weights = [model.get_parameter(name) for name in parts[part]]
+        assert {scales[id(each)] for each in weights if each.requires_grad} == {scale}
+    freeze_parameters(model, ("vision", "language"))
+    expected = {name for name in parts["projector"] if model.get_parameter(name).requires_grad}
+    assert set(gradients(model)) == expected
+
+
+def test_recomputed_activations_give_the_same_gradients(folder_of):
+    model = Vlm(settings(folder_of("qwen3_vl"))).double()
+    expected = gradients(model)
+    for branch in model.branches().values():
+        checkpoint_activations(branch)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def test_packed_rows_that_attend_to_each_other_are_found(folder_of, monkeypatch):
+    model = Vlm(settings(folder_of("internvl")))
+    assert not model.differs_if_packed()
+
+    def causal(module, query, key, value, mask, cu_seq_lens_q, max_length_q, **options):
+        whole = cu_seq_lens_q[[0, -1]]
+        return attention.packed_attention(
+            module, query, key, value, mask, whole, max_length_q, **options
+        )
+
+    monkeypatch.setitem(
+        attention.AttentionInterface._global_mapping, attention.PACKED_ATTENTION, causal
+    )
+    assert model.differs_if_packed()
+
+
+def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
+    from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+    config = VlmConfig(weights=str(folder_of("qwen3_vl")))
+    model = Vlm(config)
+    out = export_vlm(model, config.model_dump(mode="json"), tmp_path / "out")
+    export_vlm(model, config.model_dump(mode="json"), tmp_path / "out")  # replaces it
+    AutoModelForMultimodalLM.from_pretrained(out)
+    AutoProcessor.from_pretrained(out)
+    messages = ROWS[1][0][:1]
+    image = Image.fromarray(ROWS[1][1][0])
+    image.save(tmp_path / "a.png")
+    expected = model.answer([messages], [[image]], 5)
+    loaded = mmray.load(out)
+    assert [loaded.answer(messages, [image], 5)] == expected
+    assert loaded.answer([messages, ROWS[0][0][:1]], [[tmp_path / "a.png"], []], 5)[:1] == expected
+    with pytest.raises(UsageError, match="1 image parts, the row 0 images"):
+        loaded.answer(messages, [])
+
+
+def test_export_refuses_a_folder_of_something_else(folder_of, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not an exported model"):
+        export_vlm(SimpleNamespace(), {}, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_weights_of_the_hub_format_define_the_model_kind(folder_of):
+    from mmray.models.pretrained import pretrained_settings
+
+    found = pretrained_settings(str(folder_of("internvl")))
+    assert found["kind"] == "vlm"
+    assert json.dumps(found)
