@@ -191,6 +191,8 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
     A mapped column replaces all columns of its kind: with text=title, also `texts`.
     """
+    if not columns:
+        return values
     theirs = {their: value for their, value in values.items() if their in columns.values()}
     replaced = {
         name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind

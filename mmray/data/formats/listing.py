@@ -281,7 +281,9 @@ class CocoSource(ListingSource):
         except ValueError:
             # a document over several lines, or one line that is longer than a row may be
             return not text.startswith(b"[")
-        return isinstance(first, dict) and {"images", "annotations"} <= first.keys()
+        if not isinstance(first, dict):
+            return False
+        return {"images", "annotations"} <= first.keys() or _has_sentences(first.get("images"))
 
     def list_rows(self) -> Rows:
         parent, slash, bases = self.name.rpartition("/")  # folder/a.json,b.json: two documents
@@ -295,7 +297,10 @@ class CocoSource(ListingSource):
             path = self.folder / name
             try:
                 document = orjson.loads(path.read_bytes().removeprefix(BOM))
-                files = {image["id"]: str(image["file_name"]) for image in document["images"]}
+                if "annotations" not in document and _has_sentences(document["images"]):
+                    yield from self._list_split_rows(name, document["images"])
+                    return
+                files = {image["id"]: _file_name(image) for image in document["images"]}
                 for image in document["images"]:
                     if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
                         sizes[image["id"]] = (image["width"], image["height"])
@@ -341,6 +346,22 @@ class CocoSource(ListingSource):
                 ]
             yield row
 
+    def _list_split_rows(self, name: str, images: list[dict[str, Any]]) -> Rows:
+        """Yield the rows of a document of Karpathy: images with sentences and a split."""
+        files = [
+            "/".join(filter(None, (image.get("filepath"), image["filename"]))) for image in images
+        ]
+        folder = self._images_folder(name, files[:16])
+        for number, (image, file) in enumerate(zip(images, files, strict=True)):
+            split = str(image.get("split") or "train")
+            yield {
+                "origin": f"{name}:image {number}",
+                "id": image.get("imgid", image.get("cocoid", number)),
+                "image": f"{folder}{file}",
+                "texts": [sentence["raw"] for sentence in image["sentences"]],
+                "split": "train" if split == "restval" else split,
+            }
+
     def _images_folder(self, name: str, files: list[str]) -> str:
         """Find the folder of the images: next to the document, in `images/`, or named by the suffix
         (val2017/).
@@ -352,3 +373,16 @@ class CocoSource(ListingSource):
             if any(is_safe_path(path) and (self.folder / path).is_file() for path in paths):
                 return candidate
         return f"{folder}{slash}"
+
+
+def _has_sentences(images: Any) -> bool:
+    """Return whether these are the images of a document of Karpathy."""
+    first = images[0] if isinstance(images, list) and images else None
+    return isinstance(first, dict) and {"sentences", "filename"} <= first.keys()
+
+
+def _file_name(image: dict[str, Any]) -> str:
+    """Return the path of a COCO image; LVIS has its folder and name in `coco_url` only."""
+    if "file_name" not in image and "coco_url" in image:
+        return "/".join(str(image["coco_url"]).split("/")[-2:])
+    return str(image["file_name"])

@@ -181,3 +181,29 @@ def test_boxes_before_and_after_the_rotation_of_exif_are_the_same(tmp_path):
     write_json(raw / "instances.json", **documents)
     _, _, faults = prepared(raw / "instances.json", tmp_path / "other")
     assert faults == {"instances.json:image 60": "boxes"}
+
+
+def test_documents_of_karpathy_and_lvis_are_read(tmp_path):
+    images(tmp_path / "raw" / "val2014", 3)
+    entries = [
+        {
+            "filepath": "val2014",
+            "filename": f"{n}.png",
+            "imgid": n,
+            "split": split,
+            "sentences": [{"raw": f"caption {n}"}, {"raw": "another"}],
+        }
+        for n, split in enumerate(("train", "restval", "test"))
+    ]
+    write_json(tmp_path / "raw" / "dataset_coco.json", images=entries, dataset="coco")
+    manifest, rows, _ = prepared(tmp_path / "raw" / "dataset_coco.json", tmp_path / "out")
+    assert manifest.splits == {"train": 2, "test": 1}
+    assert rows[0].texts == ["caption 0", "another"]
+    lvis = [{"id": n, "coco_url": f"http://host/val2014/{n}.png"} for n in range(2)]
+    notes = [{"image_id": n, "bbox": [0, 0, 4, 4], "category_id": 1} for n in range(2)]
+    categories = [{"id": 1, "name": "cat"}]
+    write_json(
+        tmp_path / "raw" / "lvis.json", images=lvis, annotations=notes, categories=categories
+    )
+    manifest, rows, _ = prepared(tmp_path / "raw" / "lvis.json", tmp_path / "lvis")
+    assert manifest.num_rows == 2 and rows[0].texts == ["a photo of a cat"]
