@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from mmray.config import Cluster
 
 # starts each decode actor a second faster
+# Ray appends up to 66 characters (ray/session_DATE_TIME_PID/sockets/plasma_store) to a path of at
+# most 107 bytes.
+MAX_TEMP_DIR = 40
+_SHORT_TEMP_DIR = "/tmp"
 _PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"
 # Object storage settings for workers of a remote cluster. No credentials, because Ray logs these
 # values.
@@ -145,12 +150,9 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
             ray.init(address=address, runtime_env={"env_vars": env_vars}, **log_options)
         else:
             # For Ray's prestarted workers, which have no runtime environment.
-            paths = [
-                str(Path.cwd()),
-                *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-            ]
-            os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+            os.environ["PYTHONPATH"] = python_path(Path.cwd(), os.environ.get("PYTHONPATH", ""))
             os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)
+            _shorten_temp_dir()
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
             num_cpus = num_local_cpus(cluster_config, decode_actors, available_cores=cores())
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
@@ -161,6 +163,37 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
         raise ResourceError(
             f"cannot connect to Ray at {address or 'this machine'}: {error}"
         ) from error
+
+
+def _shorten_temp_dir() -> None:
+    """Let Ray use /tmp if the path of its sockets below TMPDIR would be too long.
+
+    Raises:
+        ResourceError: /tmp is not writable either.
+    """
+    folder = tempfile.gettempdir()
+    if "RAY_TMPDIR" in os.environ or len(folder) <= MAX_TEMP_DIR:
+        return
+    if not os.access(_SHORT_TEMP_DIR, os.W_OK):
+        raise ResourceError(
+            f"TMPDIR is {folder}: with it the paths of Ray's sockets are longer than the 107 bytes "
+            f"of the system. Set RAY_TMPDIR to a folder of at most {MAX_TEMP_DIR} characters"
+        )
+    os.environ["RAY_TMPDIR"] = _SHORT_TEMP_DIR
+
+
+def python_path(working_dir: Path, before: str) -> str:
+    """Return PYTHONPATH for all processes of a local Ray, with the working directory first.
+
+    It is left out if a file in it, such as random.py, would replace a module of Python or Ray in
+    these processes, which then do not start. Ray adds it in workers after their start.
+    """
+    modules = {each.stem for each in working_dir.glob("*.py")}
+    modules |= {each.parent.name for each in working_dir.glob("*/__init__.py")}
+    paths = list(filter(None, before.split(os.pathsep)))
+    if modules.isdisjoint({*sys.stdlib_module_names, "ray"}):
+        paths.insert(0, str(working_dir))
+    return os.pathsep.join(dict.fromkeys(paths))
 
 
 def check_reachable(address: str) -> None:

@@ -16,6 +16,32 @@ from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
 
 
+def test_working_directory_does_not_replace_modules_of_python(tmp_path):
+    (tmp_path / "my_parts.py").touch()
+    assert connect.python_path(tmp_path, "/a:/b") == f"{tmp_path}:/a:/b"
+    assert connect.python_path(tmp_path, "") == str(tmp_path)
+    for name in ("random.py", "queue.py", "ray/__init__.py"):
+        folder = tmp_path / name.partition(".")[0].replace("/", "-")
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+        assert connect.python_path(folder, "/a:/a") == "/a"
+
+
+def test_ray_gets_a_short_folder_for_its_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr(connect.tempfile, "gettempdir", lambda: "/t" * 30)
+    monkeypatch.setenv("RAY_TMPDIR", "")  # so that it is restored
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(connect, "_SHORT_TEMP_DIR", str(tmp_path / "none"))
+    with pytest.raises(ResourceError, match="Set RAY_TMPDIR to a folder of at most"):
+        connect._shorten_temp_dir()
+    monkeypatch.setattr(connect, "_SHORT_TEMP_DIR", str(tmp_path))
+    connect._shorten_temp_dir()
+    assert os.environ["RAY_TMPDIR"] == str(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", "/mine")
+    connect._shorten_temp_dir()
+    assert os.environ["RAY_TMPDIR"] == "/mine"
+
+
 def test_unreachable_address_fails_within_seconds():
     start_s = time.monotonic()
     with socket.socket() as head:
