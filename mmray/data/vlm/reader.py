@@ -1,7 +1,7 @@
 """Read rows of conversations, decode their images, and encode both with the processor of a
 vision-language model: row ids to the arrays of a block.
 
-Rows have different sizes, so a block has one flat buffer of all rows and the size of each.
+Rows have different sizes, so a block has the bytes of each row.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class ConversationReader(SetReader):
     ) -> Block:
         """Return the arrays of the rows at `positions` [R] of the sample order.
 
-        key, label and pos int64 [R], valid bool [R]; num_tokens int32 [R]; record_bytes int64 [R],
-        and record uint8 [sum of record_bytes], from which `unpack_rows` reads. An unreadable row
-        has valid=False and no bytes.
+        key, label and pos int64 [R], valid bool [R]; num_tokens int32 [R]; record [R], the bytes of
+        each row, from which `unpack_rows` reads. An unreadable row has valid=False and no bytes.
 
         Args:
             plan: The sample order.
@@ -79,24 +78,21 @@ class ConversationReader(SetReader):
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
         chosen = hash_choice(plan.seed, pass_index, row_hash, np.array(num_texts, np.int64))
-        records = []
+        # A column of bytes, because the columns of a block of Ray have equal lengths.
+        records = np.full(len(rows), b"", object)
         num_tokens = np.zeros(len(rows), np.int32)
         for index, (row, choice) in enumerate(zip(rows, chosen.tolist(), strict=True)):
-            record = np.zeros(0, np.uint8)
             if row is not None and row.checksum_ok:
                 try:
                     encoded = self.encode_row(row, choice)
                 except (BadImage, RowError):
                     encoded = None
                 if encoded is not None:
-                    record = _pack_row(encoded)
+                    records[index] = _pack_row(encoded)
                     num_tokens[index] = len(encoded.input_ids)
-            records.append(record)
-        sizes = np.array([len(record) for record in records], np.int64)
-        return row_columns(rows, row_hash, positions, sizes > 0) | {
+        return row_columns(rows, row_hash, positions, num_tokens > 0) | {
             "num_tokens": num_tokens,
-            "record_bytes": sizes,
-            "record": np.concatenate([np.zeros(0, np.uint8), *records]),
+            "record": records,
         }
 
     def images_of(self, row: Row) -> list[Image.Image]:
@@ -142,7 +138,7 @@ class ConversationReader(SetReader):
         return stored, "temporary", "readable at the second attempt"
 
 
-def _pack_row(row: EncodedRow) -> np.ndarray:
+def _pack_row(row: EncodedRow) -> bytes:
     """Return the arrays of a row as bytes: the length of a header, the header (names, types and
     shapes as JSON), and the arrays.
     """
@@ -150,7 +146,7 @@ def _pack_row(row: EncodedRow) -> np.ndarray:
     header = orjson.dumps([[name, each.dtype.str, each.shape] for name, each in arrays.items()])
     parts = [np.array([len(header)], np.int64).tobytes(), _aligned(header)]
     parts += [_aligned(np.ascontiguousarray(each).tobytes()) for each in arrays.values()]
-    return np.frombuffer(b"".join(parts), np.uint8)
+    return b"".join(parts)
 
 
 def _aligned(data: bytes) -> bytes:
@@ -158,17 +154,12 @@ def _aligned(data: bytes) -> bytes:
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
-    """Return the rows of a block as views of its buffer; None for a row that is not valid."""
-    rows: list[EncodedRow | None] = []
-    start = 0
-    for size in block["record_bytes"].tolist():
-        record = block["record"][start : start + size]
-        rows.append(_unpack_row(record) if size else None)
-        start += size
-    return rows
+    """Return the rows of a block; None for a row that is not valid."""
+    return [_unpack_row(data) if data else None for data in block["record"]]
 
 
-def _unpack_row(record: np.ndarray) -> EncodedRow:
+def _unpack_row(data: bytes) -> EncodedRow:
+    record = np.frombuffer(bytearray(data), np.uint8)  # writable, as torch needs it
     length = int(record[:8].view(np.int64)[0])
     header: list[Any] = orjson.loads(record[8 : 8 + length].tobytes())
     at = 8 + length + -length % ALIGNMENT

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from ray.data.block import BlockAccessor
 
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import BlockPlan, SamplePlan
@@ -96,6 +97,21 @@ def test_damaged_row_keeps_its_position_and_has_no_tokens(prepared, spec, model)
                 assert np.array_equal(actual.images[name], column)
     stored, reason, _ = reader.explain_bad_row(4)
     assert (stored.key, reason) == ("row-4", "format")
+
+
+def test_blocks_pass_through_ray_data(prepared, spec):
+    """The columns of a block of Ray have equal lengths, although rows have different sizes."""
+    reader = ConversationReader(prepared, spec, 10**7)
+    plan = SamplePlan(NUM_ROWS, NUM_ROWS, world_size=1, seed=0, steps=1, shuffle=False)
+    block = reader.read_block(plan, plan.positions(0, 0))
+    received = BlockAccessor.for_block(BlockAccessor.batch_to_block(block)).to_numpy()
+    assert received["valid"].tolist() == block["valid"].tolist()
+    for own, other in zip(unpack_rows(block), unpack_rows(received), strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            assert own.input_ids.tolist() == other.input_ids.tolist()
+            for name, column in own.images.items():
+                assert np.array_equal(column, other.images[name])
 
 
 def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
