@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,7 @@ def train_worker(
         notify=driver.notify,
         heartbeat=driver.heartbeat,
     )
-    pixels = getattr(blocks, "pixels", None) if device.type == "cuda" else None
-    pinned = nullcontext() if pixels is None else register_pinned(pixels, driver.notify)
-    with _closing(log, checkpoints, driver.heartbeat), pinned:
+    with _closing(log, checkpoints, driver.heartbeat), _pinned_pixels(blocks, device, driver):
         readable = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
@@ -149,6 +147,16 @@ def train_worker(
             load = partial(_load, checkpoint, driver.heartbeat.count_progress)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
+
+
+def _pinned_pixels(
+    blocks: Iterable[Block], device: torch.device, driver: DriverHandle
+) -> AbstractContextManager[None]:
+    """Pin the memory with the pixels of the blocks while a GPU reads them there."""
+    pixels = getattr(blocks, "pixels", None)
+    if device.type != "cuda" or pixels is None:
+        return nullcontext()
+    return register_pinned(pixels, driver.notify)
 
 
 def _start_process(config: Config, device: torch.device) -> None:
