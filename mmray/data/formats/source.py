@@ -133,15 +133,23 @@ class Source:
         """Return the format as it was found, for a message."""
         return self.title
 
-    def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
+    def files_with_suffix(
+        self, suffix: str | tuple[str, ...], files: Sequence[str] | None = None
+    ) -> list[str]:
         """Return the file of the source, or the visible files with this suffix, ignoring case.
+
+        `files` are the visible files, if they are listed.
 
         Raises DataError.
         """
         names = (
             [self.name]
             if self.name
-            else [file for file in self.visible_files() if file.lower().endswith(suffix)]
+            else [
+                file
+                for file in (self.visible_files() if files is None else files)
+                if file.lower().endswith(suffix)
+            ]
         )
         # pyarrow cannot open them
         if invalid := [each for each in names if not is_valid_name(each)]:

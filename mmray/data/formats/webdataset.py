@@ -66,7 +66,7 @@ class WebDatasetSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         files = [] if self.name else self.visible_files()
-        names = self.files_with_suffix(self.suffixes)
+        names = self.files_with_suffix(self.suffixes, files)
         for name in set(_CLASS_FILES).intersection(files):
             lines = (self.folder / name).read_bytes().decode("utf-8-sig").splitlines()
             self.class_names = tuple(class_name(line) for line in lines if line.strip())
