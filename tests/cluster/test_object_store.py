@@ -72,7 +72,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     place = to_path(f"{s3.address}/set")
     for name in list_files(data):
         copy_file(data / name, place / name)
-    faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slowly")
+    faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slower")
     cache = str(tmp_path / "cache")
     slowly = in_blocks(config(str(place), s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))

@@ -94,7 +94,7 @@ def _sleeping(name, seconds):
 
 Briefly = _sleeping("Briefly", 0.15)  # a kill arrives before the last step
 Slowly = _sleeping("Slowly", 0.4)  # a stop request arrives between steps
-Slower = _sleeping("Slower", 1.5)  # a command can start before the last step
+Slower = _sleeping("Slower", 1.0)  # a command can start before the last step
 
 
 class FullDiskAtStepSix:

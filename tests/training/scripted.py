@@ -23,9 +23,11 @@ Act = Callable[["ScriptedWorkers"], dict[str, Any]]
 class ScriptedWorkers:
     """The workers of an attempt, which have started and trained."""
 
-    def __init__(self, attempt: Any, act: Act) -> None:
-        self.attempt, self.act = attempt, act
-        self.stop_requested = self.closed = False
+    def __init__(self, attempt: Any = None, act: Act | None = None) -> None:
+        self.attempt = attempt
+        self.act = act
+        self.stop_requested = False
+        self.data_state = ""  # of the processes that read and decode
         self.draining: dict[str, float] = {}  # nodes that will be preempted
         self.num_more = 0  # workers that fit in addition
         self.messages: list[dict[str, Any]] = [{"stage": TRAINING}]
@@ -33,6 +35,7 @@ class ScriptedWorkers:
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         self.poll = poll
         poll()
+        assert self.act is not None
         return self.act(self)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -59,10 +62,10 @@ class ScriptedWorkers:
         return self.num_more
 
     def describe_data(self) -> str:
-        return "decode actors: none"
+        return self.data_state
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
 
 class ScriptedBackend:

@@ -6,11 +6,10 @@ import os
 import re
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from mmray.config import Cluster
+from mmray.config import Cluster, Config
 from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, ResourceError
@@ -25,6 +24,7 @@ from mmray.training.monitor import (
 )
 from mmray.training.ray_backend import run_in_thread
 from tests.training.runs import Silent, config
+from tests.training.scripted import ScriptedWorkers
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):
@@ -118,7 +118,7 @@ def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
 def test_worker_without_a_first_heartbeat_ends_the_run():
     """Its import of torch hangs, before its heartbeat starts."""
     monitor = AttemptMonitor(
-        SimpleNamespace(cluster=Cluster()),
+        Config(cluster=Cluster()),
         BatchShape(6, 2, 3),
         None,
         Silent(),
@@ -166,8 +166,9 @@ def test_wait_for_data_is_logged_at_growing_intervals(tmp_path):
     """The line names the ranks and the state of the data processes; another one follows when rows
     arrive.
     """
-    reporter, workers = Silent(), SimpleNamespace(describe_data=lambda: "decode actors: 2 stopped")
-    config = SimpleNamespace(cluster=Cluster())
+    reporter, workers = Silent(), ScriptedWorkers()
+    workers.data_state = "decode actors: 2 stopped"
+    config = Config(cluster=Cluster())
     monitor = AttemptMonitor(config, BatchShape(4, 2, 2), workers, reporter, 12, 0, RunProgress())
     for second in range(1000):
         beats = (

@@ -3,7 +3,6 @@
 import pickle
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import ray.exceptions
@@ -14,6 +13,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 
+from mmray.config import Cluster, Config
 from mmray.engine.batch import BatchShape
 from mmray.errors import (
     DataError,
@@ -25,6 +25,7 @@ from mmray.errors import (
     is_device_error,
 )
 from mmray.storage.requests import TransientStorageError
+from mmray.training.monitor import AttemptMonitor, RunProgress
 from mmray.training.ray_backend import RayBackend
 from mmray.training.recovery import (
     EVENTS,
@@ -34,6 +35,8 @@ from mmray.training.recovery import (
     count_failures,
     decide_recovery,
 )
+from tests.training.runs import Silent
+from tests.training.scripted import ScriptedWorkers
 
 ECC_ERROR = """CUDA error: uncorrectable ECC error encountered
 CUDA kernel errors might be asynchronously reported at some other API call, \
@@ -219,16 +222,10 @@ def failure_from(error, shape=SHAPE, least=2, trained=False, stop_reason=None):
     """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two
     workers.
     """
-    monitor = SimpleNamespace(
-        hang=None,
-        preempted=False,
-        stop_reason=stop_reason,
-        trained=trained,
-        progress=SimpleNamespace(last_step=0, logged=False),
-        world=2,
-        batch_shape=shape,
-        config=SimpleNamespace(cluster=SimpleNamespace(min_workers=least)),
-    )
+    config = Config(cluster=Cluster(workers=f"{least}-2" if least < 2 else 2))
+    monitor = AttemptMonitor(config, shape, ScriptedWorkers(), Silent(), 12, 0, RunProgress())
+    monitor.trained = trained
+    monitor.stop_reason = stop_reason
     return classify_failure(error, monitor, RayBackend())
 
 
