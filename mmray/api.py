@@ -188,7 +188,7 @@ def prepare(
 
         for place in (source, out):
             to_path(place)  # raises UsageError for an invalid address before Ray starts
-        with data_session(cluster):
+        with data_session(cluster, shown.log):
             manifest = pipeline.prepare(
                 str(source),
                 str(out),

@@ -1,5 +1,5 @@
-"""Child processes of this machine, for work that needs no Ray cluster: one protocol, and an ordered
-map that survives crashes.
+"""Child processes of this machine, for work that needs no Ray cluster: one protocol, and a pool for
+ordered maps (ordered_map.py).
 
 Children are spawned, not forked, because the parent has threads.
 """
@@ -13,12 +13,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from mmray.errors import MmrayError
@@ -215,125 +213,91 @@ def starting_children() -> Iterator[None]:
                 signal.signal(signal.SIGINT, handler)
 
 
-class _Pool:
-    """Child processes that run `work`, each called by one thread at a time.
+class _Child(Generic[Item, Result]):
+    """A process of a ChildPool, and the thread that calls it.
 
-    Each has a pipe of its own. In the pipe that the processes of a ProcessPoolExecutor share, the
-    rest of a result is waited for forever if its sender is killed.
+    The thread receives a result while the caller of the map does something else, so the process can
+    start its next item.
     """
 
-    def __init__(self, work: Callable[..., Any], count: int) -> None:
-        self._threads = ThreadPoolExecutor(count, "mmray-map")
-        self._children = [ChildProcess("data", _serve, work) for _ in range(count)]
-        self._idle = SimpleQueue[ChildProcess]()
-        for child in self._children:
-            self._idle.put(child)
+    node = "here"
 
-    def submit(self, item: Any, after_crash: bool) -> Future[Any]:
-        return self._threads.submit(self._call, item, after_crash)
+    def __init__(self, work: Callable[[Item, bool], Result]) -> None:
+        self.process = ChildProcess("data", _serve, work)
+        self._thread = ThreadPoolExecutor(1, "mmray-map")
 
-    def _call(self, item: Any, after_crash: bool) -> Any:
-        child = self._idle.get()
-        try:
-            child.send((item, after_crash))
-            return child.result()
-        finally:
-            self._idle.put(child)
+    def submit(self, item: Item, careful: bool) -> Future[Result]:
+        return self._thread.submit(self._call, item, careful)
 
-    def kill(self) -> None:
-        """End the processes at once; running calls raise ChildDied."""
-        for child in self._children:
-            child.process.kill()
+    def _call(self, item: Item, careful: bool) -> Result:
+        self.process.send((item, careful))
+        result: Result = self.process.result()
+        return result
 
-    def close(self) -> None:
-        """Wait until running calls return, and end the processes."""
-        self._threads.shutdown(cancel_futures=True)
-        for child in self._children:
-            child.connection.close()
-        for child in self._children:
-            child.close()
+    def finish(self, cancel: bool = True) -> None:
+        """Wait until a running call returns; the process then starts to exit."""
+        self._thread.shutdown(cancel_futures=cancel)
+        self.process.connection.close()
 
 
 def _serve(channel: Channel, work: Callable[..., Any]) -> None:
     """Send the result or the error of each item, until the parent closes the pipe."""
     while True:
-        item, after_crash = channel.connection.recv()
-        channel.send_outcome(lambda: work(item, after_crash))  # noqa: B023 - called at once
+        item, careful = channel.connection.recv()
+        channel.send_outcome(lambda: work(item, careful))  # noqa: B023 - called at once
 
 
-class ProcessMap(Generic[Item, Result]):
-    """Iterates `work(item, after_crash)` of each item, in order, computed by child processes.
+class ChildPool(Generic[Item, Result]):
+    """Child processes that run `work(item, careful)`, for an OrderedMap (ordered_map.py).
 
-    The processes start at once, and work on up to `max_in_flight` items ahead of the results that
-    were requested. After a process died all are replaced, and items without a result are repeated
-    with after_crash True. Iterating raises what `work` raises.
+    They start at once. Each has a pipe of its own: in the pipe that the processes of a
+    ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.
 
     Args:
         work: Pickled once per process.
-        on_crash: Called with the number of crashes before items are repeated; raises to end the
-            repetition.
+        on_crash: Called with the number of processes that died before one is replaced; raises to
+            end the map.
     """
 
     def __init__(
         self,
         work: Callable[[Item, bool], Result],
-        items: Iterable[Item],
         num_processes: int,
         max_in_flight: int,
         on_crash: Callable[[int], None],
     ) -> None:
+        self.max_in_flight = max_in_flight
         self._work = work
-        self._num_processes = num_processes
-        self._max_in_flight = max_in_flight
         self._on_crash = on_crash
-        self._unsent = iter(items)
-        self._pending = deque[tuple[Item, Future[Result]]]()
         self._crashes = 0
-        self._interrupted = False
-        self._pool = _Pool(work, num_processes)
-        self._submit()
+        self.workers = [_Child(work) for _ in range(num_processes)]
 
-    def __iter__(self) -> ProcessMap[Item, Result]:
-        return self
+    def node_limit(self, node: str) -> int:
+        return self.max_in_flight
 
-    def __next__(self) -> Result:
-        while True:
-            self._submit()
-            if self._interrupted or not self._pending:
-                raise StopIteration
-            try:
-                result = self._pending[0][1].result()
-            except ChildDied:
-                if not self._interrupted:
-                    self._replace_processes()
-                continue
-            self._pending.popleft()
-            return result
+    def is_loss(self, error: BaseException) -> bool:
+        return isinstance(error, ChildDied)
 
-    def _submit(self) -> None:
-        while len(self._pending) < self._max_in_flight and not self._interrupted:
-            item = next(self._unsent, None)
-            if item is None:
-                return
-            self._pending.append((item, self._pool.submit(item, self._crashes > 0)))
-
-    def _replace_processes(self) -> None:
+    def replace(self, worker: Any) -> None:
         self._crashes += 1
         self._on_crash(self._crashes)
-        self._pool.close()
-        self._pool = _Pool(self._work, self._num_processes)
-        items = [item for item, _ in self._pending]
-        self._pending.clear()
-        if not self._interrupted:  # otherwise `interrupt` may have killed the processes before
-            self._pending.extend((item, self._pool.submit(item, True)) for item in items)
+        # It may have closed its connection and not ended. Its queued calls fail then.
+        worker.process.kill()
+        worker.finish(cancel=False)
+        self.workers[self.workers.index(worker)] = _Child(self._work)
 
-    def interrupt(self) -> None:
-        """Kill the processes and end the iteration, also in a thread that waits for the next
-        result.
-        """
-        self._interrupted = True
-        self._pool.kill()
+    def compute_here(self, item: Item) -> Result:
+        return self._work(item, True)
+
+    def update(self, waited_s: float) -> None:
+        """The number of processes is fixed."""
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.process.process.kill()
 
     def close(self) -> None:
-        """Wait until running work returns, and end the processes; no thread may be iterating."""
-        self._pool.close()
+        for worker in self.workers:
+            worker.finish()
+        for worker in self.workers:
+            worker.process.close()

@@ -33,7 +33,7 @@ from mmray.errors import UsageError
             "model: {inputs: {image_side: big}}",
             r"model.inputs.image_side: .*integer.*\(got 'big'\)",
         ),
-        ("data: {workers: 0}", "data: workers must be `auto` or at least 1"),
+        ("data: {workers: 0}", "data.workers: must be a number of at least 1, or a range"),
         ("run: {name: '../x'}", "run.name: .*pattern"),
         (
             "model: {kind: clap}",

@@ -11,12 +11,17 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from mmray.processes import SPAWN, ChildDied, ChildProcess, ProcessMap
+from mmray.ordered_map import OrderedMap
+from mmray.processes import SPAWN, ChildDied, ChildPool, ChildProcess
+
+
+def make_map(work, items, *pool_args):
+    return OrderedMap(ChildPool(work, *pool_args), items)
 
 
 def run_map(*args):
-    """The results of a ProcessMap."""
-    with closing(ProcessMap(*args)) as results:
+    """The results of a map over child processes."""
+    with closing(make_map(*args)) as results:
         yield from results
 
 
@@ -57,8 +62,9 @@ def test_script_without_a_guard_is_not_run_again_by_its_children(tmp_path):
     """In a spawned child it would start children too."""
     script = tmp_path / "mine.py"
     lines = [
-        "from mmray.processes import ProcessMap",
-        "results = ProcessMap(max, [1, 2], 1, 2, print)",
+        "from mmray.ordered_map import OrderedMap",
+        "from mmray.processes import ChildPool",
+        "results = OrderedMap(ChildPool(max, 1, 2, print), [1, 2])",
         "print(list(results))",
         "results.close()",
     ]
@@ -102,7 +108,7 @@ def sleep(number, after_crash):
 
 
 def test_interrupt_ends_a_map_whose_work_stalls():
-    results = ProcessMap(sleep, range(4), 2, 4, print)
+    results = make_map(sleep, range(4), 2, 4, print)
     ends = []
     thread = threading.Thread(target=lambda: ends.append(list(results)))
     thread.start()

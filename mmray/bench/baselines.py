@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
-from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import iter_blocks
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -146,13 +148,25 @@ class LoaderWorker:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def stream(self, iterator: Any, plan: SamplePlan) -> list[Arrival]:
-        """Consume mmray's stream to its end, in the micro-batches of a training worker."""
+    def stream(
+        self,
+        reader: RowReader,
+        start: ResumePoint,
+        consumers: int,
+        block_mb: float,
+        limits: DecoderLimits,
+    ) -> list[Arrival]:
+        """Consume this rank's part of mmray's stream to its end, in the micro-batches of a training
+        worker.
+        """
         arrivals = []
-        for block in iter_blocks(iterator):
-            arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
-            for _ in iter_micro_batches([block], plan.rank_rows, plan.rank_rows):
-                pass
+        rows = start.plan.rank_rows
+        blocks = rank_blocks(reader, start, self.rank, consumers, block_mb, limits, print)
+        with closing(blocks):
+            for block in blocks:
+                arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
+                for _ in iter_micro_batches([block], rows, rows):
+                    pass
         return arrivals
 
     def loader(

@@ -33,8 +33,8 @@ from mmray.config import Cluster, Inputs, Prepare
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import StreamDataConfig
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
@@ -169,11 +169,10 @@ def _build_loaders(
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
-        stream = StreamDataConfig(ResumePoint(window_plan, 0), reader, actors, block_mb)
-        shards = zip(consumers, stream.configure({"train": None}, plan.world_size), strict=True)
-        return list(
-            ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards])
-        )
+        decoders = max(1, actors // CONSUMERS)
+        limits = DecoderLimits(decoders, decoders, decoders)
+        arguments = reader, ResumePoint(window_plan, 0), CONSUMERS, block_mb, limits
+        return list(ray.get([actor.stream.remote(*arguments) for actor in consumers]))
 
     textbook = TextbookDataset(files, tokenizer_json, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer_json, SIDE, inputs.max_tokens)

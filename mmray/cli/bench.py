@@ -55,6 +55,8 @@ class LoaderCommand:
     """Size of a stream block in MB."""
     gpu_rate: float | None = None
     """Images/s that a device consumes; prints how many decode actors feed it."""
+    consumers: int = 0
+    """Measure only the stream of this many ranks, with a sleep in place of decoding; 0: compare."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 
@@ -125,9 +127,17 @@ def _step(command: StepCommand, console: ConsoleReporter) -> tuple[dict[str, Any
 
 def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str, Any], Table]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
+    if command.consumers:
+        from mmray.bench.stream_scale import bench_consumers
+
+        result = bench_consumers(command.consumers, command.window_s)
+        return result, rows_table(
+            result["rows"], {name: (name.replace("_", " "), ",.2f") for name in result["rows"][0]}
+        )
     from mmray.bench.loader import bench_loader
 
-    given = {name: value for name, value in vars(command).items() if name != "json"}
+    skipped = ("json", "consumers")
+    given = {name: value for name, value in vars(command).items() if name not in skipped}
     result = bench_loader(console.status, **given)
     columns = {
         "arm": ("", ""),

@@ -73,6 +73,11 @@ class Demand:
     worker_label_selector: LabelSelector = field(default_factory=dict)
     data_label_selector: LabelSelector = field(default_factory=dict)
 
+    def with_cpus(self, more: float) -> Demand:
+        """Return the demand with more CPUs for each worker."""
+        cpus = self.per_worker.get("CPU", 0.0) + more
+        return replace(self, per_worker=self.per_worker | {"CPU": cpus})
+
     def __str__(self) -> str:
         workers = (
             f"{self.workers} training worker{'s' * (self.workers != 1)} of "
@@ -137,7 +142,8 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
         ("training", demand.worker_label_selector),
         ("data", demand.data_label_selector),
     ):
-        if not any(node.matches_labels(selector) for node in nodes):
+        is_needed = purpose == "training" or demand.data_cpus
+        if is_needed and not any(node.matches_labels(selector) for node in nodes):
             fix = (
                 "Label a node, or in a run allow any "
                 f"(--cluster.{purpose.removesuffix('ing')}-label none)"

@@ -37,7 +37,7 @@ S3_ENV = (
     "AWS_DEFAULT_REGION",
     "AWS_EC2_METADATA_DISABLED",
 )
-INPUT_TASK_CPUS = 1  # for tasks that feed the decode actors
+INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -61,17 +61,21 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
 
 @contextmanager
-def data_session(cluster_config: Cluster) -> Iterator[None]:
+def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> Iterator[None]:
     """Connect to Ray for tasks of prepare, if it is asked for; otherwise they run in processes of
-    this machine.
+    this machine. Waits until a CPU is free, if the cluster cannot grow.
     """
     if not needs_ray(cluster_config):
         yield
         return
     with ray_session(cluster_config):
-        from mmray.cluster.placement import check_data_capacity
+        from mmray.cluster import placement
+        from mmray.cluster.waiting import wait_until_free
 
-        check_data_capacity(cluster_config)
+        placement.check_data_capacity(cluster_config)
+        if not cluster_config.wait_for_nodes and not placement.autoscaling_pools():
+            demand = placement.data_demand(cluster_config)
+            wait_until_free(demand, cluster_config.queue_timeout_s, log)
         yield
 
 
@@ -227,4 +231,5 @@ def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores:
     """
     workers = cluster_config.max_workers
     cpus = max(1, cluster_config.resolve_cpus(available_cores))
-    return max(available_cores, math.ceil(workers * cpus) + decode_actors + INPUT_TASK_CPUS)
+    decode_cpus = workers * math.ceil(decode_actors / workers)  # each worker has its own
+    return max(available_cores, math.ceil(workers * cpus) + decode_cpus + INPUT_TASK_CPUS)

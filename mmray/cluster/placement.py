@@ -228,6 +228,17 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     )
 
 
+def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
+    """Return the label selector of nodes for decode actors of other nodes' workers: data nodes, and
+    not the head, unless it is the only node.
+    """
+    selector = data_label_selector(setting, nodes)
+    heads = [node for node in nodes if HEAD_RESOURCE in node.resources]
+    if len(heads) == len(nodes):
+        return selector
+    return exclude_nodes(((node.labels or {})[NODE_ID] for node in heads), selector)
+
+
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     """Return the label selector of nodes for training workers.
 
@@ -256,13 +267,17 @@ def set_data_placement(cluster_config: Cluster) -> None:
     ray.data.DataContext.get_current().execution_options.label_selector = selector or None
 
 
+def data_demand(cluster_config: Cluster) -> Demand:
+    """Return what a job of Ray Data needs at least: a CPU of a data node."""
+    return Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, alive_nodes()))
+
+
 def check_data_capacity(cluster_config: Cluster) -> None:
     """Raise ResourceError if there can be no data node with a CPU, because Ray would wait
     forever.
     """
-    nodes = alive_nodes()
-    demand = Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, nodes))
-    missing = missing_capacity(demand, nodes, autoscaling_pools())
+    demand = data_demand(cluster_config)
+    missing = missing_capacity(demand, alive_nodes(), autoscaling_pools())
     if missing is not None and not cluster_config.wait_for_nodes:
         raise ResourceError(
             f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training "

@@ -86,6 +86,19 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
         ]
 
 
+def running_jobs() -> list[str]:
+    """Return ID, driver's address and PID of each other job that runs on the cluster."""
+    with _checked("the jobs"):
+        from ray._private.state import jobs
+
+        own = ray.get_runtime_context().get_job_id()
+        return [
+            f"{job['JobID']} of {job['DriverIPAddress']} (process {job['DriverPid']})"
+            for job in jobs()
+            if not job["IsDead"] and job["JobID"] != own
+        ]
+
+
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
     """Return name, resources per node and maximum nodes (negative: no limit) of each pool;
 

@@ -16,6 +16,15 @@ UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")
 _TERM = re.compile(r"(?:((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")
 
 
+def parse_range(text: int | str) -> tuple[int, int]:
+    """Parse `4` or `1-4` as (min, max). Raises ValueError for anything else, and below 1."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(text))
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ValueError(f"must be a number of at least 1, or a range such as 1-4 (got {text!r})")
+    return low, high
+
+
 class Section(BaseModel):
     """A frozen group of settings; unknown names and invalid values raise UsageError with the full
     setting name.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from mmray.config.base import Section
+from mmray.config.base import Section, parse_range
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
 DATA_TIMEOUT_S = 3600.0  # longest wait for rows: data nodes may be preempted and replaced meanwhile
@@ -55,7 +54,13 @@ class Cluster(Section, settings_prefix="cluster"):
     start_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Limit for nodes to start, for the first step, and for a compilation.",
+        description="Limit for the start of workers, the first step, and a compilation.",
+    )
+    queue_timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Limit for the resources of the workers: used by others, or of nodes that "
+        "start. Elastic runs start with fewer after start_timeout_s.",
     )
     hang_timeout_s: float = Field(
         180.0, gt=0, description="Restart the workers after this long without progress."
@@ -64,21 +69,17 @@ class Cluster(Section, settings_prefix="cluster"):
     @field_validator("workers")
     @classmethod
     def _check_range(cls, workers: int | str) -> int | str:
-        low, high = _range(workers)
-        if not 1 <= low <= high:
-            raise ValueError(
-                f"must be a number of at least 1, or a range such as 1-4 (got {workers!r})"
-            )
+        parse_range(workers)
         return workers
 
     @property
     def min_workers(self) -> int:
-        return _range(self.workers)[0]
+        return parse_range(self.workers)[0]
 
     @property
     def max_workers(self) -> int:
         """Number of workers for batch arithmetic and start-up checks."""
-        return _range(self.workers)[1]
+        return parse_range(self.workers)[1]
 
     def resolve_cpus(self, num_cores: int) -> float:
         """Return the CPUs per worker; `auto` is a worker's share of `num_cores`, at least 1."""
@@ -138,12 +139,6 @@ class Cluster(Section, settings_prefix="cluster"):
     @property
     def elastic(self) -> bool:
         return self.min_workers != self.max_workers
-
-
-def _range(workers: int | str) -> tuple[int, int]:
-    """Parse `4` or `1-4` as (min, max); return (0, 0) if invalid."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(workers))
-    return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
 class Run(Section, settings_prefix="run"):

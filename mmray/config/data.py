@@ -9,7 +9,7 @@ import tyro
 from pydantic import Field, field_validator, model_validator
 
 from mmray.builtin import COLUMNS, FORMATS
-from mmray.config.base import Section, parse_weighted_sum
+from mmray.config.base import Section, parse_range, parse_weighted_sum
 from mmray.errors import UsageError
 from mmray.storage.address import parse_host
 
@@ -178,8 +178,10 @@ class Data(Section, settings_prefix="data"):
     )
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
-    workers: int | Literal["auto"] = Field(
-        "auto", description="Decode actors; auto: by CPU cores and memory."
+    workers: int | str = Field(
+        "auto",
+        description="Decode processes of the run, or a range such as 4-32: more while training "
+        "waits for data; auto: at least one per training worker, at most what is free.",
     )
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only.")
     shuffle: bool = Field(
@@ -213,9 +215,22 @@ class Data(Section, settings_prefix="data"):
             raise UsageError(
                 "data.limit needs a single set; for a mixture, give the sets smaller weights"
             )
-        if isinstance(self.workers, int) and self.workers < 1:
-            raise ValueError(f"workers must be `auto` or at least 1 (got {self.workers})")
         return self
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, workers: int | str) -> int | str:
+        if workers != "auto":
+            try:
+                parse_range(workers)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto") from None
+        return workers
+
+    @property
+    def worker_range(self) -> tuple[int, int] | None:
+        """Least and largest number of decode processes; None: chosen automatically."""
+        return None if self.workers == "auto" else parse_range(self.workers)
 
     @field_validator("shuffle_blocks")
     @classmethod

@@ -39,7 +39,7 @@ class WorkerContext:
     eval_set: PreparedSet | None
     tokenizer_json: str
     batch_shape: BatchShape  # of the attempt
-    decode_actors: int = 1
+    decode_actors: int | None = 1  # of the run; None: their number follows the demand
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class DataBoundHint:
         """
         actors, prepared = self.context.decode_actors, self.context.reader.prepared
         sets: Any = getattr(prepared, "sets", (prepared,))
-        more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
         # margin for a crop
         side = getattr(self.context.config.model.inputs, "image_side", sys.maxsize)
         smaller = ceil(round(side * 1.14) / 32) * 32
@@ -101,7 +100,11 @@ class DataBoundHint:
         # 0: not re-encoded
         large = any(each == 0 or each > smaller for each in sides) and side < sys.maxsize
         shrink = f" or a set prepared with image side {smaller}" if large else ""
-        advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
+        if actors is None:
+            advice = f"more CPUs for decode actors{shrink}"
+        else:
+            more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
+            advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
         return (
             f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this "
             f"{self.device}"

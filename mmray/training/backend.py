@@ -39,8 +39,10 @@ class Attempt:
     checkpoint: AnyPath | None
     bad_rows: set[int]  # rows that earlier attempts could not read
 
-    def worker_context(self, decoders: int) -> WorkerContext:
-        """Return the context of each worker; `decoders` processes decode for all of them."""
+    def worker_context(self, decoders: int | None) -> WorkerContext:
+        """Return the context of each worker; `decoders` processes decode for all of them, or (None)
+        as many as they need.
+        """
         resolved, config = self.resolved, self.resolved.config
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
         reader: RowReader | ConversationReader

@@ -21,6 +21,7 @@ class Coordinator:
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
         self._stop_requested = self._stacks_requested = False
+        self._must_yield = False
 
     def push(self, message: dict[str, Any]) -> None:
         self._messages.append(message)
@@ -40,15 +41,15 @@ class Coordinator:
             {**record, "age_s": now_s - received_s} for record, received_s in latest
         ]
 
-    def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
+    def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool, bool]:
         """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks
-        are requested.
+        are requested, and whether CPUs that the run can do without are.
         """
         if "ended" in record:
             self._heartbeats.pop(record["rank"], None)
         else:
             self._heartbeats[record["rank"]] = (record, time.monotonic())
-        return self._stop_requested, self._stacks_requested
+        return self._stop_requested, self._stacks_requested, self._must_yield
 
     def record_bad_row(self, row: int) -> int:
         """Count an unreadable row; return the total over all ranks, 0 if the row was known."""
@@ -59,6 +60,10 @@ class Coordinator:
 
     def request_stop(self) -> None:
         self._stop_requested = True
+
+    def set_must_yield(self, must_yield: bool) -> None:
+        """Set whether others wait for resources of the cluster."""
+        self._must_yield = must_yield
 
     def request_stacks(self) -> None:
         self._stacks_requested = True

@@ -84,7 +84,7 @@ def train(
             check_classes(config)
             return _train(config, timeline, backend, should_stop)
     timeline.status("starting Ray")
-    actors = 1 if config.data.workers == "auto" else config.data.workers
+    actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train

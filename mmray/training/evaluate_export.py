@@ -267,15 +267,21 @@ def _score_on_ray(
     import ray.train
 
     from mmray.cluster.placement import alive_nodes
+    from mmray.cluster.waiting import ResourceWait, is_reserved
     from mmray.training import ray_backend
 
     config = config.with_cluster(workers=ray_backend.num_free_workers(config))
     on_gpu = "GPU" in ray_backend.resource_demand(config, with_data=False).per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
     coordinator, num_received = ray_backend.start_coordinator(set()), 0
+    demand = ray_backend.resource_demand(config, with_data=False)
+    queue_timeout_s = config.cluster.queue_timeout_s
+    wait = ResourceWait(demand, queue_timeout_s, reporter.log)
 
     def poll() -> None:
         nonlocal num_received
+        if not is_reserved(demand):
+            wait.poll()
         messages, _ = ray.get(coordinator.drain.remote(num_received))
         num_received += len(messages)
         for message in messages:
@@ -285,7 +291,7 @@ def _score_on_ray(
         coordinator.push.remote({"rows": num_rows})
 
     score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
-    trainer = ray_backend.torch_trainer(score, config, to_path(folder))
+    trainer = ray_backend.torch_trainer(score, config, to_path(folder), demand, queue_timeout_s)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:

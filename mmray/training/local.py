@@ -178,6 +178,12 @@ class LocalWorkers:
     def draining_nodes(self) -> dict[str, float]:
         return {}
 
+    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+        return False
+
+    def share_resources(self) -> None:
+        """This machine has no other reservations."""
+
     def num_more_workers(self) -> int:
         return 0
 
@@ -207,6 +213,6 @@ def num_decode_processes(config: Config, device: str) -> int:
     """Return the number of data processes: as configured; by default the cores that training
     leaves, at least one.
     """
-    if isinstance(config.data.workers, int):
-        return config.data.workers
+    if config.data.worker_range is not None:
+        return config.data.worker_range[1]
     return max(1, cores() - TRAINING_CORES) if device == "gpu" else 1

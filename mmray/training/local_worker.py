@@ -43,7 +43,7 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     stop = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
-        stop_requested, stacks_requested = channel.call(("heartbeat", record))
+        stop_requested, stacks_requested, _ = channel.call(("heartbeat", record))
         # In the heartbeat after the request: otherwise the loop stops after its step.
         if stop.is_set() and record.get("state") == "waiting_for_data":
             blocks.interrupt()

@@ -99,6 +99,12 @@ class Workers(Protocol):
     def draining_nodes(self) -> dict[str, float]:
         """Return the nodes that will be preempted: ID and time (epoch seconds, 0: unknown)."""
 
+    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+        """Return whether the workers have no resources yet; logs what they wait for."""
+
+    def share_resources(self) -> None:
+        """Give back what the attempt can do without, if others wait for resources."""
+
     def num_more_workers(self) -> int:
         """Return how many workers fit in addition, after requesting nodes for them if the cluster
         can grow.
@@ -233,6 +239,7 @@ class AttemptMonitor:
     _next_check_s: float = 0.0
     _data_wait_logs: int = 0  # of the present wait
     _next_capacity_s: float = 0.0
+    _next_share_s: float = 0.0
     _next_memory_s: float = 0.0
     _capacity_polls: int = 0
     _signalled: bool = False
@@ -255,6 +262,8 @@ class AttemptMonitor:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_INTERVAL_S
+        if not self.started and self.workers.waits_for_resources(self.reporter.log):
+            self._start_s = now_s
         self._check_start(now_s)
         if self.heartbeats and now_s >= self._next_memory_s:
             self._sample_memory(now_s)
@@ -265,6 +274,9 @@ class AttemptMonitor:
             self._check_hang(now_s)
             self._log_data_wait()
             self._check_preemption()
+            if now_s >= self._next_share_s:
+                self._next_share_s = now_s + CAPACITY_INTERVAL_S
+                self.workers.share_resources()
             if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
                 self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
                 self._check_capacity()

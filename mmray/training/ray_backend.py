@@ -30,16 +30,16 @@ from mmray.cluster.capacity import (
     NODE_ID,
     Demand,
     LabelSelector,
-    Node,
     exclude_nodes,
     fits,
+    max_cluster,
     missing_capacity,
     num_workers_that_fit,
 )
-from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
+from mmray.cluster.waiting import Contention, ResourceWait, is_reserved
 from mmray.config import Config
-from mmray.data.stream.stream import StreamDataConfig
+from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import BACKENDS
 from mmray.errors import (
@@ -64,6 +64,8 @@ JOIN_INTERVAL_S = 0.25
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
 STABLE_POLLS, MAX_POLLS = 4, 20
 FREE_WAIT_S = 4.0
+ACTOR_GIB, BLOCKS_PER_ACTOR = 0.5, 4  # memory of a decode actor
+MAX_DECODERS = 1024  # of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
 # which ranks connect.
@@ -216,31 +218,38 @@ class RayWorkers:
         self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
         self.world = attempt.config.cluster.max_workers
         self.coordinator = start_coordinator(attempt.bad_rows)
-        demand = resource_demand(attempt.config, excluded=excluded)
-        start = resume_point(attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape)
-        # Counted for the largest group, so that CPUs for the workers of a later, larger group stay
-        # free.
-        actors = num_decode_actors(
-            self.config.with_cluster(accelerator=attempt.config.cluster.accelerator)
+        # As for the largest group: a smaller one needs no more CPUs for each worker.
+        demand = replace(resource_demand(self.config, excluded=excluded), workers=self.world)
+        self._demand = demand
+        self._wait: ResourceWait | None = None
+        self._contention = Contention()
+        cluster = self.config.cluster
+        # A group of more than the least number does not wait for what others took meanwhile.
+        self._queue_timeout_s = (
+            cluster.start_timeout_s if self.world > cluster.min_workers else cluster.queue_timeout_s
         )
-        context = attempt.worker_context(actors)
-        selector = nodes.excluding_unavailable(demand.data_label_selector)
-        stream = StreamDataConfig(
-            start, context.reader, actors, self.config.data.block_mb, selector, self.coordinator
-        )
+        limits = decoder_limits(self.config, demand)
+        is_fixed = limits.minimum == limits.maximum
         self.trainer = torch_trainer(
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
+            demand,
+            self._queue_timeout_s,
             name=f"attempt-{attempt.fencing_token}",
             label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
             train_loop_config={
-                "context": context,
-                "resume_point": start,
+                "context": attempt.worker_context(
+                    limits.minimum * self.world if is_fixed else None
+                ),
+                "resume_point": resume_point(
+                    attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape
+                ),
                 "coordinator": self.coordinator,
+                "decoders": replace(
+                    limits, label_selector=nodes.excluding_unavailable(limits.label_selector) or {}
+                ),
             },
-            datasets=stream.datasets(),
-            dataset_config=stream,
         )
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
@@ -269,9 +278,20 @@ class RayWorkers:
     def draining_nodes(self) -> dict[str, float]:
         return placement.draining_nodes()
 
+    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+        if self._wait is None:
+            self._wait = ResourceWait(self._demand, self._queue_timeout_s, log)
+        if is_reserved(self._demand):
+            return False
+        self._wait.poll()
+        return True
+
+    def share_resources(self) -> None:
+        self.coordinator.set_must_yield.remote(self._contention.must_yield())
+
     def num_more_workers(self) -> int:
         request_nodes(self.config, self.autoscaler, self.world, self._excluded)
-        demand = resource_demand(self.config, with_data=False, excluded=self._excluded)
+        demand = resource_demand(self.config, excluded=self._excluded)
         remaining = replace(demand, workers=demand.workers - self.world)
         return num_workers_that_fit(remaining, placement.schedulable_nodes().nodes)
 
@@ -363,9 +383,9 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
         return None
     waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
     return ResourceError(
-        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): "
-        "their nodes are in use "
-        "or did not start. Check `ray status` on the head, and rerun the same command to resume"
+        f"the workers got no resources within {waited_s:g} s (cluster.queue_timeout_s, or "
+        "start_timeout_s for more workers than an elastic run needs): their nodes are in use or "
+        "did not start. Check `ray status` on the head, and rerun the same command to resume"
     )
 
 
@@ -375,26 +395,43 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 def resource_demand(
     config: Config, with_data: bool = True, excluded: Collection[str] = ()
 ) -> Demand:
-    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can
-    add, any.
+    """Return the run's workers; accelerator `auto`: GPUs if the cluster has, or can add, any.
+
+    With data, the CPUs of a worker include those of its decode actors, if that leaves CPUs for all
+    workers. So one reservation has all that the run cannot train without.
 
     `excluded` are IDs of nodes on which no worker may start.
     """
     nodes, cluster = placement.alive_nodes(), config.cluster
+    pools = placement.autoscaling_pools()
     per_worker = {"CPU": cluster.num_cpus}
-    pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
-    has_gpus = any(node.resources.get("GPU") for node in [*nodes, *pools])
+    resources = [each.resources for each in nodes] + [pool.resources for pool in pools]
+    has_gpus = any(each.get("GPU") for each in resources)
     if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
         per_worker["GPU"] = float(num_gpus(config))
-    actors = config.data.workers if isinstance(config.data.workers, int) else 1
     train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
-    return Demand(
+    demand = Demand(
         cluster.max_workers,
         per_worker | cluster.resources_per_worker,
-        actors + INPUT_TASK_CPUS if with_data else 0,
+        0,
         exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
         placement.data_label_selector(cluster.data_label, nodes),
     )
+    if not with_data:
+        return demand
+    largest = nodes if cluster.wait_for_nodes else max_cluster(demand, nodes, pools)
+    num_fitting = num_workers_that_fit(demand, largest)
+    for decode_cpus in range(min_decoders(config), 0, -1):
+        with_decoders = demand.with_cpus(decode_cpus)
+        if num_workers_that_fit(with_decoders, largest) == num_fitting:
+            return with_decoders
+    return demand
+
+
+def min_decoders(config: Config) -> int:
+    """Return the least number of decode actors of each worker."""
+    low, _ = config.data.worker_range or (1, 1)
+    return math.ceil(low / config.cluster.max_workers)
 
 
 def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
@@ -403,7 +440,7 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
     `excluded` are IDs of nodes that the run cannot use.
     """
     if config.cluster.wait_for_nodes:
-        return  # limits unknown: cluster.start_timeout_s ends the wait
+        return  # limits unknown: cluster.queue_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
     labels = [node.labels or {} for node in placement.alive_nodes()]
     nodes = [
@@ -419,15 +456,15 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers, without data, fit the free resources. Raises ResourceError."""
+    """Return how many workers, without data, fit the free resources; at least the minimum, which
+    has to wait then.
+
+    Raises ResourceError if the cluster can never have the minimum.
+    """
+    check_capacity(config, with_data=False)
     demand = resource_demand(config, with_data=False)
     minimum = replace(demand, workers=config.cluster.min_workers)
     free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
-    can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
-    if not can_grow and (missing := missing_capacity(minimum, free)):
-        raise ResourceError(
-            f"with the resources that are free now, {missing}; or wait until other jobs have ended"
-        )
     return max(num_workers_that_fit(demand, free), minimum.workers)
 
 
@@ -493,16 +530,17 @@ def torch_trainer(
     loop: Callable[..., Any],
     config: Config,
     folder: AnyPath,
+    demand: Demand,
+    queue_timeout_s: float,
     name: str | None = None,
     label_selector: LabelSelector | None = None,
     **trainer_options: Any,
 ) -> TorchTrainer:
-    """Return Ray Train's trainer of `loop`, without retries; its small files are written to
-    `folder`/ray.
+    """Return Ray Train's trainer of `loop`, without retries, with the workers of `demand`, for
+    whose resources it waits `queue_timeout_s`; its small files are written to `folder`/ray.
     """
     # Ray would wait forever
-    os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)
-    demand = resource_demand(config, with_data=False)
+    os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
     no_retries: Any = {
         "max_failures": 0,
         "controller_failure_limit": 0,
@@ -539,34 +577,22 @@ def is_single_node(config: Config) -> bool:
     )
 
 
-def num_decode_actors(config: Config) -> int:
-    """Return the number of decode actors: as configured, or as many as cores and memory of the data
-    nodes allow.
+def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
+    """Return the decode actors of each worker, and the nodes that may have more of them.
+
+    `auto` is limited by cores and memory of a single machine, whose CPUs Ray may count higher
+    (connect.num_local_cpus). On a cluster, each further actor asks Ray for a CPU and memory.
     """
-    if isinstance(config.data.workers, int):
-        return config.data.workers
-    demand, pools = resource_demand(config), placement.autoscaling_pools()
-    cpu_pools = [
-        Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")
-    ]
-    selector = demand.data_label_selector
-    data_nodes, pool_nodes = (
-        [
-            node.resources
-            for node in group
-            if node.matches_labels(selector) and node.resources.get("CPU")
-        ]
-        for group in (placement.alive_nodes(), cpu_pools)
-    )
-    # one node of each pool while no data node has started
-    node_resources = data_nodes or pool_nodes
-    cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
-    memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
-    # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
-    if is_single_node(config):
-        cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
-    separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
-    worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)
-    # Each actor needs a CPU that no worker uses, and memory for itself and its blocks.
-    actor_gib = 0.5 + 4 * config.data.block_mb / 1024
-    return max(1, int(min(cpus - worker_cpus, memory_gib * 0.5 / actor_gib)))
+    minimum = min_decoders(config)
+    reserved = demand.per_worker["CPU"] - resource_demand(config, False).per_worker["CPU"]
+    selector = placement.decode_label_selector(config.cluster.data_label, placement.alive_nodes())
+    if config.data.worker_range is not None:
+        maximum = math.ceil(config.data.worker_range[1] / config.cluster.max_workers)
+    elif is_single_node(config):
+        training_cpus = demand.workers * config.cluster.num_cpus
+        actor_gib = ACTOR_GIB + BLOCKS_PER_ACTOR * config.data.block_mb / 1024
+        total = min(cores() - training_cpus, free_memory() / 2**30 / 2 / actor_gib)
+        maximum = int(total / demand.workers)
+    else:
+        maximum = MAX_DECODERS
+    return DecoderLimits(max(1, int(reserved)), minimum, max(minimum, maximum), selector)

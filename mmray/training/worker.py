@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 
-from mmray.data.stream.stream import iter_blocks
+from mmray.data.stream.actors import rank_blocks
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
@@ -31,19 +32,24 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     context, start = arguments["context"], arguments["resume_point"]
     this_worker = ray.get_runtime_context()
     stop = threading.Event()
+    must_yield = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         """Send a heartbeat, and read the driver's requests (none, if the coordinator does not
         answer).
         """
         try:
-            stop_requested, stacks_requested = ray.get(
+            stop_requested, stacks_requested, yield_requested = ray.get(
                 coordinator.heartbeat.remote(record), timeout=5
             )
         except (ray.exceptions.RayError, TimeoutError):
             return False
         if stop_requested:
             stop.set()
+        if yield_requested:
+            must_yield.set()
+        else:
+            must_yield.clear()
         return bool(stacks_requested)
 
     node = this_worker.get_node_id()
@@ -61,10 +67,19 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         heartbeat=heartbeat,
     )
     try:
-        with heartbeat.running(start.step):
+        # Before the imports, so that the decode actors start meanwhile.
+        blocks = rank_blocks(
+            context.reader,
+            start,
+            rank,
+            ray.train.get_context().get_local_world_size(),
+            context.config.data.block_mb,
+            arguments["decoders"],
+            lambda text: coordinator.push.remote({"note": text, "label": "data"}),
+            must_yield.is_set,
+        )
+        with heartbeat.running(start.step), closing(blocks):
             driver.stage(IMPORTING)
-            # Before the imports, because ranks wait here for rank 0, which may import more slowly.
-            blocks = iter_blocks(ray.train.get_dataset_shard("train"))
             device = ray.train.torch.get_device()
             # Imported here: the driver imports this module without the engine, 2 s of CPU time.
             from mmray.engine.worker import train_worker

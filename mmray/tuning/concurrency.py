@@ -10,12 +10,13 @@ from mmray.cluster.capacity import Demand, Node, Pool, fits, max_cluster, max_co
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config
-from mmray.training.ray_backend import is_single_node, num_decode_actors, resource_demand
+from mmray.training.ray_backend import is_single_node, min_decoders, resource_demand
 from mmray.tuning.trials import TrialResources
 
 # Decode actors of ended trials release their CPUs with a delay.
 FREE_WAIT_S = 10.0
 MAX_CONCURRENT = 64
+MAX_DATA_NODES = 1000  # that are counted, of a pool without a limit
 # Memory of the driver process of a trial, on the head node.
 DRIVER_GIB = 1.0
 
@@ -30,8 +31,9 @@ def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
     if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
     if resources.decode_actors is not None and config.data.workers == "auto":
-        decode_actors = min(num_decode_actors(config), resources.decode_actors)
-        config = config.replace(data=config.data.replace(workers=decode_actors))
+        workers = config.cluster.max_workers
+        most = max(workers, resources.decode_actors)
+        config = config.replace(data=config.data.replace(workers=f"{workers}-{most}"))
     return config
 
 
@@ -64,8 +66,11 @@ def plan_resources(
     cpus_per_worker = None
     if wanted > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
         # `auto` would give all cores of the machine to each trial.
-        cpus_per_worker = _shared_cpus_per_worker(nodes[0].resources["CPU"], wanted, demand)
-        demand = replace(demand, per_worker=demand.per_worker | {"CPU": cpus_per_worker})
+        decode_cpus = max(map(min_decoders, configs))
+        share = nodes[0].resources["CPU"] / wanted / demand.workers
+        cpus_per_worker = float(max(1, int(share) - decode_cpus))
+        per_worker = demand.per_worker | {"CPU": cpus_per_worker + decode_cpus}
+        demand = replace(demand, per_worker=per_worker)
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, nodes) else 0.0)
     num_concurrent, decode_actors = fit_trials(free, nodes, demand, wanted, pools)
     if num_concurrent == 1:
@@ -80,11 +85,6 @@ def _max_drivers(nodes: Sequence[Node]) -> int:
     if not memory_bytes:
         return MAX_CONCURRENT
     return min(MAX_CONCURRENT, max(1, int(memory_bytes / 2**30 / DRIVER_GIB)))
-
-
-def _shared_cpus_per_worker(cpus: float, num_trials: int, demand: Demand) -> float:
-    """Return the CPUs of each worker if the trials share one machine; at least 1."""
-    return float(max(1, int((cpus / num_trials - demand.data_cpus) / demand.workers)))
 
 
 def fit_trials(
@@ -105,12 +105,13 @@ def fit_trials(
         wanted: Upper limit of the number of trials.
         pools: Nodes that an autoscaler can add.
     """
-    combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
+    # Decode actors may be on all nodes of a pool.
+    combined = replace(demand, workers=demand.workers * wanted, data_cpus=MAX_DATA_NODES)
     cluster = max_cluster(combined, free, pools)
     num_concurrent = max_concurrent(demand, cluster, wanted)
     if num_concurrent == 0:
         num_concurrent = 1
-        cluster = max_cluster(demand, nodes, pools)
+        cluster = max_cluster(replace(demand, data_cpus=MAX_DATA_NODES), nodes, pools)
     data_nodes = [node for node in cluster if node.matches_labels(demand.data_label_selector)]
     cpus = sum(node.resources.get("CPU", 0.0) for node in data_nodes)
     worker_cpus = 0.0

@@ -20,6 +20,7 @@ from mmray.training.local import WorkerFailed
 from mmray.training.ray_backend import (
     RayBackend,
     is_worker_lost,
+    resource_demand,
     run_in_thread,
     start_timeout_error,
     torch_trainer,
@@ -54,10 +55,13 @@ class ShapeGroup:
             .options(num_cpus=0, scheduling_strategy=driver_node)
             .remote(set())
         )
+        config = task.config.with_cluster(workers=self.workers)
         trainer = torch_trainer(
             _measure_in_worker,
-            task.config.with_cluster(workers=self.workers),
+            config,
             self._scratch,
+            resource_demand(config, with_data=False),
+            config.cluster.queue_timeout_s,
             name=f"shapes-{self._groups}",
             train_loop_config={"task": task, "coordinator": coordinator},
         )

@@ -33,6 +33,7 @@ RESUMABLE_CHANGES = (
     "run",
     "cluster.address",
     "cluster.start_timeout_s",
+    "cluster.queue_timeout_s",
     "data.cache",
     "data.local_cache",
     "data.local_cache_gb",

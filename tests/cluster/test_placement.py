@@ -51,6 +51,6 @@ def test_unavailable_nodes_are_excluded_in_addition():
     }
 
 
-@pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
+@pytest.mark.parametrize(("actors", "cpus"), [(1, 5), (3, 7), (64, 67)])
 def test_local_cluster_has_a_cpu_for_each_actor(actors, cpus):
     assert num_local_cpus(Cluster(workers=2), actors, available_cores=2) == cpus

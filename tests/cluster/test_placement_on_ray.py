@@ -67,11 +67,11 @@ def test_rank_without_rows_takes_the_steps_of_the_others(placed):
     assert marks(placed.path) == list(expected_marks(STEPS, 5, 4))
 
 
-def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(placed, joined_roles):
+def test_decoding_starts_on_the_nodes_of_workers_and_nothing_on_the_head(placed, joined_roles):
     found = actors_by_role(joined_roles)
-    decoders = [roles for name, roles in found.items() if "MapWorker" in name]
+    decoders = [roles for name, roles in found.items() if "DecodeActor" in name]
     trainers = [roles for name, roles in found.items() if "RayTrainWorker" in name]
-    assert decoders and all(roles == {"data"} for roles in decoders), found
+    assert decoders and all(roles == {"train"} for roles in decoders), found
     assert trainers and all(roles == {"train"} for roles in trainers), found
 
 
@@ -94,25 +94,17 @@ def test_impossible_run_is_refused_without_a_wait(joined_roles, tmp_path, settin
     assert not (tmp_path / "never").exists()
 
 
-def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
-    """The nodes are large enough, but their resources are taken. Training ends at the start
-    timeout; evaluation, which can be repeated later, ends after a check of the free resources."""
+def test_end_of_the_wait_for_resources_is_a_resource_error(joined_roles, tmp_path):
+    """The nodes are large enough, but their resources are taken."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     blocker = ray.util.placement_group(
         [{"CPU": 3}] * 2, bundle_label_selector=[{ROLE_LABEL: "train"}] * 2
     )
     ray.get(blocker.ready(), timeout=120)
-    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS).with_cluster(start_timeout_s=5)
+    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS).with_cluster(queue_timeout_s=5)
     try:
-        with pytest.raises(
-            ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"
-        ):
+        with pytest.raises(ResourceError, match=r"5 s \(cluster.queue_timeout_s"):
             train(wanted, Silent())
-        began_s = time.monotonic()
-        with pytest.raises(
-            ResourceError, match=r"resources that are free now, 2 training workers.*wait until"
-        ):
-            num_free_workers(wanted)
-        assert time.monotonic() - began_s < 60
+        assert num_free_workers(wanted) == 2  # they would wait, too
     finally:
         ray.util.remove_placement_group(blocker)

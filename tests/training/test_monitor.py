@@ -255,6 +255,9 @@ class FakeWorkers:
             self.coordinator.push(message)
         self.coordinator.heartbeat(vars(replace(beat(0), pid=pid)) | {"where": "loop.py:1 in run"})
 
+    def share_resources(self):
+        pass
+
     def drain(self, num_received):
         messages, records = self.coordinator.drain(num_received)
         return messages, [{**record, "age_s": 0.0} for record in records]

@@ -18,9 +18,10 @@ from mmray.errors import ResourceError
 from mmray.training import ray_backend
 from mmray.training.driver import describe_idle
 from mmray.training.ray_backend import (
+    MAX_DECODERS,
     RayBackend,
     check_capacity,
-    num_decode_actors,
+    decoder_limits,
     num_free_workers,
     resource_demand,
     torch_trainer,
@@ -31,6 +32,8 @@ LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": 
 HEAD = Node({"CPU": 4.0, ray_internals.HEAD_RESOURCE: 1.0}, {"ray.io/node-id": "h"})
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * GIB}, {"ray.io/node-id": "g"})
 CPU_NODE = Node({"CPU": 16.0, "memory": 64 * GIB}, {"ray.io/node-id": "c"})
+FULL_NODE = Node({"CPU": 4.0, "GPU": 4.0, "memory": 64 * GIB}, {"ray.io/node-id": "f"})
+NO_CPUS = Node({"CPU": 0.0}, {ROLE_LABEL: "head", "ray.io/node-id": "n"})
 OTHER_GPU_NODE = Node(GPU_NODE.resources, {"ray.io/node-id": "o"})
 POOLS = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
 
@@ -52,26 +55,41 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "pools", "section", "data", "actors"),
-    [  # one node: real cores and free memory; several: the CPUs of data nodes
-        ([LAPTOP], [], Cluster(workers=2), Data(), 6),  # limited by real cores, not by Ray's CPUs
+    ("nodes", "pools", "section", "data", "cpus", "limits"),
+    [  # cpus of a worker, with decoding; limits: reserved, least and most decode actors of each
+        # one node: limited by its 8 cores, not by Ray's 12 CPUs, of which workers use 2
+        ([LAPTOP], [], Cluster(workers=2), Data(), 2, (1, 1, 3)),
         # 2.5 GiB each, within half of the memory
-        ([LAPTOP], [], Cluster(workers=2), Data(block_mb=512), 4),
-        ([LAPTOP], [], Cluster(workers="2-8"), Data(), 1),
-        ([LAPTOP], [], Cluster(workers=2), Data(workers=11), 11),  # an explicit number is kept
-        # 16, the head's 4, and one for the feed
-        ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 19),
-        # workers take 8 of 20
-        ([HEAD, CPU_NODE], [], Cluster(workers=4, cpus_per_worker=2.0), Data(), 11),
-        # one node of the CPU pool
-        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, Cluster(workers=4), Data(), 15),
+        ([LAPTOP], [], Cluster(workers=2), Data(block_mb=512), 2, (1, 1, 2)),
+        ([LAPTOP], [], Cluster(workers=2), Data(workers=11), 6, (5, 6, 6)),
+        ([LAPTOP], [], Cluster(workers=2), Data(workers="2-16"), 2, (1, 1, 8)),
+        # several nodes: as many as get a CPU
+        ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 2, (1, 1, MAX_DECODERS)),
+        # a CPU each for decoding would leave CPUs for two workers only: they share those of workers
+        ([HEAD, FULL_NODE], [], Cluster(workers=4), Data(), 1, (1, 1, MAX_DECODERS)),
+        ([NO_CPUS], POOLS, Cluster(workers=4), Data(workers=8), 3, (2, 2, 2)),
     ],
 )
-def test_decode_actors_use_cores_and_memory_of_data_nodes(
-    cluster, nodes, pools, section, data, actors
+def test_decode_actors_of_a_worker_are_reserved_with_it(
+    cluster, nodes, pools, section, data, cpus, limits
 ):
     cluster(nodes, pools)
-    assert num_decode_actors(Config(cluster=section, data=data)) == actors
+    config = Config(cluster=section, data=data)
+    demand = resource_demand(config)
+    assert (demand.per_worker["CPU"], demand.data_cpus) == (cpus, 0)
+    found = decoder_limits(config, demand)
+    assert (found.reserved, found.minimum, found.maximum) == limits
+
+
+def test_further_decode_actors_run_on_data_nodes_and_not_on_the_head(cluster):
+    cluster([HEAD, GPU_NODE, CPU_NODE])
+    config = Config(cluster=Cluster(workers=4))
+    selector = decoder_limits(config, resource_demand(config)).label_selector
+    nodes = [HEAD, GPU_NODE, CPU_NODE]
+    assert [node.matches_labels(selector) for node in nodes] == [False, False, True]
+    cluster([HEAD])
+    selector = decoder_limits(config, resource_demand(config)).label_selector
+    assert HEAD.matches_labels(selector)  # the only node
 
 
 @pytest.mark.parametrize(
@@ -95,13 +113,13 @@ def test_workers_have_gpus_if_the_cluster_has_any(cluster, nodes, settings, gpus
             [HEAD, GPU_NODE],
             8,
             "ddp",
-            r"8 training workers of 1 CPU and 1 GPU.*--cluster\.workers 4 would fit.*cpu",
+            r"8 training workers of 2 CPU and 1 GPU.*--cluster\.workers 4 would fit.*cpu",
         ),
         (
             [HEAD, GPU_NODE],
             "3-4",
             "branches",
-            r"3 training workers of 1 CPU and 2 GPU.*--cluster\.workers 2 would",
+            r"3 training workers of 2 CPU and 2 GPU.*--cluster\.workers 2 would",
         ),
     ],
 )
@@ -121,14 +139,13 @@ def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
 
 
 def test_node_is_excluded_if_the_run_fits_on_others(cluster):
-    """Workers of later attempts avoid it; data is still decoded there."""
+    """Workers of later attempts avoid it."""
     config = Config(cluster=Cluster(workers="1-8", accelerator="gpu"))
     cluster([HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE])
     backend = RayBackend()
     assert backend.exclude_node(config, "g")
     demand = resource_demand(config, excluded=backend._excluded)
     assert num_workers_that_fit(demand, [HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE]) == 4
-    assert not demand.data_label_selector or "!in(g)" not in demand.data_label_selector.values()
     assert not backend.exclude_node(config, "o") and backend._excluded == {"g"}  # the last one
     assert not RayBackend().exclude_node(Config(cluster=Cluster(workers=8, accelerator="gpu")), "g")
     cluster([HEAD, CPU_NODE, GPU_NODE], [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)])
@@ -193,12 +210,10 @@ def test_evaluation_takes_free_workers(cluster, monkeypatch):
     monkeypatch.setattr(ray_backend, "FREE_WAIT_S", 0.0)
     assert num_free_workers(config) == 3
     free[:] = [Node({"CPU": 1.0})]
-    with pytest.raises(
-        ResourceError, match=r"resources that are free now, 2 training workers.*wait until"
-    ):
+    assert num_free_workers(config) == 2  # they wait until others have ended
+    cluster([Node({"CPU": 1.0})])
+    with pytest.raises(ResourceError, match=r"2 training workers.*the cluster has 1 CPU"):
         num_free_workers(config)
-    cluster([LAPTOP], POOLS)
-    assert num_free_workers(config) == 2  # the cluster grows
 
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -223,7 +238,7 @@ def test_process_group_has_backend_timeout_and_interface(
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
-    trainer = torch_trainer(lambda: None, config, tmp_path)
+    trainer = torch_trainer(lambda: None, config, tmp_path, resource_demand(config), 600.0)
     calls, groups, selected = [], [], []
     monkeypatch.setattr(ray_backend, "get_node_ip_address", own_ip := lambda: ips[1])
     monkeypatch.setattr(ray_backend, "set_network_interface", selected.append)

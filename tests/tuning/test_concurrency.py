@@ -45,7 +45,7 @@ THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
         ([], [], GPU_WORKERS, 4, GPUS_2, (1, 13)),
         # empty pools count: one GPU and a fourth of 128 CPUs
         ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),
-        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 47)),
+        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 63)),
         ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, (4, 31)),
     ],
 )
@@ -69,7 +69,7 @@ def place_nodes(monkeypatch):
 def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     place_nodes([HEAD], POOLS)
     assert plan_resources(ONE_WORKER, None, 6) == TrialResources(4, 31)
-    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2, 47)
+    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2, 63)
     assert plan_resources(ONE_WORKER, None, 1) == TrialResources()  # the whole cluster
     place_nodes(CPUS_16)
     assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 1
@@ -77,13 +77,13 @@ def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
 
 
 def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
-    """8 cores, of which Ray counts 10 CPUs: each trial has 2 for its data."""
+    """8 cores, of which Ray counts 10 CPUs: each trial has one for its data."""
     monkeypatch.setattr(placement, "available_cores_if_local", lambda: 8)
     place_nodes(nodes(1, CPU=10.0))
     resources = plan_resources(ONE_WORKER, 2, 6)
-    assert resources == TrialResources(2, 1, 3.0)
+    assert resources == TrialResources(2, 1, 4.0)
     config = apply_trial_resources(ONE_WORKER[0], resources)
-    assert (config.cluster.cpus_per_worker, config.data.workers) == (3.0, 1)
+    assert (config.cluster.cpus_per_worker, config.data.workers) == (4.0, "1-1")
     assert apply_trial_resources(ONE_WORKER[0], TrialResources()) == ONE_WORKER[0]
 
 

@@ -19,7 +19,8 @@ from mmray import errors
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import ProcessMap
+from mmray.ordered_map import OrderedMap
+from mmray.processes import ChildPool
 from mmray.storage.paths import AnyPath, file_size, write_atomic
 
 MAX_TASKS = 2000  # with more items, several share a task
@@ -67,7 +68,8 @@ def _map_in_processes(
             )
 
     processes = min(len(items), cores())
-    with closing(ProcessMap(run_item, items, processes, 2 * processes, on_crash)) as results:
+    pool: ChildPool[Any, Result] = ChildPool(run_item, processes, 2 * processes, on_crash)
+    with closing(OrderedMap(pool, items)) as results:
         yield from results
 
 

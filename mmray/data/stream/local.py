@@ -8,48 +8,27 @@ its step. The training process receives only the small columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.blocks import join_blocks
+from mmray.data.stream.decoder import BlockDecoder
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
 from mmray.data.stream.slots import PixelSlots
+from mmray.data.stream.stream import RankBlocks
 from mmray.errors import ResourceError
-from mmray.processes import ProcessMap
+from mmray.processes import ChildPool
+
+if TYPE_CHECKING:
+    from mmray.data.vlm.reader import ConversationReader
 
 # at most: smaller blocks of a step are divided more evenly between the processes
 BLOCK_MB = 8.0
 # of the shared memory, unless two slots need more; then fewer blocks are read ahead
 MAX_SLOTS_MB = 2000.0
 MAX_CRASHES = 5
-
-
-class BlockReader:
-    """The work of a data process; after a crash it decodes in another child process first, which
-    names the image.
-    """
-
-    def __init__(self, reader: RowReader, blocks: BlockPlan, slots: PixelSlots | None) -> None:
-        self.reader = reader
-        self.blocks = blocks
-        self.slots = slots
-
-    def __call__(self, number: int, after_crash: bool) -> Block:
-        """Return the columns of a block without `image`, which is in its part of its slot."""
-        if after_crash and self.reader.subprocess_decoder is None:
-            self.reader.subprocess_decoder = SubprocessDecoder()
-        positions = self.blocks.positions(number)
-        if self.slots is None:
-            return self.reader.read_block(self.blocks.plan, positions)
-        group, part = divmod(number, self.blocks.blocks_per_step)
-        slot = self.slots.pixels[group % len(self.slots.pixels)]
-        first = part * len(positions)
-        pixels = slot[first : first + len(positions)]
-        block = self.reader.read_block(self.blocks.plan, positions, pixels)
-        del block["image"]
-        return block
 
 
 class LocalBlocks:
@@ -65,7 +44,7 @@ class LocalBlocks:
 
     def __init__(
         self,
-        reader: RowReader,
+        reader: RowReader | ConversationReader,
         start: ResumePoint,
         block_mb: float,
         num_processes: int,
@@ -94,13 +73,10 @@ class LocalBlocks:
                 )
             warn(CRASH_NOTE.format(process="a data process"))
 
-        self._parts = ProcessMap(
-            BlockReader(reader, blocks, self._slots),
-            range(blocks.count),
-            min(num_processes, blocks.count),
-            in_flight,
-            on_crash,
-        )
+        decoder = BlockDecoder(reader, blocks, self._slots)
+        pool = ChildPool(decoder, min(num_processes, blocks.count), in_flight, on_crash)
+        # Never late: a process that is replaced could still write to a slot that is used again.
+        self._parts = RankBlocks(blocks, 0, pool, late_s=None)
 
     @property
     def pixels(self) -> np.ndarray | None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -23,8 +24,10 @@ from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet, hash_key
-from mmray.data.stream import stream as stream_module
+from mmray.data.stream import actors
+from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from tests.data.images.crashing_images import NEED, deadly, decoder_dies, decoder_finds_no_memory
@@ -39,12 +42,12 @@ def pack_task(decoder, item, job):
         return _pack_task(item, job)
 
 
-class DecodeActor(stream_module.DecodeActor):
+class CrashingActor(DecodeActor):
     """The stream's actor with the crashing decoder."""
 
-    def __call__(self, batch):
+    def decode(self, number, careful):
         with decoder_dies():
-            return super().__call__(batch)
+            return super().decode(number, careful)
 
 
 def make_source(folder, count, bad):
@@ -191,12 +194,16 @@ def test_contamination_check_survives_crashing_images(tmp_path, monkeypatch, loc
 
 
 @ray.remote(num_cpus=0)
-def consume(iterator):
-    return list(iterator.iter_batches(batch_size=None, batch_format="numpy"))
+def consume(reader, plan):
+    with patch.object(actors, "DecodeActor", CrashingActor):
+        start, limits = ResumePoint(plan, 0), DecoderLimits(1, 1, 1)
+        blocks = actors.rank_blocks(reader, start, 0, 1, 0.01, limits, print)
+        with closing(blocks):
+            return list(blocks)
 
 
 @pytest.mark.cluster
-def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
+def test_index_only_stream_skips_crashing_row(tmp_path, local_ray):
     source, out = make_source(tmp_path / "raw", 40, [17]), str(tmp_path / "out")
     prepare(
         str(source), out, Prepare(rows_per_shard=16, vocab_size=60, index_only=True, check="none")
@@ -204,9 +211,7 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, seed=0, steps=20)  # two epochs
-    monkeypatch.setattr(stream_module, "DecodeActor", DecodeActor)
-    made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, num_actors=1, block_mb=0.01)
-    blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
+    blocks = ray.get(consume.remote(reader, plan))
     column = {
         name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")
     }

@@ -1,22 +1,31 @@
-"""The stream on Ray: rows in sample order for any number of workers, from any step."""
+"""The stream: rows in sample order for any number of workers, from any step."""
 
+import copy
 import itertools
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
 import ray
 import torch
 
+from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Augment, ChatInputs, Inputs
 from mmray.data.store.prepared_set import hash_key
+from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.decoder import BlockDecoder
 from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import StreamDataConfig
+from mmray.data.stream.stream import RankBlocks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.requests import TransientStorageError
 from mmray.training.ray_backend import root_cause
@@ -45,37 +54,70 @@ def reader(readers):
     return readers[117]
 
 
-def taken(iterator, plan, pause_s):
-    """Keys and positions of each step of one rank, with a pause after each like a training
-    worker.
-    """
-    blocks = iterator.iter_batches(batch_size=None, batch_format="numpy")
-    for step in iter_micro_batches(blocks, plan.rank_rows, plan.rank_rows):
+class HerePool:
+    """A pool with one worker, which decodes in threads, so in any order."""
+
+    max_in_flight = 5
+
+    def __init__(self, decoder):
+        self._here = decoder
+        self.workers, self.node = [self], "here"
+        self._threads = ThreadPoolExecutor(2)
+
+    def submit(self, item, careful):
+        return self._threads.submit(self._here, item, careful)
+
+    def node_limit(self, node):
+        return 5
+
+    def is_loss(self, error):
+        return False
+
+    def update(self, waited_s):
+        pass
+
+    def close(self):
+        self._threads.shutdown()
+
+
+def taken(blocks, plan, steps):
+    """Keys and positions of the first steps of one rank; None: all steps."""
+    rows = iter_micro_batches(blocks, plan.rank_rows, plan.rank_rows)
+    for step in itertools.islice(rows, steps):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
         yield [
             (k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v
         ]
-        time.sleep(pause_s)
+
+
+def stream(reader, plan, first_step, steps, block_mb):
+    """Keys and positions of each step, rank after rank; after `steps` the group stops."""
+    blocks = BlockPlan.sized(plan, first_step, reader.row_bytes, block_mb)
+    ranks = []
+    for rank in range(plan.world_size):
+        pool = HerePool(BlockDecoder(copy.copy(reader), blocks))
+        with closing(RankBlocks(blocks, rank, pool, late_s=None)) as made:
+            ranks.append(list(taken(made, plan, steps)))
+    return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
 @ray.remote(num_cpus=0)
-def consume(iterator, plan, pause_s, steps):
-    """Take the first steps of a rank, then stop; None: all steps."""
-    return list(itertools.islice(taken(iterator, plan, pause_s), steps))
-
-
-def stream(reader, plan, first_step, pause_s, steps, block_mb):
-    """Keys and positions of each step, rank after rank; after `steps` the group stops.
-
-    The first rank pauses after each step; the others do not.
+def consume(reader, plan, rank, limits, block_mb, kills=False, pause_s=0.0):
+    """Take all steps of a rank from decode actors, and kill an actor of any rank at two of them;
+    return the steps and the notes of the stream.
     """
-    # each actor costs two seconds, and a few blocks of single rows need only one
-    workers = min(2, plan.global_rows)
-    made = StreamDataConfig(ResumePoint(plan, first_step), reader, workers, block_mb)
-    iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world_size)]
-    given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
-    ranks = ray.get([consume.remote(*each, steps) for each in given])
-    return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+    notes, killed, steps = [], [], []
+    start = ResumePoint(plan, 0)
+    blocks = rank_blocks(reader, start, rank, plan.world_size, block_mb, limits, notes.append)
+    with closing(blocks):
+        for number, step in enumerate(taken(blocks, plan, None)):
+            time.sleep(pause_s)
+            steps.append(step)
+            if kills and number in (4, 12):
+                pid = next(pid for *_, pid in actors_of_job("DecodeActor") if pid not in killed)
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+    return steps, notes
 
 
 def expected(plan):
@@ -95,38 +137,29 @@ def expected(plan):
 
 @pytest.mark.parametrize(
     # stops: {number of workers: last step}
-    ("num_rows", "global_rows", "first_step", "stops", "pause_s", "block_mb"),
+    ("num_rows", "global_rows", "first_step", "stops", "block_mb"),
     [
-        pytest.param(117, 1, 0, {3: 125}, 0.005, 0.01, id="one row a step"),
+        pytest.param(117, 1, 0, {3: 125}, 0.01, id="one row a step"),
         pytest.param(
-            117,
-            4,
-            0,
-            {1: 11, 3: 37, 2: 70},
-            0.01,
-            0.01,
-            id="four rows, which do not divide the set",
+            117, 4, 0, {1: 11, 3: 37, 2: 70}, 0.01, id="four rows, which do not divide the set"
         ),
-        pytest.param(5000, 250, 7, {3: 24}, 0.03, 0.04, id="5000 rows, blocks of a part of a step"),
+        pytest.param(5000, 250, 7, {3: 24}, 0.04, id="5000 rows, blocks of a part of a step"),
+        # The 11 rows of a rank have no divisor, so they are one block, above the limit.
+        pytest.param(117, 22, 0, {2: 6}, 0.0015, id="blocks that cannot be cut"),
     ],
 )
 def test_changing_worker_groups_take_same_rows(
-    local_ray, readers, monkeypatch, num_rows, global_rows, first_step, stops, pause_s, block_mb
+    readers, num_rows, global_rows, first_step, stops, block_mb
 ):
     """Groups of one to three workers stop in mid-epoch; the next starts at the step where the last
-    one stopped.
-
-    One rank of each group is slow. The last group runs to the end of the run, which is not the end
-    of an epoch.
+    one stopped. The last group runs to the end of the run, which is not the end of an epoch.
     """
-    # Two streams of 5,000 rows have more blocks, as long runs do.
-    monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
     last_step = max(stops.values())
     plans = [SamplePlan(num_rows, global_rows, world, seed=3, steps=last_step) for world in stops]
     found = expected(plans[0])[:first_step]
     for plan, stop in zip(plans, stops.values(), strict=True):
         steps = stop - first_step if stop < plan.steps else None
-        found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb)
+        found += stream(readers[num_rows], plan, first_step, steps, block_mb)
         first_step = stop
     assert all(expected(plan) == found for plan in plans)
     everyone = sorted(hash_key(f"row-{number}") for number in range(num_rows))
@@ -134,20 +167,20 @@ def test_changing_worker_groups_take_same_rows(
     keys = [key for step in found for key, _ in step]
     for epoch in range(len(keys) // num_rows):
         assert sorted(keys[epoch * num_rows : (epoch + 1) * num_rows]) == everyone
-    # of these streams only
-    assert not ray.data.DataContext.get_current().execution_options.preserve_order
 
 
-def test_large_blocks_are_not_cut(local_ray, reader, monkeypatch):
-    """The 11 rows of a rank in a step have no divisor, so they are one block, above the limit of
-    Ray Data.
-    """
-    monkeypatch.setattr(
-        ray.data.DataContext.get_current(), "target_max_block_size", 5 * reader.row_bytes
-    )
-    plan, block_mb = SamplePlan(117, 22, 2, seed=3, steps=6), 7 * reader.row_bytes / 1e6
-    assert BlockPlan.sized(plan, 0, reader.row_bytes, block_mb).blocks_per_step == 1
-    assert stream(reader, plan, 0, 0.0, None, block_mb) == expected(plan)
+def test_actors_of_two_ranks_that_are_killed_cost_no_row(local_ray, reader):
+    """One rank is slow; the actors of the other are killed twice."""
+    plan = SamplePlan(117, 8, 2, seed=3, steps=40)
+    limits = DecoderLimits(1, 2, 2)
+    ranks = [
+        consume.remote(reader, plan, 0, limits, 0.001, pause_s=0.05),
+        consume.remote(reader, plan, 1, limits, 0.001, kills=True, pause_s=0.02),
+    ]
+    (first, notes), (second, more_notes) = ray.get(ranks)
+    assert [one + two for one, two in zip(first, second, strict=True)] == expected(plan)
+    notes += more_notes
+    assert len(notes) == 2 and all("died and was restarted" in note for note in notes)
 
 
 class FailingReader(RowReader):
@@ -156,11 +189,13 @@ class FailingReader(RowReader):
 
 
 def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
-    """Ray Data would replace it by its own; the driver retries a storage, and not a bug."""
+    """The driver retries a storage, and not a bug."""
     failing = FailingReader(reader.prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    plan = SamplePlan(117, 4, 1, seed=3, steps=1)
     with pytest.raises(ray.exceptions.RayTaskError) as raised:
-        stream(failing, SamplePlan(117, 4, 1, seed=3, steps=1), 0, 0.0, None, 0.01)
-    assert isinstance(root_cause(raised.value), TransientStorageError)
+        ray.get(consume.remote(failing, plan, 0, DecoderLimits(1, 1, 1), 0.01))
+    cause = root_cause(raised.value)
+    assert isinstance(cause, TransientStorageError) and "read_block" in str(cause.__notes__)
 
 
 @pytest.mark.parametrize(

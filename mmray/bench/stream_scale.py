@@ -1,0 +1,152 @@
+"""`mmray bench loader --consumers N`: how the stream scales with the number of ranks.
+
+Decoding is replaced by a sleep, and ranks are threads of a few processes, so that one machine can
+run many of them. Measured are the rate and the CPU time of each kind of process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+
+from mmray.bench.spawn import describe_machine
+from mmray.cluster.connect import ray_session
+from mmray.config import Cluster
+from mmray.data.stream.actors import rank_blocks
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
+from mmray.engine.prefetch import check_positions
+
+BLOCK_ROWS, SIDE = 128, 32
+DECODE_S = 0.25  # of a block: 500 images/s for each process
+RANKS_PER_PROCESS = 8
+ENDLESS = 10**6  # steps of a plan that no window finishes
+START_TIMEOUT_S = 300.0
+ROLES = {"DecodeActor": "decoder", "RankGroup": "rank", "gcs_server": "head", "raylet": "raylet"}
+
+
+class SleepingReader:
+    """Has the interface of a RowReader that a BlockDecoder uses; decodes nothing."""
+
+    row_bytes = 3 * SIDE**2
+    subprocess_decoder = None
+
+    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+        time.sleep(DECODE_S)
+        return {"image": np.empty((len(positions), 3, SIDE, SIDE), np.uint8), "pos": positions}
+
+
+class RankGroup:
+    """A process with several ranks, one in each thread."""
+
+    def __init__(self, plan: SamplePlan, ranks: range) -> None:
+        self._plan = plan
+        self._blocks = [0] * len(ranks)
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._consume, args=(index, rank), daemon=True)
+            for index, rank in enumerate(ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _consume(self, index: int, rank: int) -> None:
+        reader: Any = SleepingReader()
+        start = ResumePoint(self._plan, 0)
+        limits = DecoderLimits(1, 1, 1)
+        world = self._plan.world_size
+        block_mb = BLOCK_ROWS * reader.row_bytes / 1e6
+        with closing(rank_blocks(reader, start, rank, world, block_mb, limits, print)) as blocks:
+            for step, block in enumerate(blocks):
+                check_positions(block["pos"], self._plan.positions(step, rank), step, rank)
+                self._blocks[index] += 1
+                if self._stop.is_set():
+                    return
+
+    def counts(self) -> list[int]:
+        """Return the blocks that each rank has received."""
+        return list(self._blocks)
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
+    """Return {machine, rows, notes}; the row of `consumers` ranks has the rate, and the CPU time of
+    a block in each kind of process in ms.
+    """
+    plan = SamplePlan(
+        num_rows=10**8,
+        global_rows=BLOCK_ROWS * consumers,
+        world_size=consumers,
+        seed=0,
+        steps=ENDLESS,
+    )
+    with ray_session(Cluster(workers=2)), ExitStack() as stack:
+        group_class: Any = ray.remote(num_cpus=0)(RankGroup)
+        groups = [
+            group_class.remote(plan, range(first, min(consumers, first + RANKS_PER_PROCESS)))
+            for first in range(0, consumers, RANKS_PER_PROCESS)
+        ]
+        stack.callback(lambda: ray.get([group.stop.remote() for group in groups]))
+        start_s = time.monotonic()
+        _wait_for_first_blocks(groups)
+        first_s = time.monotonic() - start_s
+        blocks, cpu_s, at_s = sum(_counts(groups)), _cpu_times(), time.monotonic()
+        time.sleep(window_s)
+        blocks = sum(_counts(groups)) - blocks
+        took_s = time.monotonic() - at_s
+        used_s = {role: spent - cpu_s.get(role, 0.0) for role, spent in _cpu_times().items()}
+    row: dict[str, Any] = {
+        "consumers": consumers,
+        "images_per_s": round(blocks * BLOCK_ROWS / took_s, 1),
+        "expected": round(consumers * BLOCK_ROWS / DECODE_S, 1),
+        "first_s": round(first_s, 1),
+    }
+    for role in ROLES.values():
+        row[f"{role}_ms"] = round(1000 * used_s.get(role, 0.0) / blocks, 2)
+    row["head_cores"] = round(used_s.get("head", 0.0) / took_s, 3)
+    notes = [
+        f"blocks of {BLOCK_ROWS} rows of {SIDE} pixels; decoding is a sleep of {DECODE_S} s",
+        "ms: CPU time of a block, by process; head: gcs_server, the driver does nothing",
+    ]
+    return {"machine": describe_machine(torch.device("cpu")), "rows": [row], "notes": notes}
+
+
+def _counts(groups: list[Any]) -> list[int]:
+    counts = ray.get([group.counts.remote() for group in groups])
+    return [count for group in counts for count in group]
+
+
+def _wait_for_first_blocks(groups: list[Any]) -> None:
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while min(_counts(groups)) < 2:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"some ranks received no block within {START_TIMEOUT_S:g} s")
+        time.sleep(0.5)
+
+
+def _cpu_times() -> dict[str, float]:
+    """Return the CPU seconds of the processes of each role so far."""
+    spent_s: dict[str, float] = defaultdict(float)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline()[:1])
+            times = process.cpu_times()
+        except psutil.Error:  # it ended meanwhile
+            continue
+        role = next((role for text, role in ROLES.items() if text in command), None)
+        if role is not None:
+            spent_s[role] += times.user + times.system
+    return dict(spent_s)

@@ -1,0 +1,128 @@
+"""Waiting for resources that others hold: what a command logs, when it gives up, and when a run
+gives back what it does not need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+
+from mmray.cluster.capacity import Demand, Resources, fits, format_resources
+from mmray.cluster.placement import alive_nodes, free_nodes
+from mmray.cluster.ray_internals import running_jobs
+from mmray.errors import ResourceError
+
+FIRST_LINE_S, LINE_INTERVAL_S = 10.0, 60.0
+POLL_INTERVAL_S = 0.5
+# A reservation that waits longer needs more than runs can give back, or another kind of node.
+YIELD_AFTER_S, IGNORE_AFTER_S = 5.0, 120.0
+MAX_LISTED_JOBS = 3
+Log = Callable[[str, str], None]  # (text, label)
+
+
+class ResourceWait:
+    """The wait of a command for the resources of `demand`.
+
+    Args:
+        timeout_s: The command gives up after this time, cluster.queue_timeout_s.
+    """
+
+    def __init__(self, demand: Demand, timeout_s: float, log: Log) -> None:
+        self._demand = demand
+        self._timeout_s = timeout_s
+        self._limit = f"{timeout_s:g} s (cluster.queue_timeout_s)"
+        self._log = log
+        self._start_s = time.monotonic()
+        self._next_line_s = FIRST_LINE_S
+
+    def poll(self) -> None:
+        """Log a line after FIRST_LINE_S, and then each LINE_INTERVAL_S."""
+        waited_s = time.monotonic() - self._start_s
+        if waited_s >= self._next_line_s:
+            self._next_line_s = waited_s + LINE_INTERVAL_S
+            text = f"{waited_s:.0f} s for {self._demand}; {self._describe_use()}"
+            self._log(f"{text}; gives up after {self._limit}", "waiting")
+
+    def check_limit(self) -> None:
+        """Raise ResourceError after the timeout."""
+        if time.monotonic() - self._start_s >= self._timeout_s:
+            raise ResourceError(
+                f"{self._demand}: not free within {self._limit}; {self._describe_use()}. Rerun the "
+                "same command later, or raise the setting"
+            )
+
+    def _describe_use(self) -> str:
+        """Return what is free on the nodes for workers (or data), and who uses the rest."""
+        demand = self._demand
+        selector = demand.worker_label_selector if demand.workers else demand.data_label_selector
+        names = sorted({"CPU", *demand.per_worker})
+        nodes = [node for node in free_nodes() if node.matches_labels(selector)]
+        totals = [node for node in alive_nodes() if node.matches_labels(selector)]
+        free = _sum_resources([node.resources for node in nodes], names)
+        total = _sum_resources([node.resources for node in totals], names)
+        num_nodes = sum(any(node.resources.get(name) for name in names) for node in totals)
+        count = f"{num_nodes} node{'s' * (num_nodes != 1)}"
+        text = f"free: {format_resources(free)} of {format_resources(total)} on {count}"
+        jobs = running_jobs()
+        if jobs:
+            more = ", ..." if len(jobs) > MAX_LISTED_JOBS else ""
+            text += f"; other jobs: {', '.join(jobs[:MAX_LISTED_JOBS])}{more}"
+        return text
+
+
+def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> Resources:
+    return {name: sum(each.get(name, 0.0) for each in resources) for name in names}
+
+
+def wait_until_free(demand: Demand, timeout_s: float, log: Log) -> None:
+    """Wait until the free resources fit the demand. Raises ResourceError after the timeout."""
+    wait = ResourceWait(demand, timeout_s, log)
+    while not fits(demand, free_nodes()):
+        wait.poll()
+        wait.check_limit()
+        time.sleep(POLL_INTERVAL_S)
+
+
+def pending_reservations() -> dict[str, list[Resources]]:
+    """Return the bundles of each placement group of the cluster that waits for resources."""
+    table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
+    return {
+        name: list(group["bundles"].values())
+        for name, group in table.items()
+        if group["state"] in ("PENDING", "RESCHEDULING")
+    }
+
+
+def own_job() -> str:
+    """Return the ID of this job."""
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def is_reserved(demand: Demand) -> bool:
+    """Return False while a placement group of this job for the workers of the demand waits for
+    resources.
+    """
+    job = own_job()
+    bundles = [dict(demand.per_worker)] * demand.workers
+    # The ID of a placement group ends with the ID of its job.
+    return not any(
+        name.endswith(job) and pending == bundles
+        for name, pending in pending_reservations().items()
+    )
+
+
+class Contention:
+    """Whether others wait for resources, so that a run should give back what it does not need."""
+
+    def __init__(self) -> None:
+        self._first_seen_s: dict[str, float] = {}
+
+    def must_yield(self) -> bool:
+        now_s = time.monotonic()
+        pending = pending_reservations()
+        self._first_seen_s = {name: self._first_seen_s.get(name, now_s) for name in pending}
+        waits_s = [now_s - seen_s for seen_s in self._first_seen_s.values()]
+        return any(YIELD_AFTER_S <= wait_s < IGNORE_AFTER_S for wait_s in waits_s)

@@ -1,0 +1,286 @@
+"""The decode actors of one rank on a Ray cluster.
+
+The first run on the node of the rank, on CPUs that the rank's own reservation includes, so a rank
+that trains has them. Further actors have a CPU each: on the same node if one is free, otherwise on
+data nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mmray.cluster.capacity import NODE_ID, exclude_nodes
+from mmray.data.stream.decode_actor import DecodeActor
+from mmray.data.stream.decoder import BlockDecoder, Decoded
+from mmray.data.stream.order import BlockPlan, ResumePoint
+from mmray.data.stream.pool_size import DecoderLimits, PoolSize
+from mmray.data.stream.reader import CRASH_NOTE, RowReader
+from mmray.data.stream.stream import RankBlocks
+from mmray.errors import first_line
+
+if TYPE_CHECKING:
+    from mmray.data.vlm.reader import ConversationReader
+
+LATE_S = 5.0
+# Blocks in flight use at most this share of an object store: two runs may share a node, and Ray
+# spills above 80 %.
+STORE_FRACTION = 0.3
+MIN_BLOCKS = 4  # that fit this share; otherwise blocks are smaller than the setting
+UPDATE_S = 0.5  # between two checks of the actors
+# A further actor without a CPU for this long is requested without a preference for the rank's node,
+# because an autoscaler cannot add that node again.
+PREFERENCE_S = 10.0
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # before lost actors are replaced; doubled by each loss in a row
+ACTOR_BYTES = 2**29  # memory of an actor without its blocks
+BLOCKS_PER_ACTOR = 2  # in memory at a time
+
+
+def rank_blocks(
+    reader: RowReader | ConversationReader,
+    start: ResumePoint,
+    rank: int,
+    ranks_on_node: int,
+    block_mb: float,
+    limits: DecoderLimits,
+    notify: Callable[[str], None],
+    must_yield: Callable[[], bool] = lambda: False,
+) -> RankBlocks:
+    """Start the decode actors of this process's rank, and return its blocks.
+
+    Args:
+        ranks_on_node: Ranks of the run on this node, which share its object store.
+        block_mb: Size of a block, at most; blocks of a small object store are smaller.
+        notify: Called with lines for the log.
+        must_yield: Returns whether another reservation waits for resources of the cluster.
+    """
+    stores = object_stores()
+    own_node = str(ray.get_runtime_context().get_node_id())
+    share_bytes = STORE_FRACTION * stores[own_node] / ranks_on_node
+    size_mb = min(block_mb, share_bytes / MIN_BLOCKS / 1e6)
+    blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, size_mb)
+    decoder = BlockDecoder(reader, blocks)
+    pool = ActorPool(decoder, limits, own_node, share_bytes, notify, must_yield)
+    return RankBlocks(blocks, rank, pool, LATE_S)
+
+
+def object_stores() -> dict[str, float]:
+    """Return the bytes of the object store of each node, by its ID."""
+    return {
+        node["NodeID"]: float(node["Resources"].get("object_store_memory", 0.0))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+@dataclass(eq=False)
+class _Actor:
+    handle: Any
+    has_cpu: bool  # a CPU of its own; False: one of those reserved with the rank
+    prefers_own_node: bool
+    started: Future[str]
+    created_s: float
+    node: str = ""  # its ID, once the actor has started
+    # Numbers of its blocks. Not their futures, which would keep blocks in the object store.
+    blocks: set[int] = field(default_factory=set)
+
+    def submit(self, item: int, careful: bool) -> Future[Decoded]:
+        self.blocks.add(item)
+        future = _future_of(self.handle.decode.remote(item, careful))
+        future.add_done_callback(lambda _: self.blocks.discard(item))
+        return future
+
+
+def _future_of(reference: Any) -> Future[Any]:
+    """Return a future of an object, which raises what the actor itself raised."""
+    future: Future[Any] = Future()
+
+    def copy(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            future.set_result(done.result())
+            return
+        if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+            cause = error.cause
+            cause.add_note(str(error))  # the traceback in the actor
+            error = cause
+        future.set_exception(error)
+
+    reference.future().add_done_callback(copy)
+    return future
+
+
+class ActorPool:
+    """The decode actors that a rank owns; Ray ends them with it.
+
+    Args:
+        decoder: Pickled once for all actors.
+        own_node: ID of the rank's node.
+        share_bytes: Of the node's object store, for blocks of this rank.
+    """
+
+    def __init__(
+        self,
+        decoder: BlockDecoder,
+        limits: DecoderLimits,
+        own_node: str,
+        share_bytes: float,
+        notify: Callable[[str], None],
+        must_yield: Callable[[], bool],
+    ) -> None:
+        self._here = decoder
+        self._decoder = ray.put(decoder)
+        self._limits = limits
+        self._own_node = own_node
+        self._notify = notify
+        self._must_yield = must_yield
+        self._blocks = decoder.blocks
+        self._block_bytes = decoder.reader.row_bytes * len(decoder.blocks.positions(0))
+        self._max_blocks = max(2, int(share_bytes / self._block_bytes))
+        self._node_limits = {own_node: self._max_blocks}
+        self._too_small = set[str]()  # nodes whose object store cannot have a block of each rank
+        self._actors: list[_Actor] = []
+        self._retiring: list[_Actor] = []  # they finish their blocks and get no more
+        self._losses = 0  # in a row
+        now_s = time.monotonic()
+        self._retry_s = self._next_update_s = now_s
+        self._size = PoolSize(limits.minimum, limits.maximum, now_s)
+        self.update(0.0)
+
+    @property
+    def workers(self) -> list[_Actor]:
+        return [actor for actor in self._actors if actor.node]
+
+    @property
+    def max_in_flight(self) -> int:
+        wanted = max(2 * len(self.workers), self._blocks.blocks_per_step) + 1
+        return min(self._max_blocks, wanted)
+
+    def node_limit(self, node: str) -> int:
+        return self._node_limits[node]
+
+    def is_loss(self, error: BaseException) -> bool:
+        # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
+        return isinstance(error, ray.exceptions.RayError)
+
+    def replace(self, worker: Any) -> None:
+        ray.kill(worker.handle)  # it may be alive and unreachable
+        if worker in self._retiring:
+            self._retiring.remove(worker)
+            return
+        self._actors.remove(worker)
+        self._delay_replacement()
+        self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
+
+    def compute_here(self, item: int) -> Decoded:
+        return self._here(item, True)
+
+    def update(self, waited_s: float) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_update_s:
+            return
+        self._next_update_s = now_s + UPDATE_S
+        self._check_started(now_s)
+        self._size.update(now_s, waited_s, len(self.workers), self._must_yield())
+        self._retire_surplus()
+        if now_s >= self._retry_s:
+            for _ in range(self._size.target - len(self._actors)):
+                self._actors.append(self._start(now_s))
+
+    def kill(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._retry_s = float("inf")
+        for actor in [*self._actors, *self._retiring]:
+            ray.kill(actor.handle)
+
+    def _start(self, now_s: float, prefers_own_node: bool = True) -> _Actor:
+        """Start an actor: one of the reserved, until they are complete, then with its own CPU."""
+        options: dict[str, Any]
+        num_reserved = sum(not actor.has_cpu for actor in self._actors)
+        has_cpu = num_reserved >= self._limits.reserved
+        if has_cpu:
+            selector = self._limits.label_selector
+            if self._too_small:
+                selector = exclude_nodes(self._too_small, selector)
+            memory = ACTOR_BYTES + BLOCKS_PER_ACTOR * self._block_bytes
+            options = {"num_cpus": 1, "memory": memory, "label_selector": selector}
+            if prefers_own_node:
+                options["label_selector"] = {NODE_ID: self._own_node}
+                options["fallback_strategy"] = [{"label_selector": selector}]
+        else:
+            here = NodeAffinitySchedulingStrategy(self._own_node, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": here}
+        handle: Any = ray.remote(DecodeActor).options(**options).remote(self._decoder)
+        started = _future_of(handle.node.remote())
+        return _Actor(handle, has_cpu, prefers_own_node, started, now_s)
+
+    def _check_started(self, now_s: float) -> None:
+        for actor in [each for each in self._actors if not each.node]:
+            if not actor.started.done():
+                if actor.prefers_own_node and now_s - actor.created_s > PREFERENCE_S:
+                    self._request_anywhere(actor, now_s)
+                continue
+            error = actor.started.exception()
+            if error is not None:
+                if not self._losses:
+                    self._notify(f"a decode actor did not start: {first_line(error)}")
+                self._actors.remove(actor)
+                self._delay_replacement()
+                continue
+            node = actor.started.result()
+            if self._limit_of(node) == 0:
+                self._reject(actor, node)
+                continue
+            actor.node = node
+            self._losses = 0
+
+    def _request_anywhere(self, actor: _Actor, now_s: float) -> None:
+        """Replace a further actor that has no CPU by one without a preferred node."""
+        actor.prefers_own_node = False
+        if actor.has_cpu:
+            ray.kill(actor.handle)
+            self._actors.remove(actor)
+            self._actors.append(self._start(now_s, prefers_own_node=False))
+
+    def _limit_of(self, node: str) -> int:
+        """Return the most blocks of this rank in the object store of a node."""
+        if node not in self._node_limits:
+            store_bytes = object_stores().get(node, 0.0)
+            all_ranks = self._blocks.plan.world_size * self._block_bytes
+            self._node_limits[node] = int(STORE_FRACTION * store_bytes / all_ranks)
+        return self._node_limits[node]
+
+    def _reject(self, actor: _Actor, node: str) -> None:
+        ray.kill(actor.handle)
+        self._actors.remove(actor)
+        self._too_small.add(node)
+        self._notify(
+            f"node {node[:8]} decodes nothing: its object store is too small for a block of "
+            f"{self._block_bytes / 1e6:.0f} MB of each rank; lower --data.block-mb"
+        )
+
+    def _retire_surplus(self) -> None:
+        """End actors above the target, those that have not started first."""
+        surplus = [actor for actor in self._actors if actor.has_cpu]
+        surplus.sort(key=lambda actor: (bool(actor.node), actor.node == self._own_node))
+        for actor in surplus[: max(0, len(self._actors) - self._size.target)]:
+            self._actors.remove(actor)
+            self._retiring.append(actor)
+        for actor in list(self._retiring):
+            if not actor.blocks:
+                ray.kill(actor.handle)
+                self._retiring.remove(actor)
+
+    def _delay_replacement(self) -> None:
+        delay_s = min(MAX_RETRY_S, RETRY_S * 2**self._losses)
+        self._losses += 1
+        self._retry_s = time.monotonic() + delay_s

@@ -1,0 +1,98 @@
+"""The number of decode actors of a rank: it grows while the rank waits for blocks, and shrinks
+while it does not. Pure: the caller passes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+GROW_WINDOW_S, GROW_SHARE = 5.0, 0.05  # grow if the rank waited for this share of the window
+GROWTH = 0.5  # processes to add, relative to those there are
+# Shrink by this share if the rank has hardly waited in the window, which is doubled each time the
+# number had to grow again.
+SHRINK_WINDOW_S, SHRINK_SHARE, SHRINKAGE = 60.0, 0.01, 0.25
+
+
+@dataclass(frozen=True)
+class DecoderLimits:
+    """The decode actors of a rank.
+
+    Attributes:
+        reserved: Actors on the rank's node without CPUs of their own, because the rank's
+            reservation has them.
+        minimum: Actors from the start.
+        maximum: Actors at most.
+        label_selector: Nodes that may have actors with a CPU of their own.
+    """
+
+    reserved: int
+    minimum: int
+    maximum: int
+    label_selector: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Window:
+    start_s: float
+    waited_s: float  # of the rank, at the start
+
+    def share(self, now_s: float, waited_s: float) -> float:
+        """Return the share of the window that the rank has waited."""
+        return (waited_s - self.waited_s) / max(1e-9, now_s - self.start_s)
+
+
+class PoolSize:
+    """Chooses the number of processes between `minimum` and `maximum`.
+
+    Attributes:
+        target: The number that the rank should have.
+    """
+
+    def __init__(self, minimum: int, maximum: int, now_s: float) -> None:
+        self.target = minimum
+        self._minimum = minimum
+        self._maximum = maximum
+        self._grow_window = _Window(now_s, 0.0)
+        self._shrink_window = _Window(now_s, 0.0)
+        self._shrink_window_s = SHRINK_WINDOW_S
+        self._has_shrunk = False
+
+    def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
+        """Choose the target again.
+
+        Args:
+            now_s: The present time.
+            waited_s: Seconds that the rank has waited for blocks since its start.
+            num_running: Processes that have started; without those that were requested before, no
+                further ones are requested.
+            must_yield: Another run waits for resources: give back all above the minimum.
+        """
+        if must_yield:
+            self.target = self._minimum
+        if must_yield or num_running < self.target:
+            # A window that starts now: what is measured before they run says nothing about them.
+            self._grow_window = _Window(now_s, waited_s)
+            return
+        if now_s - self._grow_window.start_s >= GROW_WINDOW_S:
+            if self._grow_window.share(now_s, waited_s) > GROW_SHARE:
+                self._grow(now_s, waited_s)
+            self._grow_window = _Window(now_s, waited_s)
+        if now_s - self._shrink_window.start_s >= self._shrink_window_s:
+            if self._shrink_window.share(now_s, waited_s) < SHRINK_SHARE:
+                self._shrink()
+            self._shrink_window = _Window(now_s, waited_s)
+
+    def _grow(self, now_s: float, waited_s: float) -> None:
+        if self.target >= self._maximum:
+            return
+        self.target = min(self._maximum, self.target + math.ceil(self.target * GROWTH))
+        self._shrink_window = _Window(now_s, waited_s)
+        if self._has_shrunk:
+            self._shrink_window_s *= 2
+            self._has_shrunk = False
+
+    def _shrink(self) -> None:
+        if self.target > self._minimum:
+            self.target = max(self._minimum, self.target - math.ceil(self.target * SHRINKAGE))
+            self._has_shrunk = True

@@ -1,0 +1,266 @@
+"""An ordered map over processes that may be lost: child processes of this machine
+(processes.py), or actors on the nodes of a cluster (data/stream/actors.py).
+
+Without Ray. The work must be a pure function of its item, because an item may be computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+POLL_S = 0.25  # longest wait before losses, late items and the pool are checked again
+LATE_FACTOR = 8.0  # an item is late after this many times the median
+FIRST_LATE_S = 20.0  # before the first result: processes load their imports and files
+NUM_DURATIONS = 32  # of the last results, for the median
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Worker(Protocol[Item, Result]):  # type: ignore[misc]
+    """A process that computes items in the order of their submission."""
+
+    node: str  # ID of the node whose memory has the results
+
+    def submit(self, item: Item, careful: bool) -> Future[Result]:
+        """Start to compute an item; `careful`: it may have ended another process."""
+
+
+class Pool(Protocol[Item, Result]):
+    """The processes of an OrderedMap."""
+
+    @property
+    def workers(self) -> Sequence[Worker[Item, Result]]:
+        """The processes that have started and are not known to be lost."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Largest number of items that are submitted and not yet returned."""
+
+    def node_limit(self, node: str) -> int:
+        """Return the largest number of such items on a node."""
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether the error means that a process was lost, not that its work failed."""
+
+    def replace(self, worker: Worker[Item, Result]) -> None:
+        """Start another process for a lost one. May raise to end the map."""
+
+    def compute_here(self, item: Item) -> Result:
+        """Return the result of an item that no process computes in time."""
+
+    def update(self, waited_s: float) -> None:
+        """Start or end processes. Called often, with the seconds that the caller of the map has
+        waited so far.
+        """
+
+    def kill(self) -> None:
+        """End the processes at once."""
+
+    def close(self) -> None:
+        """End the processes, and wait for them."""
+
+
+@dataclass
+class _Attempt(Generic[Item, Result]):
+    worker: Worker[Item, Result]
+    future: Future[Result]
+    start_s: float
+
+
+@dataclass
+class _Entry(Generic[Item, Result]):
+    item: Item
+    careful: bool
+    attempts: list[_Attempt[Item, Result]] = field(default_factory=list)
+
+    def result(self) -> Future[Result] | None:
+        """Return the first attempt's future that is done; lost ones were removed before."""
+        return next((each.future for each in self.attempts if each.future.done()), None)
+
+
+class OrderedMap(Generic[Item, Result]):
+    """Iterates the results of `items`, in order, computed by the processes of a pool.
+
+    Items are submitted ahead of the results that were requested, each to the process with the
+    fewest. Items of a lost process are submitted to others with `careful`. With `late_s`, an item
+    is late after `late_s` seconds or LATE_FACTOR times the median: it is then submitted to another
+    process too, and the first result counts; without another process, the caller's process computes
+    it. Iterating raises what the work raises.
+
+    Attributes:
+        careful: Submit all further items with `careful`.
+        waited_s: Seconds that the caller has waited for results.
+    """
+
+    def __init__(
+        self, pool: Pool[Item, Result], items: Iterable[Item], late_s: float | None = None
+    ) -> None:
+        self.careful = False
+        self.waited_s = 0.0
+        self._pool = pool
+        self._unsent = iter(items)
+        self._late_s = late_s
+        self._entries = deque[_Entry[Item, Result]]()
+        self._durations_s = deque[float](maxlen=NUM_DURATIONS)
+        self._outstanding: dict[Worker[Item, Result], list[Future[Result]]] = {}
+        # Workers with a late item, and no result since.
+        self._stalled: set[Worker[Item, Result]] = set()
+        self._interrupted = False
+        self._submit()
+
+    def __iter__(self) -> OrderedMap[Item, Result]:
+        return self
+
+    def __next__(self) -> Result:
+        start_s = last_s = time.monotonic()
+        while True:
+            self._pool.update(self.waited_s)
+            self._remove_lost()
+            self._submit()
+            if self._interrupted or not self._entries:
+                raise StopIteration
+            head = self._entries[0]
+            done = head.result()
+            if done is not None:
+                self._entries.popleft()
+                return done.result()
+            if self._is_late(head, start_s) and not self._submit_again(head):
+                self._entries.popleft()
+                return self._pool.compute_here(head.item)
+            futures = [
+                each.future
+                for entry in self._entries
+                for each in entry.attempts
+                if not each.future.done()
+            ]
+            if futures:
+                wait(futures, POLL_S, FIRST_COMPLETED)
+            else:
+                time.sleep(POLL_S / 5)  # no process has started
+            now_s = time.monotonic()
+            self.waited_s += now_s - last_s
+            last_s = now_s
+
+    def interrupt(self) -> None:
+        """End the results, also for another thread that waits for the next one; ends the
+        processes.
+        """
+        self._interrupted = True
+        self._pool.kill()
+
+    def close(self) -> None:
+        """End the processes; no thread may be iterating."""
+        self._interrupted = True
+        self._pool.close()
+
+    def _remove_lost(self) -> None:
+        """Forget the attempts of lost processes, so that their items are submitted again."""
+        lost = dict[Worker[Item, Result], None]()
+        for entry in self._entries:
+            for attempt in list(entry.attempts):
+                error = attempt.future.exception() if attempt.future.done() else None
+                if error is not None and self._pool.is_loss(error):
+                    entry.attempts.remove(attempt)
+                    entry.careful = True
+                    lost[attempt.worker] = None
+        for worker in lost:
+            if worker in self._outstanding:
+                del self._outstanding[worker]
+                self._stalled.discard(worker)
+                if not self._interrupted:
+                    self._pool.replace(worker)
+
+    def _submit(self) -> None:
+        """Submit items that no process has, and as many new ones as the limits allow."""
+        self._update_outstanding()
+        for entry in self._entries:
+            if not entry.attempts and not self._interrupted and not self._submit_entry(entry):
+                return
+        while len(self._entries) < max(1, self._pool.max_in_flight) and not self._interrupted:
+            # The first entry is appended also if no process can have it yet.
+            if self._entries and self._select_worker() is None:
+                return
+            try:
+                item = next(self._unsent)
+            except StopIteration:
+                return
+            self._entries.append(_Entry(item, self.careful))
+            self._submit_entry(self._entries[-1])
+
+    def _update_outstanding(self) -> None:
+        for worker in self._pool.workers:
+            self._outstanding.setdefault(worker, [])
+        for worker, futures in self._outstanding.items():
+            unfinished = [future for future in futures if not future.done()]
+            if len(unfinished) < len(futures):
+                self._stalled.discard(worker)
+            self._outstanding[worker] = unfinished
+
+    def _select_worker(
+        self, excluded: Sequence[Worker[Item, Result]] = (), is_late: bool = False
+    ) -> Worker[Item, Result] | None:
+        """Return the process with the fewest items, of those that may have another one.
+
+        A late item may exceed the limits: the process that has it has returned nothing.
+        """
+        workers = self._pool.workers
+        per_worker = math.ceil(self._pool.max_in_flight / max(1, len(workers))) + is_late
+        on_node: dict[str, int] = {}
+        for entry in self._entries:
+            for node in {attempt.worker.node for attempt in entry.attempts}:
+                on_node[node] = on_node.get(node, 0) + 1
+        able = [
+            worker
+            for worker in workers
+            if worker not in excluded
+            and worker not in self._stalled
+            and len(self._outstanding.get(worker, ())) < per_worker
+            and (is_late or on_node.get(worker.node, 0) < self._pool.node_limit(worker.node))
+        ]
+        return min(able, key=lambda each: len(self._outstanding.get(each, ())), default=None)
+
+    def _submit_entry(self, entry: _Entry[Item, Result], is_late: bool = False) -> bool:
+        """Submit an item to a process that has not got it; False if there is none."""
+        excluded = [attempt.worker for attempt in entry.attempts]
+        worker = self._select_worker(excluded, is_late)
+        if worker is None:
+            return False
+        start_s = time.monotonic()
+        future = worker.submit(entry.item, entry.careful)
+        future.add_done_callback(lambda _: self._durations_s.append(time.monotonic() - start_s))
+        entry.attempts.append(_Attempt(worker, future, start_s))
+        self._outstanding.setdefault(worker, []).append(future)
+        return True
+
+    def _is_late(self, entry: _Entry[Item, Result], awaited_s: float) -> bool:
+        """Return whether the next item should be submitted again, or computed here."""
+        if self._late_s is None:
+            return False
+        now_s = time.monotonic()
+        if not entry.attempts:
+            # Processes that all are lost or stalled are not awaited, those that start first are.
+            able = [each for each in self._pool.workers if each not in self._stalled]
+            return not able and (bool(self._durations_s) or now_s - awaited_s > FIRST_LATE_S)
+        limit_s = FIRST_LATE_S
+        if self._durations_s:
+            limit_s = max(self._late_s, LATE_FACTOR * statistics.median(self._durations_s))
+        return now_s - max(attempt.start_s for attempt in entry.attempts) > limit_s
+
+    def _submit_again(self, head: _Entry[Item, Result]) -> bool:
+        """Submit a late item, and the other items of its processes, to other processes; return
+        False if there is none for the late item.
+        """
+        self._stalled.update(attempt.worker for attempt in head.attempts)
+        is_submitted = self._submit_entry(head, is_late=True)
+        for entry in self._entries:
+            waits = entry.result() is None and entry is not head
+            if waits and all(attempt.worker in self._stalled for attempt in entry.attempts):
+                self._submit_entry(entry, is_late=True)
+        return is_submitted

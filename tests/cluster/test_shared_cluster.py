@@ -1,0 +1,140 @@
+"""Runs that share a cluster, and the stream over nodes that are lost and added."""
+
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+import ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mmray.cluster import waiting
+from mmray.cluster.ray_internals import actors_of_job
+from mmray.config import Cluster, Inputs
+from mmray.data.store.prepared_set import hash_key
+from mmray.data.stream.actors import rank_blocks
+from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.training.driver import train
+from tests.made import CAPTIONS, make_set, png, row
+from tests.training.runs import Silent, config, expected_marks, marks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+SIDE, STORE_BYTES, ROWS = 160, 80 * 10**6, 3200
+
+
+def test_two_runs_that_do_not_fit_together_follow_each_other(nodes, data, tmp_path, monkeypatch):
+    """Each needs the four CPUs: two workers, and a decode actor for each."""
+    nodes.reset([(2, 2), (2, 2)])
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 1.0)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    reporters = [Silent(), Silent()]
+    outcomes = {}
+
+    def run(number):
+        wanted = config(data, tmp_path, f"run-{number}", steps=3, checkpoint_every=0)
+        cluster = Cluster(workers=2, address=nodes.address)
+        outcomes[number] = train(wanted.replace(cluster=cluster), reporters[number])
+
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ray.shutdown()
+    for number in (0, 1):
+        assert outcomes[number].result["status"] == "finished"
+        assert marks(outcomes[number].path) == list(expected_marks(3))
+    lines = [text for each in reporters for label, text in each.notes if label == "waiting"]
+    assert lines and "s for 2 training workers of 2 CPU each" in lines[0]
+    assert "CPU on 2 nodes" in lines[0] and "gives up after 3600 s" in lines[0]
+
+
+class SlowReader(RowReader):
+    """Takes 0.1 s for a block, so that the number of actors decides the rate."""
+
+    def read_block(self, plan, positions):
+        time.sleep(0.1)
+        return super().read_block(plan, positions)
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Consumer:
+    """A rank that is slower than its stream at first, until it is stopped."""
+
+    def __init__(self):
+        self.stopped = threading.Event()
+
+    def run(self, reader, plan, limits):
+        """Return the time, positions and keys of each block."""
+        taken = []
+        start = ResumePoint(plan, 0)
+        with closing(rank_blocks(reader, start, 0, 1, 24.0, limits, print)) as blocks:
+            for number, block in enumerate(blocks):
+                taken.append((time.time(), block["pos"].copy(), block["key"].copy()))
+                time.sleep(0.3 if number < 10 else 0.0)
+                if self.stopped.is_set():
+                    return taken
+        return taken
+
+    def stop(self):
+        self.stopped.set()
+
+
+def nodes_of_actors():
+    return {node for state, node, _ in actors_of_job("DecodeActor") if state == "ALIVE"}
+
+
+def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
+    """Four actors fill two data nodes; each object store is smaller than what passes it."""
+    nodes.reset([])
+    add = nodes.cluster.add_node
+    own = add(num_cpus=0, object_store_memory=STORE_BYTES)
+    lost, kept = (add(num_cpus=2, object_store_memory=STORE_BYTES) for _ in range(2))
+    nodes.workers += [own, lost, kept]
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        grays = [png(gray, SIDE) for gray in range(8)]
+        prepared = make_set(tmp_path, [row(number, grays[number % 8]) for number in range(ROWS)])
+        inputs = Inputs(image_side=SIDE, fit="squash", max_tokens=12)
+        reader = SlowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+        plan = SamplePlan(ROWS, 64, 1, seed=3, steps=10**5)
+        here = NodeAffinitySchedulingStrategy(own.node_id, soft=False)
+        selector = {"ray.io/node-id": f"!in({own.node_id})"}
+        limits = DecoderLimits(1, 5, 5, selector)
+        consumer = Consumer.options(scheduling_strategy=here).remote()
+        stream = consumer.run.remote(reader, plan, limits)
+        wait_for(lambda: {lost.node_id, kept.node_id} <= nodes_of_actors())
+        nodes.remove(lost)
+        added_s = time.time()
+        added = add(num_cpus=2, object_store_memory=STORE_BYTES)
+        nodes.workers.append(added)
+        wait_for(lambda: added.node_id in nodes_of_actors())
+        used_s = time.time() - added_s
+        time.sleep(2)
+        consumer.stop.remote()
+        taken = ray.get(stream)
+        state = get_state_from_address(nodes.address)
+        spilled = get_memory_info_reply(state).store_stats.spilled_bytes_total
+    finally:
+        ray.shutdown()
+    positions = np.concatenate([positions for _, positions, _ in taken])
+    assert positions.tolist() == list(range(len(taken) * 64))
+    expected = [hash_key(f"row-{number}") for number in plan.row_ids_at(positions)]
+    assert np.concatenate([keys for *_, keys in taken]).tolist() == expected
+    gap_s = np.diff([at_s for at_s, *_ in taken]).max()
+    print(f"longest gap {gap_s:.1f} s, added node used after {used_s:.1f} s, spilled {spilled}")
+    assert gap_s < 10 and used_s < 30 and spilled == 0
+
+
+def wait_for(condition, timeout_s=60.0):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
