@@ -34,7 +34,9 @@ CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
     shutil.which("g++") is None, reason="inductor needs a C++ compiler"
 )
-RESNET = WITH_DROPOUT.model_copy(update={"image": ImageTower(name="resnet18")})
+THREE_STAGES = WITH_DROPOUT.model_copy(
+    update={"image": ImageTower(name="convnet", width=8, depth=3)}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +79,8 @@ def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
 
 
 def test_only_rows_and_text_lengths_become_dynamic() -> None:
-    """Stages of a ResNet differ in channels, height and width, which stay constants of their
-    graphs.
+    """Stages of a convolutional network differ in channels, height and width, which stay constants
+    of their graphs.
     """
     sizes: list[list[Any]] = []
 
@@ -87,17 +89,17 @@ def test_only_rows_and_text_lengths_become_dynamic() -> None:
         return graph.forward
 
     model = model_of(
-        RESNET, aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: graph.forward)
+        THREE_STAGES, aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: graph.forward)
     ).train()
     for count, tokens in ((3, 6), (4, 5), (5, 3), (4, 4)):
-        model(rows(RESNET, count, tokens))["image_embed"].sum().backward()
+        model(rows(THREE_STAGES, count, tokens))["image_embed"].sum().backward()
     # no masks
     images = [shape for graph in sizes for shape in graph if len(shape) == 4 and shape[1] != 1]
-    assert len(images) > 20
+    assert len(images) >= 20
     assert all(isinstance(size, int) for shape in images for size in shape[1:])
     before = len(sizes)
     for count, tokens in ((6, 2), (7, 6)):
-        model(rows(RESNET, count, tokens))
+        model(rows(THREE_STAGES, count, tokens))
     assert len(sizes) == before
 
 
