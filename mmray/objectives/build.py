@@ -29,7 +29,21 @@ REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
 def build(config: ObjectiveConfig) -> Any:
-    """Build the objective named by `config.kind`. Raises UsageError."""
+    """Build the objective that the `objective` section names.
+
+    Args:
+        config: The `objective` section. Its `kind` is a built-in name such as `contrastive`, a
+            user's `package.module:Class`, which is called with this section, or a weighted sum such
+            as `contrastive + 0.5 * matching`.
+
+    Returns:
+        An object with the members of `Objective` (mmray/objectives/protocol.py); for a sum, or a
+        weight other than 1, a WeightedSum.
+
+    Raises:
+        UsageError: A class cannot be imported, or it lacks `gathered_outputs`,
+            `scalar_output_names`, `count` or `compute_loss`.
+    """
     terms = []
     for name, weight in config.terms.items():
         objective_class = plugins.load_part(name, "objective.kind", OBJECTIVES)
@@ -64,6 +78,9 @@ class WeightedSum:
 
     It is computed in two `objective_parts`: the sum of its global and the sum of its local losses.
     In a sum of K losses of one kind, loss sums and counts are vectors [K].
+
+    Args:
+        terms: The K objectives with their names and weights.
     """
 
     def __init__(self, terms: list[Term]) -> None:
@@ -78,27 +95,41 @@ class WeightedSum:
 
     @property
     def objective_parts(self) -> ObjectiveParts:
+        """The sum of the terms that need the outputs of all ranks, and the sum of the other
+        terms.
+        """
         global_terms = [term for term in self._terms if term.objective.gathered_outputs]
         local_terms = [term for term in self._terms if not term.objective.gathered_outputs]
         return ObjectiveParts(_merge_terms(global_terms), _merge_terms(local_terms))
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the denominators of the K terms' losses, int64 [K], such as numbers of rows or
+        tokens.
+
+        Args:
+            batch: Columns of the rows by name, as each term's `count` reads them, such as `valid`
+                bool [B].
+        """
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the weighted losses of the terms.
+        """Return the weighted losses of the K terms, each with its own count.
 
         Args:
-            outputs: Outputs of the model for the local rows.
-            batch: The columns of these rows.
-            gathered: Columns and outputs of the rows of all ranks, for objectives over them; None:
-                the local rows are all rows.
+            outputs: Outputs of the model for the B local rows by name, as the terms read them, such
+                as `image_embed` [B, D] and the scalar `logit_scale`.
+            batch: Columns of these rows by name, such as `valid` bool [B] and `label` int64 [B].
+            gathered: Rows of all ranks, for terms over all pairs: each of `gathered_outputs` [G,
+                ...], `valid` bool [G], and the int `offset`, the index of the first local row among
+                the G. None: the local rows are all rows.
 
         Returns:
-            Loss sums [K] and counts [K] of the K terms, and the sums of each term's metrics, at its
-            index of a vector [K].
+            The loss sums times their weights [K], the counts int64 [K], and metrics by name: for
+            each term its unweighted loss sum as `loss_TERM`, such as `loss_matching`, and its own
+            metrics. A metric is a vector [K] with its sum at the index of its term and 0 elsewhere.
+            If an earlier term has a metric of the same name, `_TERM` is appended.
         """
         losses = []
         metric_sums = {}
@@ -117,6 +148,20 @@ class WeightedSum:
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
+        """Return the columns of hard negatives of all terms that need them, such as Matching.
+
+        Args:
+            outputs: Outputs that the terms' `score_outputs` name [B, ...] and their scalars, for
+                the B rows of a micro-batch, without gradient.
+            batch: Columns of the micro-batch by name.
+            gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
+                `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
+                micro-batch's first row among the G.
+
+        Returns:
+            Further columns [B, ...] for the micro-batch by name, such as `negative_ids` int64 [B,
+            T].
+        """
         columns: Batch = {}
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)

@@ -31,18 +31,24 @@ class Contrastive(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the contrastive loss in both directions.
+        """Return CLIP's loss: the mean of the image-to-text and the text-to-image cross-entropy of
+        each row.
 
-        Logits are [local rows, global rows] in each direction, never [global, global].
+        Each local row is compared with all valid rows of all ranks, so the matrices of logits are
+        [B, G], never [G, G].
 
         Args:
-            outputs: `image_embed`, `text_embed` [B, D] and `logit_scale` of the local rows.
-            batch: `valid` bool [B].
-            gathered: The embeddings and `valid` of all ranks, and `offset`, the index of the first
-                local row among them; None: the local rows are all rows.
+            outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar
+                `logit_scale` (1 / temperature), for the B local rows.
+            batch: `valid` bool [B]; invalid rows neither count nor serve as negatives.
+            gathered: Rows of all ranks: `image_embed` and `text_embed` [G, D], `valid` bool [G],
+                and the int `offset`, the index of the first local row among the G. None: the local
+                rows are all rows.
 
         Returns:
-            Loss sum over the valid rows, their count, and sums of metrics.
+            The loss summed over the valid local rows, their number (int64 scalar), and the sums of
+            the two directions as `loss_image_to_text` and `loss_text_to_image`. Sums are scalars in
+            at least float32.
         """
         valid = batch["valid"]
         image = mask_invalid(outputs["image_embed"], valid)
@@ -84,6 +90,9 @@ class Sigmoid(RowLoss):
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
     scalars. Pairs with an invalid row do not count.
+
+    Args:
+        chunk_rows: Texts that are scored at once, which bounds memory.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -96,6 +105,22 @@ class Sigmoid(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
+        """Return SigLIP's loss: binary cross-entropies of the pairs of a local image and any rank's
+        text.
+
+        Args:
+            outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalars
+                `logit_scale` and `logit_bias`, for the B local rows.
+            batch: `valid` bool [B]; pairs with an invalid row do not count.
+            gathered: Texts of all ranks: `text_embed` [G, D], `valid` bool [G], and the int
+                `offset`, the index of the first local row among the G. None: the local rows are all
+                rows.
+
+        Returns:
+            The loss summed over pairs, the number of valid local rows (int64 scalar), and the parts
+            of the sum as `loss_positive` (own text) and `loss_negative` (other texts). Sums are
+            scalars in at least float32.
+        """
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
         texts = {"text_embed": gathered["text_embed"]}
@@ -116,18 +141,20 @@ class Sigmoid(RowLoss):
         remote_valid: Tensor,
         positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sigmoid loss of local images with texts of any rank.
+        """Return SigLIP's loss of the B local images with V texts of any rank.
 
         Args:
-            outputs: `image_embed` [B, D], `logit_scale` and `logit_bias` of the local rows.
-            valid: Rows of `outputs` that count, bool [B].
-            remote: `text_embed` [V, D].
-            remote_valid: Rows of `remote` that count, bool [V].
-            positive_row: Index of the image of each text, int64 [V]; another number if it is not
-                local.
+            outputs: `image_embed` [B, D], L2-normalized, and the scalars `logit_scale` and
+                `logit_bias`, for the local rows.
+            valid: Local rows that count, bool [B].
+            remote: `text_embed` [V, D], L2-normalized.
+            remote_valid: Texts that count, bool [V].
+            positive_row: Local row of each text's own image, int64 [V]; -1 or any other number
+                outside 0..B-1 if that image is on another rank.
 
         Returns:
-            The loss summed over all pairs, and sums of metrics.
+            The loss summed over the B x V pairs of two valid rows, and the parts of the sum as
+            `loss_positive` (a text with its own image) and `loss_negative`, all scalars.
         """
         image = mask_invalid(outputs["image_embed"], valid)
         text = mask_invalid(remote["text_embed"], remote_valid)
@@ -146,7 +173,7 @@ class Sigmoid(RowLoss):
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Return embeddings in at least float32 with zeros in invalid rows.
+    """Return embeddings in at least float32, with zeros in place of invalid rows.
 
     A NaN in padding can then not reach a gradient.
 

@@ -24,24 +24,39 @@ class CrossEntropy:
     accuracy: str  # metric
 
     def targets(self, batch: Batch) -> Tensor:
-        """Classes int64 [B, ...]; IGNORE_INDEX does not count."""
+        """Return the class to predict at each position, int64 [B, ...]; IGNORE_INDEX (-100) where
+        nothing is predicted.
+
+        Args:
+            batch: Columns of the rows by name; each subclass lists those that it reads.
+        """
         raise NotImplementedError
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of targets, an int64 scalar: the denominator of the loss.
+
+        Args:
+            batch: The columns that `targets` reads, with the classes to predict.
+        """
         return (self.targets(batch) != IGNORE_INDEX).sum()
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the cross-entropy over the targets.
+        """Return the cross-entropy summed over the targets that count.
 
         Args:
-            outputs: Outputs of the model, with its logits [..., C].
-            batch: Columns with the targets; those of IGNORE_INDEX do not count.
+            outputs: Outputs of the model, with its logits [B, ..., C] under the name in the
+                attribute `logits`: `class_logits` [B, C], `logits` [B, T, V] or `region_logits` [B,
+                N, C].
+            batch: `valid` bool [B] and the column with the classes to predict: `label` int64 [B],
+                `labels` int64 [B, T], or `box_labels` int64 and `box_mask` bool [B, N].
             gathered: Unused, because rows are independent of each other.
 
         Returns:
-            Loss sum over the targets, their count, and how many were the argmax; at least float32.
+            The loss sum, a scalar in at least float32; the number of targets, an int64 scalar; and
+            the number of targets with the largest logit, under the name in the attribute
+            `accuracy`, such as `class_accuracy`.
         """
         targets = self.targets(batch)
         counted = targets != IGNORE_INDEX
@@ -65,7 +80,11 @@ class Classification(CrossEntropy):
     accuracy = "class_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Labels of valid rows [B]."""
+        """Return the class of each row, int64 [B]; IGNORE_INDEX (-100) for rows without a label.
+
+        Args:
+            batch: `label` int64 [B], -1 for a row without a label, and `valid` bool [B].
+        """
         return torch.where(
             batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX
         )
@@ -82,7 +101,14 @@ class TokenCrossEntropy(CrossEntropy):
     accuracy = "token_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Next token at each position of valid rows [B, T], none at the last."""
+        """Return the token that follows each position, int64 [B, T]; IGNORE_INDEX (-100) where no
+        loss is computed.
+
+        The last position of a row, and all positions of invalid rows, have none.
+
+        Args:
+            batch: `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool [B].
+        """
         following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         return torch.where(batch["valid"][:, None], following, IGNORE_INDEX)
 
@@ -100,6 +126,12 @@ class RegionText(CrossEntropy):
     accuracy = "region_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Labels of the boxes of valid rows [B, N]."""
+        """Return the label of each box, int64 [B, N]; IGNORE_INDEX (-100) for boxes that do not
+        count.
+
+        Args:
+            batch: `box_labels` int64 [B, N], -1 for a box without a label; `box_mask` bool [B, N],
+                False for padding; and `valid` bool [B].
+        """
         labeled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
         return torch.where(labeled, batch["box_labels"], IGNORE_INDEX)

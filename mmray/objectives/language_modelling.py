@@ -19,6 +19,13 @@ class LanguageModelling(TokenCrossEntropy):
     """
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of target tokens, an int64 scalar: the denominator of the loss.
+
+        Args:
+            batch: `targets` int64 [N], the tokens to predict, from a vision-language model;
+                otherwise `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool
+                [B].
+        """
         if "targets" not in batch:
             return super().count(batch)
         targets = batch["targets"]
@@ -27,6 +34,19 @@ class LanguageModelling(TokenCrossEntropy):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
+        """Return the cross-entropy of the next token, summed over the target tokens.
+
+        Args:
+            outputs: `loss_sum` and `num_correct`, scalars, of a vision-language model that computes
+                the loss itself; otherwise `logits` [B, T, V], the prediction of the next token.
+            batch: `targets` int64 [N], the tokens to predict; with `logits` instead `labels` int64
+                [B, T], -100 for tokens without a loss, and `valid` bool [B].
+            gathered: Unused, because rows are independent of each other.
+
+        Returns:
+            The loss sum and the number of target tokens, both scalars, and `token_accuracy`: the
+            number of targets that had the largest logit.
+        """
         if "loss_sum" not in outputs:
             return super().compute_loss(outputs, batch, gathered)
         loss_sum = outputs["loss_sum"]

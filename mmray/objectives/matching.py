@@ -36,17 +36,22 @@ class Matching(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the loss of telling each row's caption from its hard negative.
+        """Return the loss of a binary classifier that tells each image's own caption from a hard
+        negative.
+
+        A row's loss is the mean of two binary cross-entropies, one for each caption.
 
         Args:
-            outputs: `match` and `match_negative` [B], logits of the own and of the negative
-                caption.
-            batch: `valid` and `has_negative`, bool [B].
-            gathered: Unused; the negatives are in the batch.
+            outputs: `match` and `match_negative` [B], logits that the image matches its own caption
+                and the negative one.
+            batch: `valid` bool [B], and `has_negative` bool [B], False if no other caption was
+                found; the row's second cross-entropy is then 0.
+            gathered: Unused; `sample_hard_negatives` has put the negative captions into the batch.
 
         Returns:
-            Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2
-            (caption and negative).
+            The loss sum over the valid rows, a scalar in at least float32; their number, an int64
+            scalar; and `match_accuracy`: half the number of correct decisions, of which a row has
+            two.
         """
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
@@ -63,15 +68,19 @@ class Matching(RowLoss):
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """Return the hard negative caption of each row.
+        """Return a hard negative caption for each image of a micro-batch, sampled from all ranks'
+        captions.
 
         Args:
-            outputs: `image_embed` [B, D] and `logit_scale` of the local rows.
+            outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
             batch: `pos` int64 [B], the position of each row in the sample order.
-            gathered: Captions and embeddings of all ranks.
+            gathered: Rows of all ranks: `text_embed` [G, D], the captions `input_ids` and
+                `attention_mask` int64 [G, T], `pos` int64 [G], `valid` bool [G], and the int
+                `offset`, the index of the micro-batch's first row among the G.
 
         Returns:
-            `negative_ids` and `negative_mask` [B, T], and `has_negative` bool [B].
+            `negative_ids` and `negative_mask` int64 [B, T], and `has_negative` bool [B]. A row
+            without a different caption has its own in place of the negative.
         """
         chosen = sample_negatives(outputs, batch, gathered)
         has_negative = chosen != NO_NEGATIVE
@@ -85,18 +94,22 @@ class Matching(RowLoss):
 
 
 def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Tensor:
-    """Sample a hard negative caption for each row, with probability softmax(similarity).
+    """Sample a hard negative caption for each image, with probability softmax(logit_scale x
+    similarity).
 
-    It is Gumbel-max sampling; the noise is a function of the positions of the two rows, so it does
-    not depend on the number of ranks.
+    It is Gumbel-max sampling. The noise is a function of the positions of the two rows in the
+    sample order, so it does not depend on ranks and micro-batches. Captions equal to the image's
+    own one, and invalid rows, are excluded.
 
     Args:
-        outputs: `image_embed` [B, D] and `logit_scale` of the local rows.
-        batch: `pos` int64 [B].
-        gathered: `text_embed`, captions, `pos` and `valid` of all ranks, and `offset`.
+        outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
+        batch: `pos` int64 [B], the position of each row in the sample order.
+        gathered: Rows of all ranks: `text_embed` [G, D], `input_ids` and `attention_mask` int64 [G,
+            T], `pos` int64 [G], `valid` bool [G], and the int `offset`, the index of the first of
+            the B rows among the G.
 
     Returns:
-        Row of `gathered`, int64 [B]; -1 if no caption differs from the own one.
+        Index of each image's negative among the G rows, int64 [B]; -1 if no caption differs.
     """
     image = at_least_float32(outputs["image_embed"])
     text = at_least_float32(gathered["text_embed"])
@@ -112,11 +125,11 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
-    """Return standard Gumbel noise that is a hash of two positions.
+    """Return standard Gumbel noise that is a hash of two positions in the sample order.
 
     Args:
-        row: int64 [B].
-        column: int64 [G].
+        row: Positions of B images, int64 [B].
+        column: Positions of G captions, int64 [G].
 
     Returns:
         Noise of each pair, float64 [B, G].
@@ -129,11 +142,11 @@ def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
 
 
 def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return a hash of each caption that is independent of its padding.
+    """Return a hash of each caption's tokens that does not depend on the padding.
 
     Args:
-        input_ids: int64 [B, T].
-        attention_mask: [B, T], 1 is a token.
+        input_ids: Token ids int64 [B, T], right-padded.
+        attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
     Returns:
         Hashes, int64 [B].

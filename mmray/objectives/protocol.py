@@ -22,7 +22,7 @@ LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, sums of 
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return float32 instead of half precision."""
+    """Return a half-precision tensor as float32, others unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -40,23 +40,33 @@ class Objective(Protocol):
     scalar_output_names: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
-        """Denominator of the loss of `batch`, a scalar: valid rows, or target tokens.
+        """Return the denominator of the loss of `batch`, an int64 scalar: its valid rows, or its
+        target tokens.
 
-        A sum of K losses returns vectors [K] in place of the scalars here and below.
+        A sum of K losses returns vectors [K] in place of the scalars here and in `compute_loss`.
+
+        Args:
+            batch: Columns of the rows by name, such as `valid` bool [B] and `label` int64 [B].
         """
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the loss summed over the valid rows of `batch`, its count, and the sums of further
-        metrics.
+        """Return the loss summed over the valid rows of `batch`, its count, and sums of metrics.
 
         Args:
-            outputs: Outputs of the model for the batch, by name.
-            batch: The rows of this rank, or of a micro-batch for a local loss.
-            gathered: For global losses: each gathered output of all ranks [G, ...], `valid` bool
-                [G], and `offset`, the row of `gathered` where this rank's rows start. None: the
-                batch is the whole global batch.
+            outputs: Outputs of the model for the B rows of the batch, by name [B, ...], and scalars
+                of the step.
+            batch: Columns of the rows by name. A local loss gets a micro-batch with all its
+                columns; a global loss gets all rows of this rank with the one-dimensional columns,
+                such as `valid` bool [B] and `label` int64 [B].
+            gathered: For global losses, the rows of all ranks: each of `gathered_outputs` [G, ...],
+                `valid` bool [G], and the int `offset`, the index of this rank's first row among the
+                G. None: the batch is the whole global batch.
+
+        Returns:
+            The loss sum, the count as `count` returns it, and the sums of further metrics by name.
+            Each is a scalar tensor.
         """
 
 
@@ -64,6 +74,11 @@ class RowLoss:
     """Base of losses that are divided by the number of valid rows."""
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of valid rows, an int64 scalar: the denominator of the loss.
+
+        Args:
+            batch: `valid` bool [B].
+        """
         return batch["valid"].sum()
 
 
@@ -79,15 +94,21 @@ class HardNegativeMining(Protocol):
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """Return further columns for the rows of a micro-batch, passed to the model with the batch.
+        """Return further columns for the rows of a micro-batch, which the model gets together with
+        the batch.
 
         The result must not depend on how rows are split into micro-batches and ranks.
 
         Args:
-            outputs: `score_outputs` and the scalar outputs, without gradient.
-            batch: The micro-batch.
-            gathered: `score_outputs` and `gathered_inputs` of all ranks [G, ...], `valid` bool [G],
-                and `offset`, where this micro-batch starts.
+            outputs: The outputs in `score_outputs` [B, ...] and the scalars in
+                `scalar_output_names`, without gradient.
+            batch: Columns of the B rows of the micro-batch by name, such as `pos` int64 [B].
+            gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
+                `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
+                micro-batch's first row among the G.
+
+        Returns:
+            Columns [B, ...] by name, such as `negative_ids` int64 [B, T].
         """
 
 
@@ -109,16 +130,20 @@ class PairwiseLoss(Protocol):
         remote_valid: Tensor,
         positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss summed over all pairs of a local and a remote row, and the sums of
-        further metrics.
+        """Return the loss summed over all pairs of B local and V remote rows, and the sums of
+        metrics.
 
         Args:
-            outputs: Outputs of the local rows [B, ...], and the scalars.
-            valid: bool [B].
-            remote: `remote_outputs` of the remote rows [V, ...].
-            remote_valid: bool [V].
-            positive_row: int64 [V], the local row that each remote row belongs to; none if it is
-                not in 0..B-1.
+            outputs: Outputs of the local rows by name [B, ...], and the scalars; those in
+                `remote_outputs` may be absent.
+            valid: Local rows that count, bool [B].
+            remote: The outputs in `remote_outputs` of the remote rows [V, ...], by name.
+            remote_valid: Remote rows that count, bool [V].
+            positive_row: Local row that each remote row belongs to, int64 [V]; outside 0..B-1 if it
+                is not local.
+
+        Returns:
+            The loss sum and the sums of metrics by name, all scalars.
         """
 
 
@@ -131,18 +156,25 @@ class ObjectiveParts:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss, or the choice of hard negatives, compares all rows of a step."""
+        """Whether the loss, or the choice of hard negatives, compares all rows of a step with each
+        other.
+
+        Then a step embeds all rows before it computes gradients.
+        """
         return self.global_loss is not None or self.mining_loss is not None
 
     @cached_property
     def mining_loss(self) -> HardNegativeMining | None:
-        """The local loss, if it needs hard negatives."""
+        """The local loss if it needs hard negatives from all ranks, otherwise None."""
         local = self.local_loss
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
     @cached_property
     def pairwise_loss(self) -> PairwiseLoss | None:
-        """The global loss, if it is computed in chunks of remote rows."""
+        """The global loss if its pairs can be scored in chunks of remote rows, otherwise None.
+
+        It is None with hard negatives, which need all embeddings at once.
+        """
         return (
             self.global_loss
             if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None
@@ -151,7 +183,7 @@ class ObjectiveParts:
 
     @cached_property
     def gathered_names(self) -> tuple[str, ...]:
-        """Outputs that are needed from all ranks."""
+        """Names of the outputs that are needed from all ranks, such as `image_embed`."""
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
         return tuple(
             dict.fromkeys(
@@ -161,7 +193,12 @@ class ObjectiveParts:
 
 
 def split_objective(objective: Any) -> ObjectiveParts:
-    """Split an objective into its global and its local loss."""
+    """Split an objective into its global loss (over pairs of rows of all ranks) and its local loss.
+
+    Args:
+        objective: An object with the members of `Objective`. Its own `objective_parts` are returned
+            if it has them; otherwise it is global if its `gathered_outputs` are not empty.
+    """
     single = (
         ObjectiveParts(objective, None)
         if objective.gathered_outputs
