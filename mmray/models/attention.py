@@ -12,10 +12,14 @@ CLASSES = ("CLIPAttention", "SiglipAttention")  # of transformers, not imported 
 
 
 def fuse_projections(model: nn.Module) -> None:
-    """Compute q, k and v in one product in each attention layer of CLIP and SigLIP.
+    """Compute q, k and v in one matrix product in each attention layer of transformers' CLIP and
+    SigLIP.
 
     The weights stay three parameters and are concatenated in each forward, where autocast copies
     them anyway. Layers with dropout, or with adapters on a projection, are unchanged.
+
+    Args:
+        model: The model; the classes of its layers are replaced in place.
     """
     for layer in model.modules():
         if type(layer).__name__ in CLASSES and _is_plain(layer):
@@ -42,8 +46,8 @@ class FusedAttention(nn.Module):
         """Attend to all tokens, or with `is_causal` to earlier ones.
 
         Args:
-            hidden_states: [B, T, W].
-            attention_mask: Not supported, because no branch has one.
+            hidden_states: [B, T, W], where W is the hidden size.
+            attention_mask: Must be None, because no branch has a padding mask.
             is_causal: Mask later tokens.
 
         Returns:

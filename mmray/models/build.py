@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 
 
 def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
-    """Build a model with random or pretrained weights and LoRA adapters.
+    """Build the model of a `model` section, with random or pretrained weights and LoRA adapters.
 
     Args:
-        spec: The `model` section. A class that `kind` names as `package.module:Class` is called
+        spec: The `model` section. If its `kind` is a `package.module:Class`, this class is called
             with (spec, vocab_size).
-        vocab_size: Number of tokens of the tokenizer; a larger `model.vocab_size` sets the rows
-            of the embedding.
-        architecture: See `Architecture`.
+        vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
+            `model.vocab_size` rows if that is set.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them: the dict that `architecture()` of the
+            same model returned, or {} for the sizes in `spec`.
+
+    Returns:
+        A module whose forward takes a batch (dict of tensors) and returns named outputs, as
+        described in mmray/models/protocol.py.
 
     Raises:
-        UsageError: The settings are not supported, or the weights cannot be read.
+        UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
     rows = spec.vocab_size or vocab_size
     if spec.kind in KINDS:
@@ -61,18 +67,23 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
 def build_without_weights(
     spec: ModelConfig, vocab_size: int, architecture: Architecture = None
 ) -> nn.Module:
-    """Build the model with its parameters on the meta device, where they take no memory.
+    """Build the model of a `model` section with its parameters on the meta device, without memory.
 
-    Buffers have their values. A user's class that computes with its weights while it is built keeps
-    them.
+    Buffers have their values. A user's class that computes with its weights while it is built
+    raises RuntimeError on the meta device; it is then built with real weights.
 
     Args:
         spec: The `model` section.
-        vocab_size: Number of tokens.
-        architecture: See `Architecture`.
+        vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
+            `model.vocab_size` rows if that is set.
+        architecture: The dict that `architecture()` of the same model returned, or {} for the sizes
+            in `spec`. None only for a user's class, which does not get it.
+
+    Returns:
+        The module, to load a checkpoint into.
 
     Raises:
-        UsageError: As `build`.
+        UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 
 class DualEncoder(nn.Module):
-    """An image and a text branch with one embedding space and a learned temperature; methods as in
-    protocol.py.
+    """An image and a text branch with one embedding space and a learned temperature.
+
+    Args:
+        image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
+        text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
+        spec: The `model` section, for the initial `temperature` and `logit_bias`.
     """
 
     max_log_scale: float | None = math.log(100)  # CLIP's bound: above it training is unstable
@@ -48,35 +52,59 @@ class DualEncoder(nn.Module):
         self.register_parameter("logit_bias", bias)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Embed images and captions.
+
+        Args:
+            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T],
+                right-padded. Other columns are not read.
+
+        Returns:
+            `image_embed` and `text_embed` [B, D], L2-normalized, the scalar `logit_scale` and, if
+            configured, the scalar `logit_bias`.
+        """
         image_embed = self.image(batch["image"])
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
     def scalar_outputs(self) -> dict[str, Tensor]:
-        """The scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
+        """Return the scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
         # an output, not the leaf
         bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}
         return {"logit_scale": self.log_scale.exp()} | bias
 
     def embed_image(self, image: Tensor) -> Tensor:
+        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         return self.image(image)
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Embed captions.
+
+        Args:
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
+        """Return the `image` and the `text` branch by name."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Keep the temperature between 0.01 and 1."""
+        """Keep the temperature between 0.01 and 1; without effect for a model with `max_log_scale`
+        None.
+        """
         if self.max_log_scale is not None:
             self.log_scale.clamp_(min=0.0, max=self.max_log_scale)
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
-    """Rows of unit length in at least float32, because half precision is too coarse for a softmax
-    at scale 100.
+    """Scale the vectors of the last dimension to unit length, in at least float32.
+
+    Half precision is too coarse for a softmax at `logit_scale` 100.
     """
     return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
@@ -93,7 +121,18 @@ class PretrainedDualEncoder(HfModel, DualEncoder):
 
     @classmethod
     def fit_positions(cls, net: Any, spec: Any) -> None:
-        """Interpolate learned positions. Raises UsageError if patches do not tile an image."""
+        """Interpolate the learned positions of a model to the image size and text length of the
+        settings.
+
+        Args:
+            net: A CLIPModel or SiglipModel of transformers, changed in place. Its `build_notes`
+                become the lines for the console about interpolated positions, a tuple of str.
+            spec: The `model` section: `inputs.image_side` in pixels, `inputs.max_tokens`,
+                `kept_positions` (leading text positions that are not interpolated) and `weights`.
+
+        Raises:
+            UsageError: Patches do not tile an image of this size.
+        """
         notes = (
             resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
             lengthen_text_model(
@@ -132,6 +171,12 @@ class Clip(PretrainedDualEncoder):
 
     @staticmethod
     def default_hf_config(spec: ClipModelConfig, vocab_size: int) -> Any:
+        """Return the CLIPConfig of transformers with the sizes of the settings.
+
+        Args:
+            spec: The `model` section, of kind `clip`.
+            vocab_size: Rows of the token embedding.
+        """
         from transformers import CLIPConfig
 
         shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation or "quick_gelu"}
@@ -139,12 +184,13 @@ class Clip(PretrainedDualEncoder):
         return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """Return config.json for transformers; None if its classes cannot represent the model.
+        """Return the values of config.json for transformers; None if CLIPModel cannot represent the
+        model.
 
         Args:
-            eos_id: Token at the end of each caption, at which transformers pools; None: the
-                tokenizer has none.
-            pad_id: Token of the padding.
+            eos_id: Id of the token at the end of each caption, at which transformers pools; None:
+                the tokenizer has none.
+            pad_id: Id of the token of the padding.
         """
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
@@ -153,14 +199,14 @@ class Clip(PretrainedDualEncoder):
 
 @torch.no_grad()
 def initialize_clip(net: Any) -> None:
-    """Draw the weights of a CLIPModel of transformers anew, as OpenAI's and open_clip's code does.
+    """Draw the weights of a CLIPModel of transformers again, as OpenAI's and open_clip's code does.
 
     transformers scales the two towers alike. OpenAI scales only the text tower by its depth, and
     leaves the layers of the vision transformer at torch's defaults. In both, biases of attention
     are 0, and those of the MLPs are torch's default.
 
     Args:
-        net: A CLIPModel with random weights, also on the meta device.
+        net: A CLIPModel with random weights, changed in place; it may be on the meta device.
     """
     vision = net.vision_model
     text = net.text_model
@@ -232,6 +278,12 @@ class Siglip(PretrainedDualEncoder):
 
     @staticmethod
     def default_hf_config(spec: SiglipModelConfig, vocab_size: int) -> Any:
+        """Return the SiglipConfig of transformers with the sizes of the settings.
+
+        Args:
+            spec: The `model` section, of kind `siglip`.
+            vocab_size: Rows of the token embedding.
+        """
         from transformers import SiglipConfig
 
         text, vision = _hf_configs(spec, vocab_size)
@@ -239,13 +291,25 @@ class Siglip(PretrainedDualEncoder):
         return SiglipConfig(text_config=text, vision_config=vision)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
+        """Return the values of config.json for transformers; None if SiglipModel cannot represent
+        the model.
+
+        It cannot represent a model without `logit_bias`.
+
+        Args:
+            eos_id: Id of the token at the end of each caption; None: the tokenizer has none.
+            pad_id: Unused, because the config of the model has its padding token already.
+        """
         return (
             None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
         )
 
     @property
     def padding_length_and_id(self) -> tuple[int, int]:
-        """(tokens, pad id) of each caption: SigLIP attends to its padding."""
+        """Number of tokens to which each caption is padded, and id of the padding token.
+
+        SigLIP attends to its padding.
+        """
         return self.text.length, self.text.pad_id  # type: ignore[return-value]
 
 
@@ -261,6 +325,12 @@ def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, A
 class VisionBranch(nn.Module):
     """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP
     (attention pooling).
+
+    Args:
+        tower: The vision transformer of transformers' model; its embeddings are replaced in place.
+        project: Projection of CLIP's class token; None for SigLIP.
+        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
+        patch_dropout: Fraction of the patches to drop in training.
     """
 
     def __init__(
@@ -273,7 +343,7 @@ class VisionBranch(nn.Module):
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D]."""
+        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         tower = self.tower
         hidden = tower.embeddings(image)
         if self.training and self.patch_dropout:
@@ -297,11 +367,11 @@ class ClipText(nn.Module):
         self.project = project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions.
+        """Embed captions by the projected hidden state of their last token.
 
         Args:
-            input_ids: [B, T], right-padded.
-            attention_mask: [B, T], 1 is a token.
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
             L2-normalized embeddings [B, D].
@@ -326,11 +396,11 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions.
+        """Embed captions, which are padded to the fixed length of the model first.
 
         Args:
-            input_ids: [B, T], right-padded.
-            attention_mask: [B, T], 1 is a token.
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
             L2-normalized embeddings [B, D].
@@ -343,14 +413,14 @@ class SiglipText(nn.Module):
 
 
 def drop_patches(patches: Tensor, dropout: float) -> Tensor:
-    """Keep a random subset of the patches of each row, in order.
+    """Keep a random subset of the patches of each row, in their order.
 
     Args:
-        patches: Tokens of the patches [B, N, W].
-        dropout: Fraction of patches to drop; at least one is kept.
+        patches: Hidden states of the patches [B, N, W].
+        dropout: Fraction of the patches to drop, 0 to 1; at least one patch is kept.
 
     Returns:
-        round(N x (1 - dropout)) tokens of each row.
+        Hidden states [B, K, W] with K = round(N x (1 - dropout)).
     """
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
     index = (

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 class CrossEncoder(nn.Module):
     """Layers of self-attention over text tokens and cross-attention from text tokens to image
     features.
+
+    Args:
+        spec: The `model.cross` section: width, depth, heads and dropout.
+        image_width: Width of the image features.
+        num_positions: Number of positions N of the image features.
+        text_width: Width of the text features.
     """
 
     def __init__(
@@ -56,15 +62,16 @@ class CrossEncoder(nn.Module):
     def forward(
         self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor
     ) -> Tensor:
-        """Let captions attend to images.
+        """Return the features of pairs of an image and a caption.
 
         Args:
-            image_features: [B, N, W].
-            text_features: [B, T, W].
-            attention_mask: [B, T], 1 is a token.
+            image_features: Features of each position of the images [B, N, image_width].
+            text_features: Features of each token of the captions [B, T, text_width].
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
-            Mean over the text tokens [B, W].
+            Mean over the tokens of each caption [B, W], where W is the width of the
+            cross-attention.
         """
         padding = ~mask_with_first(attention_mask)
         hidden = self.from_text(text_features)
@@ -104,12 +111,20 @@ class Fusion(TwoTower):
         self.label_texts = LabelTexts(spec.region_labels, token_ids) if spec.regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `image_embed`, `text_embed` [B, D], `logit_scale`, and the outputs of the heads.
+        """Embed images and captions, and compute the outputs of the configured heads.
 
-        Classification: `class_logits` [B, C]. Matching, with `negative_ids` and `negative_mask` [B,
-        T]: `match` and `match_negative` [B], logits of each image with its caption and with the
-        negative one. Regions, with `boxes` [B, N, 4]: `region_logits` [B, N, C], each box against
-        each label text.
+        Args:
+            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T].
+                Optional: `negative_ids` and `negative_mask` int64 [B, T], hard negative captions,
+                and `boxes` float32 [B, N, 4], (left, top, right, bottom) in fractions of the input
+                image.
+
+        Returns:
+            `image_embed` and `text_embed` [B, D], L2-normalized, the scalar `logit_scale` and, if
+            configured, the scalar `logit_bias`. With a classification head also `class_logits` [B,
+            C]. With a matching head and negatives also `match` and `match_negative` [B], the logits
+            that an image matches its own and its negative caption. With a region head and boxes
+            also `region_logits` [B, N, C], each box against each label text.
         """
         image_features, image_embed = self.image(batch["image"])
         text_features, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
@@ -131,31 +146,41 @@ class Fusion(TwoTower):
         return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
+        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         return self.image(image)[1]
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Embed captions.
+
+        Args:
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
         return self.text(input_ids, attention_mask)[1]
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the features of pairs that the heads read.
+        """Return the features of pairs of an image and a caption, which the heads read.
 
         Args:
-            image: Pixels [B, 3, S, S].
-            input_ids: Captions of the same rows [B, T].
-            attention_mask: [B, T], 1 is a token.
+            image: Pixels uint8 [B, 3, S, S].
+            input_ids: Token ids of the caption of each image, int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
-            [B, W].
+            Features [B, W], where W is the width of the cross-attention.
         """
         text_features, _ = self.text(input_ids, attention_mask)
         return self.cross(self.image(image)[0], text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Embed boxes of images.
+        """Embed boxes of images in the space of the text embeddings.
 
         Args:
-            image: Pixels [B, 3, S, S].
-            boxes: [B, N, 4] in fractions of the input image.
+            image: Pixels uint8 [B, 3, S, S].
+            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
         Returns:
             L2-normalized embeddings [B, N, D].
@@ -163,14 +188,14 @@ class Fusion(TwoTower):
         return self._region_embeds(self.image(image)[0], boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Return the logits of the labels of training for boxes of images.
+        """Return the logits of the labels in `model.region_labels` for boxes of images.
 
         Args:
-            image: Pixels [B, 3, S, S].
-            boxes: [B, N, 4] in fractions of the input image.
+            image: Pixels uint8 [B, 3, S, S].
+            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
         Returns:
-            Logits [B, N, C].
+            Logits [B, N, C]; those of labels without a name are -1e4.
         """
         return self._region_logits(self.embed_regions(image, boxes))
 
@@ -184,12 +209,27 @@ class Fusion(TwoTower):
         return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
 
     def use_tokenizer(self, encoder: Any) -> None:
-        """Tokenize the label names, unless their ids come from a checkpoint."""
+        """Tokenize the label names of the region head, unless their ids come from a checkpoint.
+
+        Args:
+            encoder: A TextEncoder (mmray/data/text/tokenizer.py).
+        """
         if self.label_texts is not None and self.label_texts.token_ids is None:
             self.label_texts.tokenize(encoder)
 
     def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
-        """Return the scores of the classification head and of the region head."""
+        """Return the scores of the classification head and of the region head, for the evaluation.
+
+        Args:
+            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T],
+                one caption per image. For classification also `label` int64 [B]. For regions also
+                `boxes` float32 [B, N, 4], `box_labels` int64 and `box_mask` bool [B, N]; without
+                `boxes` regions are skipped.
+
+        Returns:
+            Scores under the keys `classification` (logits [B, C]) and `regions` (logits [B x N,
+            C]), each only if the model has the head.
+        """
         scores = {}
         if self.class_head is not None:
             pair = self.embed_pair(batch["image"], batch["input_ids"], batch["attention_mask"])
@@ -201,9 +241,16 @@ class Fusion(TwoTower):
         return scores
 
     def branches(self) -> dict[str, nn.Module]:
+        """Return the branches `image` and `text`, and the cross-attention layers as `cross`."""
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
+        """Return what is needed to build the model without its pretrained files, as JSON values.
+
+        Returns:
+            The transformers config of a tower under `text` and `image`, if the tower has one, and
+            the token ids of the label names under `labels`, if the model has a region head.
+        """
         return super().architecture() | (
             {} if self.label_texts is None else {"labels": self.label_texts.token_ids}
         )

@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Add an adapter to matching linear layers, and freeze all other weights.
+    """Add LoRA adapters to the linear layers that match a pattern, and freeze all other weights.
 
     In a vision-language model only layers of the language model get adapters, and the projector
     stays trainable.
 
     Args:
         model: Changed in place; a new adapter adds zero to the outputs of its layer.
-        lora: Rank of the adapters and the patterns of layers; frozen layers get none.
+        lora: The `model.lora` section: `rank`, `alpha`, and `targets`, patterns of layer names such
+            as `*.q_proj`. Frozen layers get no adapter.
 
     Raises:
-        UsageError: A pattern has no match, or peft is not installed.
+        UsageError: A pattern matches no trainable linear layer, or peft is not installed.
     """
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
@@ -67,7 +68,14 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights and remove them; returns the model."""
+    """Add the LoRA adapters to the weights of their layers, and remove them.
+
+    Args:
+        model: Changed in place.
+
+    Returns:
+        The same model.
+    """
     for name, layer in [
         (name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")
     ]:

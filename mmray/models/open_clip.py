@@ -86,11 +86,14 @@ _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 def read_config(
     file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")
 ) -> dict[str, Any]:
-    """Return the JSON object of a config next to a file of weights; {} without one.
+    """Return the JSON object of a config file next to a file of weights; {} without one.
 
     Args:
         file: The file of weights.
-        names: Names of the config; the first that exists is read.
+        names: File names of the config; the first that exists is read.
+
+    Raises:
+        UsageError: The file is not a JSON object.
     """
     for name in names:
         path = file.with_name(name)
@@ -103,14 +106,35 @@ def read_config(
 
 
 def preprocessing(file: Path) -> dict[str, Any]:
-    """The settings of `model.inputs` that `preprocess_cfg` of open_clip_config.json defines."""
+    """Return the settings of `model.inputs` that open_clip_config.json next to the weights defines.
+
+    Args:
+        file: The file of weights.
+
+    Returns:
+        Those of `mean`, `std`, `interpolation` and `fit` that its `preprocess_cfg` has; {} without
+        a config.
+
+    Raises:
+        UsageError: The config is not a JSON object.
+    """
     given = read_config(file).get("preprocess_cfg", {})
     inputs = {name: given[name] for name in ("mean", "std", "interpolation") if name in given}
     return inputs | ({"fit": FIT[given["resize_mode"]]} if given.get("resize_mode") in FIT else {})
 
 
 def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a state_dict for transformers; unknown names are kept."""
+    """Rename the weights of an open_clip or OpenAI checkpoint to those of transformers' CLIPModel
+    or SiglipModel.
+
+    Args:
+        state: Tensors by their names in the checkpoint.
+
+    Returns:
+        Tensors in float32 by their names in transformers, such as
+        `vision_model.post_layernorm.weight`; packed q, k and v are split. Unknown names are kept,
+        and entries that are not weights are dropped.
+    """
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
         # DDP adds the first prefix, open_clip's custom text encoders the second.
@@ -151,19 +175,27 @@ def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_kind(hf: dict[str, Tensor]) -> str:
-    """`clip` or `siglip`, the `model.kind` of a renamed state_dict."""
+    """Return the `model.kind` of a checkpoint, `clip` or `siglip`.
+
+    Args:
+        hf: Its weights under the names of transformers, as `rename_to_hf` returns them.
+    """
     return "siglip" if _PROBE in hf else "clip"
 
 
 def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
-    """Return `image_side`, `patch`, `max_tokens` and `vocab_size` from the shapes of weights.
+    """Infer the sizes of a model from the shapes of its weights.
 
     Args:
-        weights: Address of the weights, for the message of an error.
-        hf: A state_dict with the names of transformers.
+        weights: Address of the weights, for errors.
+        hf: The weights under the names of transformers, as `rename_to_hf` returns them.
+
+    Returns:
+        `image_side` and `patch` (side of a patch) in pixels, `max_tokens`, and `vocab_size` (rows
+        of the token embedding).
 
     Raises:
-        UsageError: A weight is missing or has an unknown shape.
+        UsageError: A weight is missing, so it is no checkpoint of open_clip with a ViT.
     """
     patches = "vision_model.embeddings.patch_embedding.weight"
     tokens = "text_model.embeddings.token_embedding.weight"
@@ -204,15 +236,20 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
 
 
 def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
-    """Return the values of CLIPConfig or SiglipConfig for weights of open_clip.
+    """Return the values of transformers' CLIPConfig or SiglipConfig for weights of open_clip.
 
     Args:
-        state: A state_dict of open_clip.
-        hf: The same with the names of transformers.
-        spec: The `model` section.
+        state: Weights under the names of the checkpoint.
+        hf: The same under the names of transformers, as `rename_to_hf` returns them.
+        spec: The `model` section; `kind` and `activation` must suit the weights, and the config is
+            read next to the file `weights`.
+
+    Returns:
+        `text_config` and `vision_config`, dicts of config values, and for CLIP `projection_dim`.
 
     Raises:
-        UsageError: The weights are of another kind, or have parts that transformers lacks.
+        UsageError: The weights are of another kind, or the classes of transformers lack a part of
+            the model.
     """
     if (kind := model_kind(hf)) != spec.kind:
         raise UsageError(
@@ -358,14 +395,14 @@ def _activation(
 
 
 def check_activation(spec: Any, stored: str | None) -> None:
-    """Check that `model.activation` is the activation of the weights.
+    """Check that `model.activation` is the activation of the pretrained weights.
 
     Args:
-        spec: The `model` section.
-        stored: The activation in the config of the weights; None: unknown.
+        spec: The `model` section, whose `activation` may be None.
+        stored: The activation in the config of the weights, such as `quick_gelu`; None: unknown.
 
     Raises:
-        UsageError: They differ.
+        UsageError: Both are known and differ.
     """
     given = getattr(spec, "activation", None)
     if stored is not None and given not in (None, stored):

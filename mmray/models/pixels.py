@@ -14,6 +14,10 @@ class NormalizePixels(nn.Module):
 
     That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
     that of the weights. With `train.compile` it is one kernel (engine/parallel/transforms.py).
+
+    Args:
+        mean: Mean of each of the three channels, for pixels in 0..1.
+        std: Standard deviation of each channel, for pixels in 0..1.
     """
 
     mean: Tensor
@@ -26,9 +30,14 @@ class NormalizePixels(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
+        """Return normalized pixels [B, 3, S, S] of images uint8 [B, 3, S, S]."""
         return self.normalize(image)
 
     def normalize(self, image: Tensor) -> Tensor:
+        """Return (pixels - mean) / std of images uint8 [B, 3, S, S], in the dtype of autocast.
+
+        Without autocast, the dtype is that of the model's weights.
+        """
         pixels = (image.to(self.mean.dtype) - self.mean) / self.std
         return pixels.to(autocast_dtype(pixels))
 
@@ -41,7 +50,9 @@ class PatchConv2d(nn.Conv2d):
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, D, H / P, W / P]; an incomplete last patch is unused."""
+        """Convolve images [B, C, H, W] to patches [B, D, H / P, W / P]; an incomplete last patch is
+        unused.
+        """
         height, width = self.kernel_size
         rows = pixels.shape[2] // height
         columns = pixels.shape[3] // width
@@ -69,7 +80,11 @@ class PatchEmbeddings(NormalizePixels):
         self.position_embedding = embeddings.position_embedding
 
     def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> hidden states [B, N, W]: CLIP's class token, patches."""
+        """Return the hidden states [B, N, W] of images, pixels uint8 [B, 3, S, S].
+
+        They are CLIP's class token, if the model has one, followed by the patches, with positions
+        added.
+        """
         hidden = self.patch_embedding(self.normalize(image)).flatten(2).transpose(1, 2)
         if self.class_embedding is not None:
             class_token = self.class_embedding.expand(len(hidden), 1, -1)
@@ -78,7 +93,12 @@ class PatchEmbeddings(NormalizePixels):
 
 
 def use_patch_products(model: nn.Module) -> None:
-    """Compute the patch embeddings of a model, convolutions of images, as matrix products."""
+    """Compute the patch embeddings of a model as matrix products instead of convolutions.
+
+    Args:
+        model: Its convolutions of images (three input channels) into patches that do not overlap
+            are changed in place.
+    """
     for layer in model.modules():
         if type(layer) is nn.Conv2d and _is_patch_embedding(layer):
             layer.__class__ = PatchConv2d
@@ -105,9 +125,13 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def residual_stream(hidden: Tensor) -> Tensor:
-    """Cast hidden states to bf16 under autocast to bf16, so that each block reads and writes half.
+    """Cast hidden states to bf16 if autocast computes in bf16, so that each block reads and writes
+    half.
 
     Statistics of LayerNorm and sums of products stay in float32. fp16 lacks the range for a sum
     over all blocks, so under autocast to fp16 hidden states keep their dtype.
+
+    Args:
+        hidden: Hidden states of any shape.
     """
     return hidden.bfloat16() if autocast_dtype(hidden) == torch.bfloat16 else hidden

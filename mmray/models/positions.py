@@ -18,16 +18,16 @@ from mmray.errors import UsageError
 
 
 def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
-    """Interpolate the positions of a vision model for images of another size.
+    """Interpolate the learned positions of a vision model for images of another size.
 
     Args:
-        model: A CLIPVisionModel or SiglipVisionModel of transformers (or its inner transformer),
-            or a ViTModel. Its config gets the new size.
+        model: A CLIPVisionModel or SiglipVisionModel of transformers (or its inner transformer), or
+            a ViTModel. It is changed in place, and its config gets the new size.
         side: Height and width of the images in pixels.
-        weights: Name of the weights, for errors.
+        weights: Name of the weights, for errors and the returned line.
 
     Returns:
-        A line for the console; None if the model has this size already.
+        A line for the console about the interpolation; None if the model has this size already.
 
     Raises:
         UsageError: Patches do not tile an image of this size.
@@ -66,17 +66,18 @@ def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
 
 
 def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str | None:
-    """Interpolate the positions of a text model for longer texts; shorter ones use the first.
+    """Interpolate the learned positions of a text model for longer texts.
 
     Args:
-        model: A CLIPTextModel or SiglipTextModel of transformers (or its inner transformer). Its
-            config gets the new length.
-        length: Number of tokens.
-        kept: Leading positions that keep their values; the others are interpolated.
-        weights: Name of the weights, for the console.
+        model: A CLIPTextModel or SiglipTextModel of transformers (or its inner transformer). It is
+            changed in place, and its config gets the new length.
+        length: Maximum number of tokens of a text.
+        kept: Number of leading positions that keep their values; the others are interpolated.
+        weights: Name of the weights, for the returned line.
 
     Returns:
-        A line for the console; None if the model has as many positions.
+        A line for the console about the interpolation; None if the model has enough positions
+        already.
     """
     embeddings = model.embeddings
     table = embeddings.position_embedding
@@ -96,15 +97,16 @@ def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str
 def image_positions(weight: Tensor, grid: int) -> Tensor:
     """Return position embeddings for another number of patches.
 
-    The class token keeps its position. Patches are interpolated in float32, bicubic with
+    A class token keeps its position. Patches are interpolated in float32, bicubic with
     antialiasing.
 
     Args:
-        weight: [P + old x old, W], where P is 0 or 1 class tokens.
+        weight: [P + old x old, W], where P is 0 or 1 class tokens, old the number of patches in a
+            row and a column, and W the hidden size.
         grid: New number of patches in a row and a column.
 
     Returns:
-        [P + grid x grid, W].
+        [P + grid x grid, W] in the dtype of `weight`.
     """
     old_grid = math.isqrt(len(weight))
     num_prefix = len(weight) - old_grid**2
@@ -119,12 +121,13 @@ def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
     """Return position embeddings for another number of tokens.
 
     Args:
-        weight: [N, W].
+        weight: [N, W], where N is the old number of positions and W the hidden size.
         length: New number of positions.
-        kept: Number of positions at the start that stay; the others are interpolated.
+        kept: Number of leading positions that keep their values; the others are interpolated
+            linearly.
 
     Returns:
-        [length, W].
+        [length, W] in the dtype of `weight`.
     """
     rest = weight[kept:].float().T[None]
     resized = F.interpolate(rest, length - kept, mode="linear")[0].T.to(weight.dtype)

@@ -29,11 +29,13 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     """Return the settings of the `model` section that pretrained weights define.
 
     Args:
-        weights: A folder, a name of the hub, or a checkpoint file of open_clip.
+        weights: A folder of transformers or open_clip, a name on the Hugging Face hub, or a
+            checkpoint file of open_clip.
 
     Returns:
-        `kind`, `weights`, `vocab_size` (rows of the token embedding) and `inputs`. Settings that
-        the weights do not define are absent.
+        `weights`, `kind` (such as `clip`), `inputs` (such as {"image_side": 224, "max_tokens": 77})
+        and, except for kind `vlm`, `vocab_size` (rows of the token embedding). Settings that the
+        weights do not define are absent.
 
     Raises:
         UsageError: The weights cannot be read, or define no model of a built-in kind.

@@ -30,40 +30,67 @@ class Model(Protocol):
     """Methods that training and evaluation call."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the outputs that the objective reads: one row per sample [B, ...], or a scalar of
-        the step.
+        """Return the outputs that the objective reads.
 
-        batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids` and
-        `attention_mask` int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B], `valid`
-        bool [B]; columns of boxes, hard negatives and conversations if they are configured.
-        `contrastive` and `sigmoid` read `image_embed` and `text_embed` [B, D], L2-normalized, and
-        `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads `class_logits` [B, C]. An
-        output row must depend on its own sample only, and not on padding.
+        An output row must depend on its own sample only, and not on padding.
+
+        Args:
+            batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids`
+                and `attention_mask` int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B],
+                `valid` bool [B]; columns of boxes, hard negatives and conversations if they are
+                configured.
+
+        Returns:
+            Tensors by name, with one row per sample [B, ...], or a scalar of the step. The
+            objectives `contrastive` and `sigmoid` read `image_embed` and `text_embed` [B, D],
+            L2-normalized, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
+            `class_logits` [B, C].
         """
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Optional; for evaluation and `mmray.load`.
+        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S].
 
-        Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D].
+        Optional; evaluation and `mmray.load` need it.
         """
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Optional, as `embed_image`.
+        """Return the L2-normalized embeddings [B, D] of captions.
 
-        Ids and mask int64 [B, T] (1 is a token) -> L2-normalized embeddings [B, D].
+        Optional; evaluation and `mmray.load` need it.
+
+        Args:
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
         """
 
     def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
-        """Optional. Scores of further heads by the name of their metrics; `batch` as in `forward`,
-        with one caption per image.
+        """Return the scores of heads other than the embeddings, for the evaluation.
+
+        Optional.
+
+        Args:
+            batch: The columns of `forward`, such as `image` uint8 [B, 3, S, S] and `label` int64
+                [B], with one caption per image.
+
+        Returns:
+            Scores, labels and number of classes of each head, by the name that its metrics get,
+            such as `classification`.
         """
 
     def use_tokenizer(self, encoder: TextEncoder) -> None:
-        """Optional. Tokenize texts that the model holds; called once before the first forward."""
+        """Tokenize texts that the model holds, such as label names.
+
+        Optional; called once before the first forward.
+
+        Args:
+            encoder: Its `encode(texts)` returns ids int32 [N, T] and numbers of tokens int32 [N].
+        """
 
     def branches(self) -> dict[str, nn.Module]:
-        """Optional. Parts by name: the units of activation checkpointing, compile, FSDP,
-        `train.parallel branches`.
+        """Return parts of the model by name, such as {"image": ..., "text": ...}.
+
+        Optional. They are the units of activation checkpointing, compile, FSDP and `train.parallel
+        branches`.
         """
 
     def clamp_parameters(self) -> None:

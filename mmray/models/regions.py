@@ -38,11 +38,12 @@ class RegionHead(nn.Module):
         self.project = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Embed boxes of a feature map.
+        """Embed boxes of images in the space of the text embeddings.
 
         Args:
-            grid: Feature map [B, W, H, H].
-            boxes: [B, N, 4] in fractions of the input image.
+            grid: Feature maps of the images [B, W, H, H], where W is the number of channels and H
+                the number of positions per side.
+            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
         Returns:
             L2-normalized embeddings [B, N, D].
@@ -53,14 +54,15 @@ class RegionHead(nn.Module):
 
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
-    """Return the mean features of each box.
+    """Return the mean features of each box, by RoIAlign.
 
     Args:
-        grid: Feature map [B, W, H, H].
-        boxes: [B, N, 4] in fractions of the input image.
+        grid: Feature maps of the images [B, W, H, H], where W is the number of channels and H the
+            number of positions per side.
+        boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
     Returns:
-        [B x N, W].
+        [B x N, W], row by row.
     """
     from torchvision.ops import roi_align
 
@@ -82,15 +84,15 @@ def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
 def boxes_on_square(
     boxes: Sequence[Sequence[float]], image_size: tuple[int, int], inputs: Inputs
 ) -> Tensor:
-    """Return boxes of an image as the model takes them.
+    """Convert boxes in pixels of an image to fractions of the square that the model gets.
 
     Args:
         boxes: N boxes (left, top, width, height) in pixels of the image.
         image_size: (width, height) of the image in pixels.
-        inputs: The `model.inputs` section.
+        inputs: The `model.inputs` section, whose `fit` defines how the image becomes a square.
 
     Returns:
-        float32 [N, 4], (left, top, right, bottom) in fractions of the model's square.
+        float32 [N, 4], (left, top, right, bottom) in fractions of the square, clipped to it.
 
     Raises:
         DataError: A box is outside the part of the image that the model gets.
@@ -109,9 +111,12 @@ def boxes_on_square(
 
 
 class LabelTexts(nn.Module):
-    """Token ids of the label names 0, 1, ...: settings, not weights; a label may have no name.
+    """Token ids of the label names 0, 1, ...: settings, not weights.
 
-    token_ids: ids of each name, as JSON values; None: call `tokenize` before the first forward.
+    Args:
+        names: Name of each label; empty for a label without one.
+        token_ids: Token ids of each name, as JSON values; None: call `tokenize` before the first
+            forward.
     """
 
     ids: Tensor
@@ -127,12 +132,21 @@ class LabelTexts(nn.Module):
         self._set(token_ids)
 
     def tokenize(self, encoder: Any) -> None:
-        """Tokenize the names with a TextEncoder (data/text/tokenizer.py)."""
+        """Tokenize the label names.
+
+        Args:
+            encoder: A TextEncoder (mmray/data/text/tokenizer.py); its `encode(texts)` returns ids
+                int32 [C, T] and numbers of tokens int32 [C].
+        """
         ids, num_tokens = encoder.encode(list(self._names))
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
+        """Return token ids and attention mask (1 is a token) of the C label names, int64 [C, T].
+
+        Raises:
+            UsageError: The names have no token ids yet, because `tokenize` was not called.
+        """
         if self.token_ids is None:
             raise UsageError(
                 "model.region_labels: names are not tokenized; call "
@@ -152,16 +166,16 @@ class LabelTexts(nn.Module):
 def region_logits(
     regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None
 ) -> Tensor:
-    """Return the logits of labels for boxes.
+    """Return the logits of labels for boxes: scale times the dot product of their embeddings.
 
     Args:
-        regions: Embeddings of boxes [B, N, D].
-        texts: Embeddings of labels [C, D].
-        scale: 1 / temperature.
-        named: Labels that have a name, bool [C]; the others are masked. None: all.
+        regions: L2-normalized embeddings of boxes [B, N, D].
+        texts: L2-normalized embeddings of label names [C, D].
+        scale: 1 / temperature, a scalar tensor.
+        named: Labels that have a name, bool [C]; the others get the logit -1e4. None: all.
 
     Returns:
-        Logits [B, N, C].
+        Logits [B, N, C] in the dtype of `regions`.
     """
     # half precision is too coarse at scale 100
     with torch.autocast(regions.device.type, enabled=False):
@@ -172,12 +186,15 @@ def region_logits(
 def region_label_scores(
     logits: Tensor, batch: dict[str, Tensor], label_texts: LabelTexts
 ) -> HeadScores:
-    """Return the scores of the boxes of a batch over the named labels.
+    """Return the scores of the boxes of a batch over the named labels, for the evaluation.
 
     Args:
-        logits: [B, N, C] of `region_logits`.
-        batch: `box_labels` int64 [B, N] and `box_mask` bool [B, N].
-        label_texts: The label names.
+        logits: Logits of each box for each label [B, N, C].
+        batch: `box_labels` int64 [B, N], and `box_mask` bool [B, N], False for padding.
+        label_texts: The C label names.
+
+    Returns:
+        Scores [B x N, C] in the unit `boxes`; padding has the label -1, so it is not counted.
     """
     label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
     num_named = int(label_texts.named.sum())

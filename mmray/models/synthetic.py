@@ -17,9 +17,20 @@ if TYPE_CHECKING:
 def synthetic_rows(
     model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return a synthetic batch for a model: its own `synthetic_batch`, or that of its inputs.
+    """Return a synthetic batch for a model.
 
-    Arguments as of `synthetic_batch`; `spec` is the `model` section.
+    It comes from the model's own `synthetic_batch(rows)` if it has this method, otherwise from the
+    function `synthetic_batch`.
+
+    Args:
+        model: The model.
+        spec: The `model` section, for `inputs` and `vocab_size`.
+        rows: Number of rows, all valid.
+        device: Device of the result.
+        seed: Seed of the random numbers; a model's own method does not get it.
+
+    Returns:
+        Columns of a micro-batch by name, such as `image` uint8 [rows, 3, S, S].
     """
     own = getattr(model, "synthetic_batch", None)
     if own is None:
@@ -30,15 +41,20 @@ def synthetic_rows(
 def synthetic_batch(
     inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return a batch of random pixels and full-length random captions, with distinct keys and
-    positions.
+    """Return a batch of random pixels and random captions of the maximum length.
 
     Args:
-        inputs: The `model.inputs` section, which defines the columns (data/stream/collate.py).
+        inputs: The `model.inputs` section, which defines sizes and columns.
         vocab_size: Token ids are below it.
         rows: Number of rows, all valid.
         device: Device of the result; the numbers come from the CPU, so they are equal on all.
         seed: Seed of the random numbers.
+
+    Returns:
+        `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` and
+        `pos` int64 [rows], 0, 1, ...; `label` int64 [rows], zeros; `valid` bool [rows]. Generative
+        models also get `labels` int64 [rows, T] and `image_pos` int64 [rows]; models with boxes
+        `boxes` float32 [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N].
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 
 class ImageBranch(nn.Module):
-    """Normalize, encode and project images. with_features: return the features of each position
-    too.
+    """Normalize, encode and project images.
+
+    Args:
+        tower: Maps normalized pixels to features.
+        embed_dim: Size D of the embeddings.
+        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
+        with_features: Return the features of each position too.
     """
 
     def __init__(
@@ -34,8 +39,14 @@ class ImageBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Any:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D], or (features [B, N, W],
-        embeddings).
+        """Embed images.
+
+        Args:
+            image: Pixels uint8 [B, 3, S, S].
+
+        Returns:
+            L2-normalized embeddings [B, D]; built `with_features` a pair of the features of each
+            position [B, N, W] and the embeddings.
         """
         features = self.tower.features(self.pixels(image))
         embedding = l2_normalize(self.project(self.tower.pool(features)))
@@ -43,7 +54,13 @@ class ImageBranch(nn.Module):
 
 
 class TextBranch(nn.Module):
-    """Encode and project captions. with_features: return the features of each token too."""
+    """Encode and project captions.
+
+    Args:
+        tower: Maps token ids to features.
+        embed_dim: Size D of the embeddings.
+        with_features: Return the features of each token too.
+    """
 
     def __init__(self, tower: TextEncoder, embed_dim: int, with_features: bool) -> None:
         super().__init__()
@@ -52,15 +69,15 @@ class TextBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Embed captions.
+        """Embed captions by the mean over their tokens.
 
         Args:
-            input_ids: [B, T].
-            attention_mask: [B, T], 1 is a token.
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
-            L2-normalized embeddings [B, D]; for a model that reads tokens, features [B, T, W] and
-            embeddings.
+            L2-normalized embeddings [B, D]; built `with_features` a pair of the features of each
+            token [B, T, W] and the embeddings.
         """
         features = self.tower.features(input_ids, attention_mask)
         embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
@@ -89,7 +106,11 @@ class TwoTower(DualEncoder):
         )
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers configs of the towers that have one, as JSON values."""
+        """Return the transformers configs of the towers that have one, as JSON values by `text` and
+        `image`.
+
+        They are enough to build the model without its pretrained files.
+        """
         towers = {"text": self.text.tower, "image": self.image.tower}
         configs = {
             name: getattr(getattr(tower, "net", None), "config", None)

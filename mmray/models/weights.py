@@ -42,8 +42,8 @@ def save_weights(
 
     Args:
         weights: Tensors by name.
-        file: The file to write.
-        metadata: Further entries of the header.
+        file: The local file to write.
+        metadata: Further entries of the header, str by name.
 
     Raises:
         SafetensorError: The tensors cannot be written.
@@ -64,14 +64,17 @@ def save_weights(
 
 
 def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
-    """Read a state_dict (.safetensors or torch.save) without running code.
+    """Read a state_dict from a file (.safetensors or torch.save) without running code of the file.
 
     Args:
-        setting: Name of the setting, for errors.
-        file: Path of the file.
+        setting: Name of the setting that has the path, such as `model.weights`, for errors.
+        file: Path of the file; `~` is expanded.
+
+    Returns:
+        Tensors on the CPU by name. Of a training checkpoint with a key `state_dict`, its value.
 
     Raises:
-        UsageError: The file does not exist, is damaged, or holds something else.
+        UsageError: The file does not exist, is damaged, or contains something else.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -114,12 +117,12 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
-    """Load a state_dict whose names and shapes are all those of the module.
+    """Load a state_dict into a module; names and shapes must be equal.
 
     Args:
         net: The module.
-        state: Its weights.
-        problem: Start of the message of an error.
+        state: Weights by name.
+        problem: Start of the message of an error, such as `model.weights: FILE does not fit a vit`.
 
     Raises:
         UsageError: Names or shapes differ.
@@ -132,12 +135,18 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
 
 
 def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
-    """Read something from a directory, the hub cache, or the hub, in this order.
+    """Read something of transformers from a folder, the hub cache, or the Hugging Face hub, in this
+    order.
 
     Args:
-        setting: Name of the setting, for errors.
-        name: A directory, or a name of the hub.
-        read: Called with the name, `local_files_only`, and the options.
+        setting: Name of the setting that has `name`, such as `model.weights`, for errors.
+        name: Path of a folder, or a name on the hub.
+        read: Called with the name, `local_files_only=True` except for a download, and `options`,
+            such as `AutoConfig.from_pretrained`.
+        options: Further keyword arguments of `read`.
+
+    Returns:
+        What `read` returns.
 
     Raises:
         UsageError: It cannot be read.
@@ -165,12 +174,16 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
     """Load the config of a saved model of transformers.
 
     Args:
-        setting: Name of the setting, for the message of an error.
-        name: Its value, a folder or a name on the Hugging Face hub.
-        supported: Values of `model_type` that are accepted.
+        setting: Name of the setting that has `name`, such as `model.weights`, for errors.
+        name: Path of a folder, or a name on the Hugging Face hub, from which the config is
+            downloaded unless it is in the cache.
+        supported: Values of `model_type` that are accepted, such as `clip`.
+
+    Returns:
+        The config, of a subclass of transformers' PretrainedConfig.
 
     Raises:
-        UsageError: There is no such model, or it is of another type.
+        UsageError: There is no such model, it is of another type, or timm is not installed.
     """
     from transformers import AutoConfig
 
@@ -195,14 +208,18 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
     """Load a saved model of transformers in float32.
 
     Args:
-        setting: Name of the setting, for the message of an error.
-        name: Its value, a folder or a name on the Hugging Face hub.
-        model_class: Class with `from_pretrained`.
-        config: Config of the model.
-        options: Passed to `from_pretrained`.
+        setting: Name of the setting that has `name`, such as `model.weights`, for errors.
+        name: Path of a folder, or a name on the Hugging Face hub, from which the weights are
+            downloaded unless they are in the cache.
+        model_class: Class of transformers with `from_pretrained`.
+        config: Config of the model, as `load_config` returns it.
+        options: Further keyword arguments of `from_pretrained`.
+
+    Returns:
+        The model, an instance of `model_class` or, for AutoModel, of the class of its config.
 
     Raises:
-        UsageError: Weights are missing.
+        UsageError: The model cannot be read, or its files lack weights.
     """
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
     net, report = load_local_or_hub(setting, name, model_class.from_pretrained, **options)
@@ -218,12 +235,16 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     """Build an encoder of transformers without a pooler.
 
     Args:
-        setting: Name of the setting, for the message of an error.
-        name: A folder or a name on the Hugging Face hub; None: random weights.
-        config: Config of the encoder.
+        setting: Name of the setting that has `name`, such as `model.text.weights`, for errors.
+        name: Path of a folder, or a name on the Hugging Face hub, whose weights are loaded; None:
+            random weights.
+        config: Config of transformers, which defines class and sizes of the encoder.
+
+    Returns:
+        The model that AutoModel builds for the config, in float32.
 
     Raises:
-        UsageError: Weights are missing.
+        UsageError: The weights cannot be read, or some are missing.
     """
     from transformers import AutoModel
 
@@ -234,12 +255,12 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add embedding rows for language tokens that a pretrained model lacks.
+    """Add rows to the token embedding of a pretrained model for language tokens that it lacks.
 
     Args:
         net: Model of transformers, changed in place; new rows are initialized as the model does.
         rows: Size of the vocabulary with the language tokens.
-        language_token: Format of the tokens; empty: the data has none.
+        language_token: Pattern of the tokens, such as `[{}]`; empty: none, and nothing is added.
     """
     text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
@@ -247,6 +268,17 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
 
 
 def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:
+    """Check that a pretrained token embedding has a row for each token of the tokenizer.
+
+    Args:
+        setting: Name of the setting of the weights, such as `model.weights`, for errors.
+        weights: Address of the weights, for errors.
+        rows: Rows of the embedding.
+        vocab_size: Number of tokens of the tokenizer.
+
+    Raises:
+        UsageError: It has too few rows.
+    """
     if rows < vocab_size:
         raise UsageError(
             f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of "
@@ -263,7 +295,10 @@ class HfModel:
     _hf_config: Any
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers config, as JSON values."""
+        """Return {"config": the transformers config as JSON values}.
+
+        It is enough to build the model without its pretrained files.
+        """
         return {"config": self._hf_config.to_dict()}
 
     def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
@@ -279,17 +314,24 @@ class HfModel:
 
     @staticmethod
     def num_image_tokens(_config: Any) -> int:
-        """Positions of the text model that an image takes.
+        """Return the number of positions of the text model that an image takes; 0 for a dual
+        encoder.
 
-        Raises UsageError for an unsupported config.
+        Raises:
+            UsageError: A subclass does not support the config.
         """
         return 0
 
     @classmethod
     def fit_positions(cls, net: Any, spec: Any) -> None:
-        """Fit the model to the sizes of the settings.
+        """Fit the model to the sizes of the settings; here only check the size of the images.
 
-        Raises UsageError for an image size other than the model's.
+        Args:
+            net: The transformers model, with a `vision_config`.
+            spec: The `model` section, for `inputs.image_side` in pixels and `weights`.
+
+        Raises:
+            UsageError: The image size is not the model's.
         """
         vision = net.config.vision_config
         if vision.image_size != spec.inputs.image_side:
@@ -300,15 +342,22 @@ class HfModel:
 
     @classmethod
     def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
-        """Build the transformers model.
+        """Build the model of transformers that `hf_class` names, with its weights.
 
         Args:
-            spec: The `model` section.
-            vocab_size: Number of tokens.
-            architecture: See `Architecture`.
+            spec: The `model` section. Its `weights` are `none`, a folder or a name on the Hugging
+                Face hub, or a checkpoint file of open_clip.
+            vocab_size: Number of tokens of the tokenizer.
+            architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+                weights are random, because the caller loads them: the dict that `architecture()` of
+                the same model returned, or {} for the sizes in `spec`.
+
+        Returns:
+            An instance of this class, such as CLIPModel.
 
         Raises:
-            UsageError: Weights are missing, or do not suit the images, IDs or positions.
+            UsageError: Weights cannot be read or are missing, or they do not suit the image size,
+                the text length or the tokenizer.
         """
         import transformers
 
@@ -351,7 +400,15 @@ class HfModel:
 
 
 def transformer_config(part: Any) -> dict[str, Any]:
-    """transformers' config values for the width, depth and heads of an encoder section."""
+    """Return the config values of transformers for an encoder section.
+
+    Args:
+        part: A section with `width`, `depth` and `heads`, such as `model.text`.
+
+    Returns:
+        `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `intermediate_size` (4 x
+        width).
+    """
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,
@@ -361,7 +418,16 @@ def transformer_config(part: Any) -> dict[str, Any]:
 
 
 def vision_config(spec: Any) -> dict[str, Any]:
-    """transformers' config values for the image encoder of a model section."""
+    """Return the config values of transformers for the image encoder of a `model` section.
+
+    Args:
+        spec: The `model` section, with `image` (width, depth, heads, patch) and
+            `inputs.image_side`.
+
+    Returns:
+        `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `intermediate_size`, `image_size`
+        and `patch_size`, all int.
+    """
     return transformer_config(spec.image) | {
         "image_size": spec.inputs.image_side,
         "patch_size": spec.image.patch,

@@ -37,13 +37,19 @@ def build_image_tower(
     """Build the image tower that `spec` names, with its weights.
 
     Args:
-        spec: The section `model.image`.
+        spec: The `model.image` section. `name` is the tower, such as `resnet50`, and `weights` are
+            `none`, `pretrained`, a file, a folder or a hub name.
         image_side: Height and width of an image in pixels.
-        batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets.
-        architecture: See `Architecture`.
+        batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for networks with BatchNorm.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them; the key `image` has the transformers
+            config of the tower, if it has one, as JSON values.
+
+    Returns:
+        A module from normalized pixels [B, 3, S, S] to features [B, width].
 
     Raises:
-        UsageError: The tower does not exist, or its weights do not fit.
+        UsageError: The tower does not exist, or its weights cannot be read or do not fit.
     """
     tower: ImageEncoder
     load_into: nn.Module
@@ -78,16 +84,25 @@ class ImageEncoder(nn.Module):
     has_class_token = False  # if true, it is the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalized pixels [B, 3, S, S] -> features [B, width]."""
+        """Return the features [B, width] of images, normalized pixels [B, 3, S, S]."""
         return self.pool(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Normalized pixels [B, 3, S, S] -> features of each position [B, N, width]."""
+        """Return the features of each position of a feature map, [B, N, width].
+
+        Args:
+            pixels: Normalized pixels [B, 3, S, S].
+        """
         raise NotImplementedError
 
     def pool(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> [B, width]: the class token, or the mean of the patches if there is
-        none.
+        """Return one feature vector for each image.
+
+        Args:
+            features: Features of each position [B, N, width].
+
+        Returns:
+            [B, width]: the class token, or without one the mean over the patches.
         """
         return (
             features[:, 0]
@@ -96,7 +111,14 @@ class ImageEncoder(nn.Module):
         )
 
     def grid(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> feature map [B, width, H, H] without prefix tokens."""
+        """Return the features as a map, without class token and registers.
+
+        Args:
+            features: Features of each position [B, N, width].
+
+        Returns:
+            [B, width, H, H], where H x H is the number of patches.
+        """
         patches = features[:, self.prefix_tokens :]
         return patches.transpose(1, 2).unflatten(2, (math.isqrt(patches.shape[1]), -1))
 
@@ -105,7 +127,11 @@ class Backbone(ImageEncoder):
     """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm)
     without its head.
 
-    frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
+    Args:
+        net: The network.
+        width: Number of channels of its features.
+        prefix_tokens: Number of leading positions that are not patches (class token, registers).
+        frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
     """
 
     def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
@@ -118,6 +144,11 @@ class Backbone(ImageEncoder):
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
     def features(self, pixels: Tensor) -> Tensor:
+        """Return the features of each position of the network's last layer, [B, N, width].
+
+        Args:
+            pixels: Normalized pixels [B, 3, S, S].
+        """
         out = self.net(pixels)
         hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
@@ -129,7 +160,14 @@ class Backbone(ImageEncoder):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, but keep frozen BatchNorm in evaluation mode."""
+        """Set training or evaluation mode, but keep frozen BatchNorm in evaluation mode.
+
+        Args:
+            mode: Whether to set training mode.
+
+        Returns:
+            This module.
+        """
         super().train(mode)
         for module in self.modules():
             if self.frozen and isinstance(module, nn.BatchNorm2d):
@@ -238,6 +276,10 @@ class ConvNet(ImageEncoder):
     Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He
     2018), and coordinate channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep
     positions through the maximum.
+
+    Args:
+        channels: Channels of the first stage; stage n has n times as many.
+        depth: Number of stages, each of which halves the resolution.
     """
 
     def __init__(self, channels: int, depth: int) -> None:
@@ -250,6 +292,11 @@ class ConvNet(ImageEncoder):
         self.norm = _norm(self.width)
 
     def features(self, pixels: Tensor) -> Tensor:
+        """Return the features of each position of the last feature map, [B, N, width].
+
+        Args:
+            pixels: Normalized pixels [B, 3, S, S].
+        """
         size = pixels.shape[-2:]
         axes = (
             torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size
@@ -266,6 +313,7 @@ class ConvNet(ImageEncoder):
         return hidden.relu().flatten(2).transpose(1, 2)
 
     def pool(self, features: Tensor) -> Tensor:
+        """Return the maximum over the positions, [B, width], of features [B, N, width]."""
         return features.amax(dim=1)
 
 

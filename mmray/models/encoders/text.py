@@ -52,15 +52,22 @@ def build_text_tower(
     """Build the text tower that `spec` names, with its weights.
 
     Args:
-        spec: The `model.text` section.
+        spec: The `model.text` section. `weights` are `none`, a folder saved by transformers, or a
+            hub name.
         vocab_size: Number of tokens of the tokenizer.
-        max_tokens: Maximum length of a text.
-        architecture: See `Architecture`.
-        language_token: `model.inputs.language_token`; pretrained weights get embedding rows for
-            such tokens.
+        max_tokens: Maximum number of tokens of a text.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them; the key `text` has the transformers
+            config of the tower, if it has one, as JSON values.
+        language_token: Pattern of the language tokens, such as `[{}]`, for which pretrained weights
+            get embedding rows; empty: none.
+
+    Returns:
+        A module from token ids and mask [B, T] to features [B, width].
 
     Raises:
-        UsageError: The weights cannot be read, or do not suit the tokenizer.
+        UsageError: The weights cannot be read, do not suit the tokenizer, or have too few
+            positions.
     """
     # The config of pretrained weights.
     saved = (architecture or {}).get("text")
@@ -109,8 +116,8 @@ class TextEncoder(nn.Module):
         """Encode captions.
 
         Args:
-            input_ids: [B, T], right-padded.
-            attention_mask: [B, T], 1 is a token.
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
             Mean features of the tokens [B, width]; finite for a row without tokens.
@@ -121,8 +128,8 @@ class TextEncoder(nn.Module):
         """Encode each token of captions.
 
         Args:
-            input_ids: [B, T], right-padded.
-            attention_mask: [B, T], 1 is a token.
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
             Features [B, T, width].
@@ -139,6 +146,15 @@ class HfTextTower(TextEncoder):
         self.width = net.config.hidden_size
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode each token of captions.
+
+        Args:
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
+
+        Returns:
+            Features [B, T, width].
+        """
         # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the
         # GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
@@ -165,6 +181,15 @@ class TextTransformer(TextEncoder):
                 nn.init.zeros_(module.bias)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode each token of captions.
+
+        Args:
+            input_ids: Token ids int64 [B, T], right-padded.
+            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
+
+        Returns:
+            Features [B, T, width].
+        """
         hidden = self.dropout(
             self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]])
         )
@@ -198,7 +223,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             hidden: Hidden states [B, T, W].
-            mask: Keys that are attended to, bool [B, 1, 1, T].
+            mask: True for tokens that are attended to, bool [B, 1, 1, T].
 
         Returns:
             Hidden states [B, T, W].
@@ -218,19 +243,24 @@ def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
     """Return the mean features of the tokens of each row.
 
     Args:
-        features: [B, T, W].
-        attention_mask: [B, T], 1 is a token.
+        features: Features of each token [B, T, W].
+        attention_mask: int64 [B, T], 1 for a token and 0 for padding. The first position always
+            counts, so a row without tokens has a finite mean.
 
     Returns:
-        [B, W].
+        Mean features [B, W].
     """
     weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
     return (features * weight).sum(1) / weight.sum(1)
 
 
 def mask_with_first(attention_mask: Tensor) -> Tensor:
-    """The mask as bool [B, T], with the first token always set, so a row without tokens does not
-    divide by zero.
+    """Return an attention mask as bool [B, T] in which the first position is always True.
+
+    So a row without tokens does not divide by zero.
+
+    Args:
+        attention_mask: int64 [B, T], 1 for a token and 0 for padding.
     """
     return attention_mask.bool() | (
         torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0

@@ -46,9 +46,9 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
 
     Args:
         model: A module with embed_image and embed_text, or a generative one.
-        spec: Its `model` section as JSON values, with vocab_size set.
-        tokenizer_json: Its tokenizer.
-        out: Path or URI of the folder.
+        spec: Its `model` section as JSON values, with `vocab_size` set.
+        tokenizer_json: Its tokenizer, the text of a tokenizer.json.
+        out: Local path, or URI such as `s3://bucket/model`, of the folder.
 
     Returns:
         The folder.
@@ -115,11 +115,14 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
 
 
 def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
-    """Return config.json for transformers; None if it has no class that computes the same.
+    """Return the values of config.json for transformers.
 
     Args:
         model: The model to export.
-        tokenizer_json: Its tokenizer, for the IDs of special tokens.
+        tokenizer_json: Its tokenizer, the text of a tokenizer.json, for the ids of special tokens.
+
+    Returns:
+        The values; None if transformers has no class that computes the same.
     """
     if hasattr(model, "chat"):
         chat = ChatEncoder(tokenizer_json, model.chat, 8)
@@ -139,7 +142,14 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
 
 
 def to_hf_state(model: Any) -> dict[str, Tensor]:
-    """The model's weights under transformers' names."""
+    """Return the weights of a model under the names of transformers.
+
+    Args:
+        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+
+    Returns:
+        Tensors by name; those of renamed weights are not copied.
+    """
     state = _replace_prefixes(model.state_dict(), model.hf_names)
     if "logit_bias" in state:  # SigLIP stores its two scalars as vectors of one
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
@@ -147,11 +157,14 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 
 
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of transformers to those of the model; the inverse of `to_hf_state`.
+    """Rename the weights of transformers to those of the model.
 
     Args:
-        model: A model with names in transformers.
-        state: A state_dict of transformers.
+        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+        state: Tensors by their names in transformers.
+
+    Returns:
+        Tensors by their names in the model, for `load_state_dict`.
     """
     out = _replace_prefixes(state, [(hf, ours) for ours, hf in model.hf_names])
     return out | {
@@ -170,12 +183,17 @@ def _replace_prefixes(
 
 
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """Return tokenizer.json and the values of tokenizer_config.json.
+    """Return the tokenizer of an exported model in the format of transformers.
 
     Args:
-        model: The model to export; if it attends to its padding, captions get a fixed length.
-        tokenizer_json: Its tokenizer.
-        max_tokens: Length of a caption.
+        model: The model to export; if it attends to its padding (SigLIP), captions get a fixed
+            length.
+        tokenizer_json: Its tokenizer, the text of a tokenizer.json.
+        max_tokens: Maximum number of tokens of a text.
+
+    Returns:
+        The text of tokenizer.json, and the values of tokenizer_config.json, such as
+        `model_max_length` and `pad_token`.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
@@ -197,9 +215,15 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
 
 
 def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """preprocessor_config.json for transformers;
+    """Return the values of preprocessor_config.json, the image processor of transformers.
 
-    None for padding with white, which it does not support.
+    Args:
+        inputs: The `model.inputs` section as JSON values: `fit`, `image_side`, `interpolation`,
+            `mean` and `std` are read.
+
+    Returns:
+        The values; None for the fit `pad`, because transformers does not support padding with
+        white.
     """
     if inputs["fit"] == "pad":
         return None
@@ -220,11 +244,11 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """Return the README.md of an exported model.
+    """Return the text of the README.md of an exported model.
 
     Args:
-        name: Of the model.
-        spec: The `model` section as JSON values.
+        name: Name of the model, its title.
+        spec: The `model` section as JSON values: `kind` and `inputs` are read.
         num_parameters: Number of its parameters.
     """
     inputs = spec["inputs"]

@@ -42,11 +42,11 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
     """Load an exported model.
 
     Args:
-        folder: Path or URI of the export.
-        device: Where the model computes.
+        folder: Local path of the export, or a URI such as `s3://bucket/model`.
+        device: Where the model computes, such as `cuda`.
 
     Returns:
-        An Embedder, a Generator if the model is generative, or Conversations of a vision-language
+        An Embedder; a Generator if the model is generative; Conversations for a vision-language
         model.
 
     Raises:
@@ -95,11 +95,14 @@ class Embedder:
         """Embed images.
 
         Args:
-            images: N files, encoded images, arrays or PIL images.
+            images: N images: PIL images, encoded bytes (a JPEG, for example) or paths of files.
             batch: Number of images in a forward.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
+
+        Raises:
+            DataError: An image is unreadable; the message has its index.
         """
         return self._in_batches(
             lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images
@@ -113,13 +116,14 @@ class Embedder:
         Args:
             texts: N captions.
             batch: Number of captions in a forward.
-            language: Code of their language, for a model that was trained with language tokens.
+            language: Language code such as `de`, for a model that was trained with language tokens.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
 
         Raises:
             UsageError: The language has no token.
+            DataError: A caption is unusable; the message has its index.
         """
         embed = self.model.embed_text
         return self._in_batches(
@@ -133,16 +137,20 @@ class Embedder:
         batch: int = 64,
         language: str | None = None,
     ) -> Tensor:
-        """Return the probability float32 [N] that image i and text i match.
+        """Return the probability that image i and text i match, from the matching head.
 
         Args:
-            images: N images.
-            texts: N texts.
-            batch: Number of pairs at a time.
-            language: Language of the texts.
+            images: N images: PIL images, encoded bytes or paths of files.
+            texts: N captions, one for each image.
+            batch: Number of pairs in a forward.
+            language: Language code of the texts, for a model that was trained with language tokens.
+
+        Returns:
+            Probabilities, float32 [N] on the CPU.
 
         Raises:
-            UsageError: The model has no matching head, or the numbers differ.
+            UsageError: The model has no matching head, or the numbers of images and texts differ.
+            DataError: An image or a text is unreadable; the message has its index.
         """
         head = self._require_head("match_head", "model.matching True")
         return self._pair_logits(head, images, texts, batch, language).sigmoid().squeeze(1)
@@ -157,16 +165,18 @@ class Embedder:
         """Return the probability of each class for pairs of an image and a caption.
 
         Args:
-            images: N images, as in `embed_images`.
-            texts: N captions.
+            images: N images: PIL images, encoded bytes or paths of files.
+            texts: N captions, one for each image.
             batch: Number of pairs in a forward.
-            language: As in `embed_texts`.
+            language: Language code of the texts, for a model that was trained with language tokens.
 
         Returns:
-            Probabilities, float32 [N, C].
+            Probabilities of the C classes of the training, float32 [N, C] on the CPU.
 
         Raises:
-            UsageError: The model has no classification head, or the numbers differ.
+            UsageError: The model has no classification head, or the numbers of images and texts
+                differ.
+            DataError: An image or a text is unreadable; the message has its index.
         """
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
@@ -181,16 +191,17 @@ class Embedder:
         """Return the probability of each label for boxes of an image.
 
         Args:
-            image: As in `embed_images`.
-            boxes: N times (left, top, width, height) in pixels, as in COCO.
-            texts: C labels; default: those of the training, in order.
+            image: A PIL image, encoded bytes or the path of a file.
+            boxes: N boxes (left, top, width, height) in pixels of the image, as in COCO.
+            texts: C label names; None: those of the training, in order.
 
         Returns:
-            Probabilities, float32 [N, C].
+            Probabilities, float32 [N, C] on the CPU.
 
         Raises:
             UsageError: The model has no region head.
-            DataError: The image is unreadable, or a box is outside of it.
+            DataError: The image is unreadable, or a box is outside the part of it that the model
+                gets.
         """
         self._require_head("region_head", "model.regions True")
         height, width = _decode_image(0, image).shape[:2]
@@ -283,13 +294,17 @@ class Generator:
         """Answer a question about each image.
 
         Args:
-            images: The images.
-            question: One question for all images, one for each, or None for the question of
-                training.
-            max_new_tokens: Maximum length of an answer.
+            images: N images: PIL images, encoded bytes or paths of files.
+            question: One question for all images, a list of one for each, or None for the question
+                of training.
+            max_new_tokens: Maximum number of tokens of an answer.
+
+        Returns:
+            N answers.
 
         Raises:
-            DataError: An image cannot be read.
+            UsageError: The numbers of images and questions differ.
+            DataError: An image is unreadable; the message has its index.
         """
         question = self.inputs.chat.question if question is None else question
         questions = [question] * len(images) if isinstance(question, str) else question
@@ -309,15 +324,16 @@ def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) ->
     """Decode images and fit them to the inputs of a model.
 
     Args:
-        images: As in `Embedder.embed_images`.
-        inputs: The section `model.inputs`, with the side S of an image.
-        first: Index of the first image in the message of an error.
+        images: N images: PIL images, encoded bytes or paths of files.
+        inputs: The `model.inputs` section, with the side S in pixels and how an image becomes
+            square.
+        first: Index of the first image, for errors.
 
     Returns:
-        Pixels, uint8 [N, 3, S, S].
+        Pixels, uint8 [N, 3, S, S] on the CPU.
 
     Raises:
-        DataError: An image is unreadable; names its index.
+        DataError: An image is unreadable; the message has its index.
     """
     pixels = [
         transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)

@@ -31,8 +31,11 @@ def export_vlm(model: Any, spec: dict[str, Any], out: str | AnyPath) -> AnyPath:
         spec: Its `model` section as JSON values.
         out: Local path of the folder.
 
+    Returns:
+        The folder.
+
     Raises:
-        UsageError: The folder contains something else, or is not on a local disk.
+        UsageError: The folder contains something else, is not writable, or is not on a local disk.
     """
     folder = to_path(out)
     if not isinstance(folder, Path):
@@ -84,12 +87,15 @@ class Conversations:
         """Return the assistant's next message of a conversation, or of each of several.
 
         Args:
-            messages: {role, content} up to a message of the user; content is a text, or a list of
-                parts {"type": "image"} and {"type": "text", "text": ...}. Several conversations
-                are a list of such lists.
+            messages: A conversation: a list of {"role": ..., "content": ...} up to a message of the
+                user; content is a text, or a list of parts {"type": "image"} and {"type": "text",
+                "text": ...}. Several conversations are a list of such lists.
             images: The images of the image parts, in order, as PIL images or paths; of several
                 conversations a list of such lists.
-            max_new_tokens: Maximum length of an answer.
+            max_new_tokens: Maximum number of tokens of an answer.
+
+        Returns:
+            The answer as a str; for several conversations a list of str.
 
         Raises:
             UsageError: An image cannot be read, or images do not match the image parts.
@@ -123,7 +129,14 @@ def _open(image: Any) -> Any:
 
 
 def read_spec(folder: AnyPath) -> Any:
-    """Return the `model` section of an exported vision-language model; None for other folders."""
+    """Return the `model` section of an exported vision-language model.
+
+    Args:
+        folder: Folder of the export.
+
+    Returns:
+        The section as nested SimpleNamespace objects; None if the folder has no such export.
+    """
     try:
         values = json.loads((folder / CONFIG).read_text()).get(VLM_SPEC)
     except (OSError, ValueError, AttributeError):
@@ -132,9 +145,15 @@ def read_spec(folder: AnyPath) -> Any:
 
 
 def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
-    """Load an exported model; `spec` is its `model` section.
+    """Load an exported vision-language model.
 
-    Raises UsageError if the folder is not on a local disk.
+    Args:
+        folder: Local folder of the export.
+        spec: Its `model` section, as `read_spec` returns it; `weights` is set to the folder.
+        device: Where the model computes.
+
+    Raises:
+        UsageError: The folder is not on a local disk, or the model cannot be read.
     """
     from mmray.models.vlm.model import Vlm
 
