@@ -91,6 +91,7 @@ def nodes_of_actors():
     return {node for state, node, _ in actors_of_job("DecodeActor") if state == "ALIVE"}
 
 
+@pytest.mark.slow  # a minute; run by hand
 def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
     """Four actors fill two data nodes; each object store is smaller than what passes it."""
     nodes.reset([])
