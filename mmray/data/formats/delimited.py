@@ -50,16 +50,33 @@ class CsvSource(JsonlSource):
     delimiter: ClassVar[str] = ","
 
     def check(self, name: str) -> None:
+        """Raise DataError if the file is missing, has another format, or lacks a column for images
+        or for texts.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+        """
         super().check(name)
         layout = self._layout(name)
         check_columns(layout.names, self.columns, f"{self.folder / name} ({self.describe()})")
 
     def describe(self) -> str:
+        """Return the format with the delimiter that was found, such as `CSV with the delimiter
+        comma`.
+        """
         return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        """Yield the fields of each record, each UTF-8 byte as one character; the header is
-        empty.
+        """Yield the fields of each record of a file.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+            lines: Reader of the file, from its start or from the start of a chunk.
+
+        Yields:
+            The fields, in which each UTF-8 byte is one character (Latin-1); `parse` decodes them.
+            The header and blank lines are empty lists. A BadRow replaces a record with invalid
+            quoting.
         """
         _, start, dialect = self._layout(name)
         return (
@@ -159,11 +176,31 @@ class CsvSource(JsonlSource):
                 )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        """Yield (line number, `file:line`, (layout of the file, its fields)) for each row of a
+        chunk.
+
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Raises:
+            DataError: The file changed after it was scanned.
+        """
         layout = self._layout(chunk.file)
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
 
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
+        """Return the values of a row by column name, without empty fields.
+
+        Columns of lists, such as `texts`, `boxes` or `messages`, are parsed as JSON or Python's
+        notation. A numeric `label` becomes a number.
+
+        Args:
+            record: Layout of the file, and the fields of the row as `iter_records` yields them.
+
+        Raises:
+            BadRow: The record is invalid, or has another number of fields than the header.
+        """
         layout, fields_or_error = record
         fields = _decode_fields(fields_or_error)
         names = layout.names

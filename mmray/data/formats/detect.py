@@ -24,11 +24,14 @@ _HEAD_BYTES = 512
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format and location of a source: paths are relative to folder `address`; `name` is empty for
-    a full folder.
+    """Format and location of a source.
 
-    `files` yields the visible files of the folder once, if it was listed: a large listing is
-    neither repeated nor kept.
+    Args:
+        format: Name of the format, such as `webdataset`, or a user's `package.module:Class`.
+        address: Path or URI of the folder, which paths of images are relative to.
+        name: Path of the file in the folder; empty: the whole folder.
+        files: Iterator over the visible files of the folder, if it was listed. It yields them once,
+            so a large listing is neither repeated nor kept.
     """
 
     format: str
@@ -42,7 +45,10 @@ class SourceSpec:
 
 
 def source_class(name: str) -> type[Source]:
-    """Return the class of a format: an entry of FORMATS, or a user's `package.module:Class`.
+    """Return the class of a format.
+
+    Args:
+        name: A key of FORMATS, such as `parquet`, or a user's `package.module:Class`.
 
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
@@ -94,13 +100,13 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 def open_source(
     spec: SourceSpec, prepared_folder: AnyPath, columns: dict[str, str], caption_template: str
 ) -> Source:
-    """Open a source without reading it.
+    """Create the Source object that reads a source; reads nothing yet.
 
     Args:
         spec: Format and location, from `detect_source`.
         prepared_folder: Folder of the prepared set, where listings of the source are stored.
-        columns: Source column by our column name.
-        caption_template: Caption of a class, with `{}` for its name.
+        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        caption_template: Caption of a class, with `{}` for its name: `a photo of a {}`.
     """
     folder = to_path(spec.address)
     return source_class(spec.format)(

@@ -38,9 +38,15 @@ class ListingSource(Source):
     """
 
     def list_rows(self) -> Rows:
-        """Yield the rows of the source, as values with their location `origin`.
+        """Yield the rows of the source in order, before they are written to the listing.
 
-        Raises DataError.
+        Yields:
+            Values by column name, such as `id`, `image`, `text` or `texts`, `label`, `split` and
+            `boxes`; and `origin`, the location of the row for messages. `text_file`, if set, is
+            (name, size, mtime) of a caption file.
+
+        Raises:
+            DataError: The source cannot be listed.
         """
         raise NotImplementedError
 
@@ -64,7 +70,17 @@ class ListingSource(Source):
             yield line, values.pop("origin"), values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add the non-blank lines of the caption file, if there is one. Raises BadRow."""
+        """Return the values of a listed row, with the captions of its caption file if it has one.
+
+        Args:
+            record: Values from `list_rows`, without `origin`.
+
+        Returns:
+            The values without `text_file`; `texts` are the non-blank lines of that file, or [""].
+
+        Raises:
+            BadRow: The caption file cannot be read or is not UTF-8.
+        """
         name, *_ = record.pop("text_file", [None])
         if name is None:
             return record
@@ -83,7 +99,9 @@ class ListingSource(Source):
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file is an image by its suffix, read or not."""
+    """Return whether a file has the suffix of an image format, also of one that mmray cannot
+    decode.
+    """
     return name.lower().endswith((*IMAGE_SUFFIXES, *UNREAD_SUFFIXES))
 
 
@@ -92,11 +110,18 @@ def _stem(name: str) -> str:
 
 
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
-    """Return (split, class) of each image by its folders; None if the image is outside of such a
-    folder.
+    """Return the split and the class that the folders of each image define.
 
-    The first folders are splits if two of them have names of splits, although there may be stray
-    images next to them. Otherwise test images would become training rows of a class `test`.
+    `train/cat/1.jpg` is class cat of split train, and `cat/1.jpg` is class cat without a split. The
+    first folders are splits if two of them have names of splits, although there may be stray images
+    next to them. Otherwise test images would become training rows of a class `test`. A folder that
+    contains all the class folders, such as `photos`, is not a class.
+
+    Args:
+        names: Paths of the images, relative to the folder of the source.
+
+    Returns:
+        (split, class) of each image, in order; None for what its folders do not define.
     """
     folders = [name.split("/")[:-1] for name in names]
     splits = [split_of_folder(folder[0]) if folder else None for folder in folders]
@@ -197,8 +222,13 @@ class ImageTextPairs(ListingSource):
                 yield {"origin": texts[stem], "id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk; caption files on an object store are read several at a
-        time.
+        """Yield the rows of a chunk; on an object store, several caption files are read at a time.
+
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Raises:
+            DataError: The listing changed after it was scanned.
         """
         if isinstance(self.folder, RemotePath):
             return iter_parallel(self.parse_item, self.records(chunk))
@@ -216,6 +246,12 @@ class JsonArraySource(ListingSource):
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
+        """Return whether a .json file starts with `[`.
+
+        Args:
+            folder: Folder of the source.
+            name: Path of the file in it.
+        """
         return read_head(folder, name).removeprefix(BOM).lstrip().startswith(b"[")
 
     def list_rows(self) -> Rows:
@@ -274,7 +310,13 @@ class CocoSource(ListingSource):
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a JSON file is a document and not rows (lines, or an array)."""
+        """Return whether a .json file is one document (COCO's or Karpathy's) instead of rows (JSON
+        lines or an array).
+
+        Args:
+            folder: Folder of the source.
+            name: Path of the file in it.
+        """
         text = read_head(folder, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
         try:
             first = orjson.loads(text.partition(b"\n")[0])

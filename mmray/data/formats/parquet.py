@@ -53,8 +53,11 @@ class ParquetSource(Source):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether the folder has Parquet files other than those that img2dataset writes:
+        """Return whether a folder has Parquet files other than those that img2dataset writes:
         FOLDER.parquet next to each FOLDER of pairs.
+
+        Args:
+            names: Visible files of the folder, as relative paths.
         """
         if not any(name.lower().endswith(cls.suffixes) for name in names):
             return False
@@ -64,14 +67,33 @@ class ParquetSource(Source):
         return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
 
     def names(self) -> list[str]:
+        """Return the Parquet files of the source as relative paths."""
         return self.files_with_suffix(".parquet")
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
-        """Return the split of each file by the layout; None: the layout defines none."""
+        """Return the split of each file by the names of files and folders.
+
+        Args:
+            names: Relative paths of the files.
+
+        Returns:
+            Split by path, such as {"val/0.parquet": "val"}; None for files without a split.
+        """
         return splits_of_files(names) if not self.name else dict.fromkeys(names)
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
-        """Return (number of rows up to the end of each row group or record batch, schema)."""
+        """Read the row counts and the schema of a file from its metadata.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+
+        Returns:
+            Number of rows up to the end of each row group (of each record batch in an Arrow file),
+            and the Arrow schema.
+
+        Raises:
+            OSError, pyarrow.ArrowException: The file cannot be read.
+        """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw)
             return _cumulative_rows(file), file.schema_arrow
@@ -79,8 +101,13 @@ class ParquetSource(Source):
     def batches(
         self, name: str, start: int, stop: int, only: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the known columns, or `only` these, of the rows `start` to `stop` (exclusive) of a
-        file.
+        """Yield a range of rows of a file as record batches of at most 32 rows.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+            start: Number of the first row in the file.
+            stop: Number after the last row.
+            only: Columns to read; None: all columns that mmray knows.
         """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
@@ -94,6 +121,18 @@ class ParquetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
+        """Yield chunks of rows, in order: several small row groups, or a part of a large one.
+
+        Also sets `class_names` if the metadata of `datasets` has them.
+
+        Args:
+            rows_per_chunk: Approximate number of rows of a chunk. A row group is split into at most
+                MAX_CHUNKS_PER_ROW_GROUP chunks, because each reads the group up to its rows.
+            previous_chunk_ends: Not used.
+
+        Raises:
+            DataError: A file is damaged, or has no column of images or texts.
+        """
         index = 0
         names = self.names()
         splits = self.splits(names)
@@ -137,7 +176,16 @@ class ParquetSource(Source):
         return self.columns.get("label", "label")
 
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
-        """Return the types of the columns that `datasets` stored for a file; {} if it did not."""
+        """Return the column types that Hugging Face `datasets` stored in a file.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+            schema: Arrow schema of the file.
+
+        Returns:
+            Feature by column name, such as {"label": {"_type": "ClassLabel", "names": [...]}}; {}
+            if none are stored.
+        """
         metadata = orjson.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features: dict[str, Any] = metadata.get("info", {}).get("features", {})
         return features
@@ -148,6 +196,16 @@ class ParquetSource(Source):
                 yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        """Yield (line, `file:line`, record batch of one row) for each row of a chunk.
+
+        If the file is damaged inside the chunk, each following row is a BadRow.
+
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Raises:
+            DataError: The file changed after it was scanned.
+        """
         check_unchanged(self.folder, chunk)
         row_number = chunk.first_line
         try:
@@ -174,7 +232,18 @@ class ParquetSource(Source):
         check_unchanged(self.folder, chunk)
 
     def parse(self, record: pa.RecordBatch) -> dict[str, Any]:
-        """Convert one row, so that invalid UTF-8 affects only this row. Raises BadRow."""
+        """Convert one row to Python values, so that invalid UTF-8 affects only this row.
+
+        Args:
+            record: A record batch of one row.
+
+        Returns:
+            Values by the column names of the source; None for null.
+
+        Raises:
+            BadRow: A text of the row is not UTF-8; the row is then quarantined, and others are
+                kept.
+        """
         try:
             values: dict[str, Any] = record.to_pylist()[0]
         except UnicodeDecodeError as error:
@@ -211,9 +280,10 @@ class HFSavedSource(ParquetSource):
         return has_arrow and any(name.rpartition("/")[2] == "state.json" for name in names)
 
     def names(self) -> list[str]:
-        """Return the Arrow files that state.json of each split lists, in order.
+        """Return the Arrow files that state.json of each split lists, in order, as relative paths.
 
-        Raises DataError.
+        Raises:
+            DataError: There is no valid state.json, or the dataset has an index of its rows.
         """
         states = [
             name
@@ -253,13 +323,27 @@ class HFSavedSource(ParquetSource):
         return super().features(name, schema) | stored
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
+        """Return the split of each file: the name of its first folder, None for a file at the top.
+
+        Args:
+            names: Relative paths of the files.
+        """
         return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield row ranges of mapped files, but complete files of an object store: an Arrow stream
-        has no index, so counting its rows would read it.
+        """Yield ranges of rows of local files, but complete files of an object store.
+
+        An Arrow stream has no index, so counting its rows on an object store would read it
+        completely.
+
+        Args:
+            rows_per_chunk: Approximate number of rows of a chunk of a local file.
+            previous_chunk_ends: Not used.
+
+        Raises:
+            DataError: A file is damaged, or has no column of images or texts.
         """
         if isinstance(self.folder, Path):
             yield from super().scan(rows_per_chunk, previous_chunk_ends)
@@ -271,6 +355,15 @@ class HFSavedSource(ParquetSource):
             yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
+        """Read the row counts and the schema of an Arrow file.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+
+        Returns:
+            Number of rows up to the end of each record batch, and the Arrow schema. The first is
+            empty on an object store, because counting would read the file.
+        """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,
@@ -282,6 +375,14 @@ class HFSavedSource(ParquetSource):
     def batches(
         self, name: str, start: int, stop: int, only: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
+        """Yield a range of rows of an Arrow file as record batches.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+            start: Number of the first row in the file.
+            stop: Number after the last row.
+            only: Columns to read; None: all columns that mmray knows.
+        """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,

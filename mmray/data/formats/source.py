@@ -32,8 +32,8 @@ _COMMON_NAMES = {
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A part of one file: bytes (text), rows (Parquet, Arrow) or everything (tar) from start to
-    stop.
+    """A part of one file, which one task reads: bytes (text), rows (Parquet, Arrow) or everything
+    (tar) from start to stop (exclusive).
     """
 
     index: int
@@ -62,11 +62,17 @@ class Source:
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; the table
     FORMATS of mmray/builtin.py has a name for each.
 
-    `columns` maps our column names to those of the source. Listings are stored in
-    `prepared_folder`. `files` are the visible files of the folder, if it was listed to detect its
-    format. `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ...
-    (`class_names`), if known; of listed files also `split_rows`, the rows by split that the layout
-    defines, and `ignored`, the files that are no part of a row by suffix.
+    `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ... (`class_names`),
+    if known. For listed files it also sets `split_rows`, the number of rows by the split that the
+    layout defines, and `ignored`, the number of files that are no part of a row, by suffix.
+
+    Args:
+        folder: Folder of the source.
+        name: Path of its file in the folder; empty: the whole folder.
+        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        prepared_folder: Folder where listings are stored; None: `folder`.
+        caption_template: Caption of a class, with `{}` for its name.
+        files: Visible files of the folder, if it was listed to detect its format.
     """
 
     title: ClassVar[str]  # format name in messages
@@ -100,13 +106,21 @@ class Source:
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a file with one of the suffixes has this format."""
+        """Return whether a file with one of the suffixes has this format; True by default.
+
+        Args:
+            folder: Folder of the source.
+            name: Path of the file in it.
+        """
         return True
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether a folder with these files has this format and none of the formats before
-        it in FORMATS.
+        """Return whether a folder has this format, given that no format before it in FORMATS
+        matches.
+
+        Args:
+            names: Visible files of the folder, as relative paths.
         """
         return False
 
@@ -116,7 +130,7 @@ class Source:
         """Split the source into chunks without decoding it, and yield them in order.
 
         Args:
-            rows_per_chunk: Number of rows of a chunk, where the format allows it.
+            rows_per_chunk: Number of rows of a chunk, if the format allows the choice.
             previous_chunk_ends: Ends of the chunks of an earlier scan, in bytes; a format whose
                 files grow at the end keeps these chunks.
 
@@ -126,21 +140,29 @@ class Source:
         raise NotImplementedError
 
     def visible_files(self) -> list[str]:
-        """List the visible files; the first call reuses the listing of format detection."""
+        """Return the visible files of the folder as relative paths; the first call reuses the
+        listing of format detection.
+        """
         return list(self._files) or list_visible_files(self.folder)
 
     def describe(self) -> str:
-        """Return the format as it was found, for a message."""
+        """Return the name of the format for a message; a subclass may add what it detected."""
         return self.title
 
     def files_with_suffix(
         self, suffix: str | tuple[str, ...], files: Sequence[str] | None = None
     ) -> list[str]:
-        """Return the file of the source, or the visible files with this suffix, ignoring case.
+        """Return the file of the source, or the files of its folder with a suffix.
 
-        `files` are the visible files, if they are listed.
+        Args:
+            suffix: Suffix or suffixes in lower case, such as `.tar`; the case of names is ignored.
+            files: Visible files of the folder, if they are already listed.
 
-        Raises DataError.
+        Returns:
+            Relative paths, sorted.
+
+        Raises:
+            DataError: A name is not plain UTF-8.
         """
         names = (
             [self.name]
@@ -159,32 +181,67 @@ class Source:
         return names
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield line, location and record of each row.
+        """Yield the unparsed rows of a chunk.
 
-        Raises DataError if the chunk differs from the scanned one.
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Yields:
+            (line, location, record): number of the row in its file, `file:line` for messages, and a
+            value that `parse` accepts, or a BadRow.
+
+        Raises:
+            DataError: The chunk differs from the scanned one.
         """
         raise NotImplementedError
 
     def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
-        """Yield the labels of the rows that have one."""
+        """Yield the labels of the rows that have one.
+
+        Args:
+            chunks: Chunks that `scan` yielded.
+
+        Yields:
+            Class numbers, or names of classes as text.
+        """
         for chunk in chunks:
             for row in self.read(chunk):
                 if isinstance(row.values, dict) and "label" in row.values:
                     yield row.values["label"]
 
     def parse(self, record: Any) -> dict[str, Any]:
-        """Return the values of a record by the source's column names. Raises BadRow."""
+        """Return the values of a row by the column names of the source.
+
+        Args:
+            record: A record that `records` yielded.
+
+        Raises:
+            BadRow: The row is invalid.
+        """
         raise NotImplementedError
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""
+        """Yield the rows of a chunk, parsed and with mmray's column names.
+
+        A row without a split gets the split of its chunk.
+
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Raises:
+            DataError: The chunk differs from the scanned one.
+        """
         for row in map(self.parse_item, self.records(chunk)):
             if chunk.split and not isinstance(row.values, BadRow):
                 row.values["split"] = row.values.get("split") or chunk.split
             yield row
 
     def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
-        """Return the row of an item of `records`."""
+        """Parse one row; an invalid row becomes a RawRow with a BadRow as `values`.
+
+        Args:
+            item: (line, location, record), as `records` yields it.
+        """
         line, location, record = item
         values: dict[str, Any] | BadRow
         try:
@@ -203,21 +260,22 @@ class Source:
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
-    """Return the columns of a source that are read.
+    """Return the names of the columns of a source that mmray reads.
 
     Args:
-        columns: Name in the source by our name; a column without an entry has our name.
+        columns: Column of the source by mmray's column name, such as {"text": "title"}. A column
+            without an entry has mmray's name.
     """
     return {columns.get(column, column) for column in COLUMNS}
 
 
 def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) -> None:
-    """Raise DataError if no column of a source has images, or none has text.
+    """Raise DataError if no column of a source has images, or none has texts.
 
     Args:
-        names: Columns of the source.
-        columns: Their name by our name.
-        place: File, and what was found in it.
+        names: Names of all columns of the source.
+        columns: Column of the source by mmray's column name.
+        place: The file, for the message.
     """
     advice = []
     missing = []
@@ -239,25 +297,42 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) 
 
 
 def changed_error(file: str) -> DataError:
+    """Return the error for a file of the source that changed between scanning and reading."""
     return DataError(f"{file} changed while it was read: run the same command again")
 
 
 def file_signature(folder: AnyPath, name: str) -> str:
-    """Return a digest of a file's name, size and modification time, to detect changes without
-    reading it.
+    """Return a digest that detects a change of a file without reading it.
+
+    Args:
+        folder: Folder of the source.
+        name: Path of the file in it.
+
+    Returns:
+        SHA-256, in hexadecimal, of its name, size and modification time.
     """
     stat = (folder / name).stat()
     return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
 
 
 def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
-    """Raise DataError if the file differs from the scanned one by `file_signature`."""
+    """Raise DataError if the file of a chunk changed after it was scanned.
+
+    Args:
+        folder: Folder of the source.
+        chunk: A chunk whose signature is from `file_signature`.
+    """
     if file_signature(folder, chunk.file) != chunk.signature:
         raise changed_error(chunk.file)
 
 
 def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
-    """Return the first `size` bytes of a file.
+    """Return the first bytes of a file.
+
+    Args:
+        folder: Folder of the source.
+        name: Path of the file in it.
+        size: Number of bytes; a shorter file is returned completely.
 
     Raises:
         DataError: The file does not exist or cannot be read.
@@ -273,14 +348,15 @@ def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
 
 
 def list_visible_files(folder: AnyPath) -> list[str]:
-    """Return the sorted files of the folder without hidden ones and those that macOS adds to
-    archives.
+    """Return the files in a folder and its subfolders as sorted relative paths.
+
+    Hidden files are left out, and those that macOS adds to archives.
     """
     return [name for name in list_files(folder) if not is_hidden(name)]
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether a part of the path is hidden (`._0.jpg`), or one that macOS adds."""
+    """Return whether a part of a path starts with a dot (`._0.jpg`) or is `__MACOSX`."""
     return any(
         (part.startswith(".") and part not in (".", "..")) or part == "__MACOSX"
         for part in path.split("/")
@@ -288,6 +364,6 @@ def is_hidden(path: str) -> bool:
 
 
 def is_about_the_data(path: str) -> bool:
-    """Return whether a file is a README or a license."""
+    """Return whether a path is that of a README or a license, which is not an image."""
     name = path.rpartition("/")[2].lower()
     return name.startswith(("readme", "license", "licence")) and not name.endswith(IMAGE_SUFFIXES)

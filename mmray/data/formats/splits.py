@@ -21,7 +21,10 @@ _PARTITION = re.compile(r"split=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 def split_of_folder(name: str) -> str | None:
-    """Return the split that the name of one folder means: `val2017` is val, `split=dev` is dev."""
+    """Return the split that the name of one folder means: `val2017` is val, `split=dev` is dev.
+
+    None for any other name, such as `train_station`.
+    """
     if partition := _PARTITION.fullmatch(name):
         return partition[1]
     word = _FOLDER.fullmatch(name)
@@ -29,10 +32,18 @@ def split_of_folder(name: str) -> str | None:
 
 
 def split_of_file(path: str) -> str | None:
-    """Return the split that the folders of a path mean, outermost first, otherwise its file name.
+    """Return the split that a path means, by its folders or its file name.
 
-    A number or a separator must follow the word: `train-00000-of-00001.parquet`,
-    `cc3m_val_0001.tar`.
+    The outermost folder with the name of a split counts, otherwise the file name. There the word
+    must not be part of a longer one: `train-00000-of-00001.parquet` is train, `cc3m_val_0001.tar`
+    is val, and `contest.tar` has no split.
+
+    Args:
+        path: Relative path, with `/`.
+
+    Returns:
+        `train`, a held-out split (`test`, `val`, `valid`, `validation`, `dev` or `eval`), or the
+        value of a folder `split=VALUE`; None if the path names no split.
     """
     *folders, name = path.split("/")
     for folder in folders:
@@ -45,9 +56,16 @@ def split_of_file(path: str) -> str | None:
 def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
     """Return the split of each file of a source; None for all if their names define no splits.
 
-    They do if all have one, if there are two different ones, or if one is held out: a single
-    folder `train` next to `bus` may be the vehicle, but rows named `test` must not be trained on.
-    Files without a split next to others with one become `train` when the set is assembled.
+    Names define splits if all have one, if there are two different ones, or if one is held out: a
+    single folder `train` next to `bus` may be the vehicle, but rows named `test` must not be
+    trained on. Files without a split next to others with one become `train` when the set is
+    assembled.
+
+    Args:
+        paths: Relative paths of the files.
+
+    Returns:
+        Split by path, such as {"val/0.tar": "val", "0.tar": None}.
     """
     splits = {path: split_of_file(path) for path in paths}
     found = set(splits.values())

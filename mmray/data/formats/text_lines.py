@@ -38,8 +38,12 @@ _OTHER_FORMATS = (
 
 
 class LineReader(Iterator[bytes]):
-    """Lines of a file from `start` to `stop`, without the byte order mark; counts bytes and lines,
-    and hashes them.
+    """Lines of a file, without the byte order mark; counts bytes and lines, and hashes them.
+
+    Args:
+        file: Binary file that can seek.
+        start: Byte of the first line.
+        stop: Byte after the last line.
     """
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:
@@ -80,18 +84,30 @@ class JsonlSource(Source):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether the folder has several files of this format, and each names a split."""
+        """Return whether a folder has several files of this format, each of which names a split.
+
+        Args:
+            names: Visible files of the folder, as relative paths.
+        """
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in set(map(split_of_file, files))
 
     def names(self) -> list[str]:
+        """Return the files of the source as relative paths."""
         return self.files_with_suffix(self.suffixes)
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps
-        its chunks.
+        """Yield chunks of complete records, in order.
+
+        Args:
+            rows_per_chunk: Number of records of a chunk.
+            previous_chunk_ends: Byte offsets at which an earlier scan ended chunks. A chunk also
+                ends there, so a file that grew keeps its chunks. Not used for a folder of files.
+
+        Raises:
+            DataError: A file is missing or has another format.
         """
         names = self.names()
         splits = {} if self.name else splits_of_files(names)
@@ -129,6 +145,14 @@ class JsonlSource(Source):
                 yield chunk()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        """Yield (line number, `file:line`, bytes of the line) for each row of a chunk.
+
+        Args:
+            chunk: A chunk that `scan` yielded.
+
+        Raises:
+            DataError: The bytes of the chunk differ from the scanned ones.
+        """
         line = chunk.first_line
         with open_sequential(self.folder / chunk.file) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
@@ -140,22 +164,27 @@ class JsonlSource(Source):
             raise changed_error(chunk.file)
 
     def check(self, name: str) -> None:
-        """Raise DataError if the file is missing or clearly of another format."""
+        """Raise DataError if a file is missing or clearly of another format.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+        """
         head = read_head(self.folder, name)
         for mark, advice in _OTHER_FORMATS:
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{self.folder / name} {advice}")
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[Any]:
-        """Yield the lines of a file; one of white space only is yielded as b"".
+        """Yield the records of a file: its lines, or b"" for a line of white space only.
 
         Args:
-            name: Of the file.
-            lines: Its lines.
+            name: Path of the file, relative to the folder of the source.
+            lines: Reader of the file.
         """
         return (line if line.strip() else b"" for line in lines)
 
     def parse(self, record: Any) -> dict[str, Any]:
+        """Parse the JSON object of a line. Raises BadRow if it is none."""
         return parse_json(record)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
@@ -183,7 +212,15 @@ def _move_images(values: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
-    """Parse a JSON object; if `strict`, without NaN and repeated names. Raises BadRow."""
+    """Parse a JSON object.
+
+    Args:
+        data: Its UTF-8 bytes.
+        strict: Reject NaN, infinities and repeated names.
+
+    Raises:
+        BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
+    """
     values = load_json(data, strict)
     if not isinstance(values, dict):
         raise BadRow("parse", "json", f"must be an object {{...}} (got {type(values).__name__})")
@@ -191,7 +228,15 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
 
 
 def load_json(data: bytes, strict: bool = True) -> Any:
-    """Parse any JSON value, like `parse_json`. Raises BadRow."""
+    """Parse any JSON value.
+
+    Args:
+        data: Its UTF-8 bytes.
+        strict: Reject NaN, infinities and repeated names.
+
+    Raises:
+        BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
+    """
     if len(data) > MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {MAX_LINE_BYTES} bytes")
     hooks: dict[str, Any] = (

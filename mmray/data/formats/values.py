@@ -14,16 +14,19 @@ from mmray.data.rows import MESSAGE_COLUMNS
 def normalize_values(
     values: dict[str, Any], class_names: Sequence[str], caption_template: str
 ) -> dict[str, Any]:
-    """Return the values of a row in the types that `rows.parse_row` expects.
+    """Convert the values of a row to the types that `rows.parse_row` expects.
 
     Missing numbers become missing values, whole floats integers, names of classes their numbers,
-    and conversations in JSON lists. Of `text` and `texts`, `texts` is taken. Missing and blank
-    captions are dropped if others are left. A row with a class and no text gets the template.
+    and conversations in JSON lists. If a row has `text` and `texts`, `texts` is taken. Missing and
+    blank captions are dropped if others are left. A row with a class and no text gets the template.
 
     Args:
-        values: Values by our column names.
+        values: Values by mmray's column names, such as `image`, `texts`, `label` and `messages`.
         class_names: Names of the labels 0, 1, ...; empty: unknown.
-        caption_template: Caption of a class, with `{}` for its name.
+        caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
+
+    Returns:
+        The converted values, without missing ones.
     """
     values = {name: value for name, value in values.items() if not _is_missing(value)}
     for name in ("id", "key", "label"):

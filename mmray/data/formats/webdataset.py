@@ -65,6 +65,15 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
+        """Yield one chunk for each tar, and set `class_names` from classnames.txt or classes.txt.
+
+        Args:
+            rows_per_chunk: Not used, because the rows of a tar are known only after reading it.
+            previous_chunk_ends: Not used.
+
+        Raises:
+            DataError: A tar is compressed or cannot be read.
+        """
         files = [] if self.name else self.visible_files()
         names = self.files_with_suffix(self.suffixes, files)
         for name in set(_CLASS_FILES).intersection(files):
@@ -82,6 +91,15 @@ class WebDatasetSource(Source):
         return (self.folder / name).stat().st_size, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        """Yield (number, `tar/base name`, members by extension) for each sample of a tar.
+
+        Args:
+            chunk: The chunk of the tar, from `scan`.
+
+        Raises:
+            DataError: The tar changed after it was scanned, or the files of a sample are not
+                adjacent.
+        """
         samples = _group_samples(_iter_members(self.folder, chunk.file))
         extensions: dict[str, frozenset[str]] = {}  # of the samples before
         for number, (stem, sample) in enumerate(samples, 1):
@@ -98,9 +116,22 @@ class WebDatasetSource(Source):
         check_unchanged(self.folder, chunk)
 
     def parse(self, record: Sample) -> dict[str, Any]:
-        """Return a sample's columns and images; its txt overrides its json, and --columns both.
+        """Return the values of a sample by column name.
 
-        Raises BadRow.
+        Its text is `txt`, otherwise that of `json`; a column of `json` that the user named with
+        --columns overrides both. Its label is `cls`.
+
+        Args:
+            record: Members by extension without the first dot, such as `jpg`, `0.jpg`, `txt`,
+                `json` or `cls`. A BadRow as a member rejects the sample.
+
+        Returns:
+            `images`, a list of ImageRef with the bytes, and `text`, `label` and the known columns
+            of `json`, as far as the sample has them.
+
+        Raises:
+            BadRow: A member is damaged or invalid, or the sample has only images with unknown
+                names.
         """
         members: dict[str, TarMember] = {}
         for extension, member in record.items():

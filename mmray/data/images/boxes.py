@@ -45,7 +45,12 @@ class BoxColumns:
         self.augment = augment
 
     def empty(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return the columns of rows without boxes."""
+        """Return the box columns of `num_rows` rows without boxes.
+
+        Returns:
+            `boxes` float32 [num_rows, M, 4] of zeros, `box_labels` int64 [num_rows, M] of -1, and
+            `num_boxes` int32 [num_rows] of zeros; M is `max_boxes`.
+        """
         most = self.inputs.max_boxes
         return {
             "boxes": np.zeros((num_rows, most, 4), np.float32),
@@ -61,7 +66,24 @@ class BoxColumns:
         image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
-        """Write the largest visible boxes of a row; see `ExtraColumns.set_row`."""
+        """Write the boxes of one row into a block.
+
+        Boxes are transformed as the pixels are, and clipped to the model's square. A box is dropped
+        if less than 10% of its area is inside the square. If more than `max_boxes` are left, the
+        largest are kept, in the order of the row.
+
+        Args:
+            columns: A block of R rows, whose `boxes` float32 [R, M, 4], `box_labels` int64 [R, M]
+                and `num_boxes` int32 [R] are changed in place at `index`. A box is (left, top,
+                right, bottom) in fractions of the square. Entries after the boxes of the row keep
+                the values of `empty`.
+            index: Index of the row in the block.
+            row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
+                `box_labels` are class numbers or None.
+            image_size: (width, height) of its upright image in pixels, before it was transformed.
+            uniforms: Random numbers of the augmentation, float64 [NUM_UNIFORMS] in [0, 1), the same
+                as for the pixels; None: no augmentation.
+        """
         if not row.boxes:
             return
         boxes = np.array(row.boxes, np.float64)
@@ -76,7 +98,15 @@ class BoxColumns:
         columns["num_boxes"][index] = len(keep)
 
     def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the columns of a batch, trimmed to the largest number of boxes of a row."""
+        """Return the box columns of a batch, trimmed to the largest number of boxes of a row, N.
+
+        Args:
+            rows: Box columns of a block: `boxes` [B, M, 4], `box_labels` [B, M], `num_boxes` [B].
+
+        Returns:
+            `boxes` float32 [B, N, 4], `box_labels` int64 [B, N] (-1: no label), and `box_mask` bool
+            [B, N], False for padding.
+        """
         num_boxes = rows["num_boxes"]
         most = int(num_boxes.max())
         return {
@@ -86,7 +116,11 @@ class BoxColumns:
         }
 
     def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return columns in which each row has `max_boxes` boxes of the whole square."""
+        """Return box columns with the maximum number of boxes in each row, for runs without data.
+
+        Returns:
+            The columns of `empty`; each row has `max_boxes` boxes of the whole square with label 0.
+        """
         columns = self.empty(num_rows)
         columns["boxes"][:] = [0, 0, 1, 1]
         columns["box_labels"][:] = 0
@@ -101,15 +135,17 @@ def to_model_coords(
     augment: Augment | None,
     uniforms: np.ndarray | None,
 ) -> np.ndarray:
-    """Map boxes [N, 4] from fractions of an image to fractions of the model's square, without
-    clipping.
+    """Map boxes from fractions of an image to fractions of the model's square, without clipping.
 
     Args:
-        boxes: (left, top, right, bottom) float64.
+        boxes: (left, top, right, bottom) in fractions of the image, float64 [N, 4].
         size: (width, height) of the image in pixels.
-        inputs: The `model.inputs` section.
-        augment: The augmentation of the pixels; None for none.
-        uniforms: Its random numbers [NUM_UNIFORMS].
+        inputs: The `model.inputs` section, with `fit` and `image_side`.
+        augment: The `augment` section, whose crop and flip are applied; None for none.
+        uniforms: Its random numbers, float64 [NUM_UNIFORMS] in [0, 1); None: no augmentation.
+
+    Returns:
+        Boxes float64 [N, 4] in the same format. Parts outside the square are below 0 or above 1.
     """
     width, height = size
     if augment is not None and augment.has_random_crop and uniforms is not None:
@@ -136,8 +172,14 @@ def to_model_coords(
 
 
 def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return boxes [N, 4] clipped to the square, and bool [N]: whether enough of each is
-    visible.
+    """Clip boxes to the model's square.
+
+    Args:
+        boxes: (left, top, right, bottom) in fractions of the square, float64 [N, 4].
+
+    Returns:
+        The clipped boxes [N, 4], and bool [N]: whether at least MIN_VISIBLE_FRACTION (10%) of the
+        area of each box is inside the square.
     """
     clipped = boxes.clip(0, 1)
     visible = _area(clipped)

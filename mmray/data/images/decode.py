@@ -53,9 +53,11 @@ _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
 class BadImage(ValueError):
-    """Bytes that are not a complete image of acceptable size;
+    """Bytes that are not a complete image of acceptable size.
 
-    `reason` is one word, `detail` a sentence.
+    Args:
+        reason: One word, such as `truncated` or `too-large`.
+        detail: A sentence for the user.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -65,10 +67,21 @@ class BadImage(ValueError):
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Return upright RGB pixels uint8 [H, W, 3] of the first frame. Raises BadImage.
+    """Decode an image to upright RGB pixels.
 
-    EXIF orientation is applied, transparency is composited on white, and 16-bit samples are scaled;
-    color profiles are ignored. Raises MemoryError only if this process is out of memory.
+    EXIF orientation is applied, transparency is composited on white, and 16-bit samples are scaled
+    to 8 bits. Color profiles are ignored. Only the first frame of an animation is decoded.
+
+    Args:
+        data: Encoded bytes.
+        max_pixels: Maximum width x height.
+
+    Returns:
+        Pixels uint8 [H, W, 3].
+
+    Raises:
+        BadImage: With reason `empty`, `format`, `too-large`, `truncated`, `corrupt` or `checksum`.
+        MemoryError: Only if this process is out of memory.
     """
     image = _open(data, max_pixels)
     rgb = _decode_jpeg_fast(image, data)
@@ -76,8 +89,19 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return (width, height) of `decode(data)`, with the same errors, but compute one pixel in 64
-    of a JPEG.
+    """Check that an image decodes completely, without keeping its pixels.
+
+    Raises the same errors as `decode`, but computes only one pixel in 64 of most JPEGs.
+
+    Args:
+        data: Encoded bytes.
+        max_pixels: Maximum width x height.
+
+    Returns:
+        (width, height) of the upright image in pixels.
+
+    Raises:
+        BadImage: The image cannot be decoded completely or has too many pixels.
     """
     image = _open(data, max_pixels)
     if _decode_jpeg_fast(image, data, eighth=True) is not None:
@@ -86,7 +110,18 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return (width, height) of the upright image according to its header. Raises BadImage."""
+    """Return the size of an image according to its header, without decoding its pixels.
+
+    Args:
+        data: Encoded bytes.
+        max_pixels: Maximum width x height.
+
+    Returns:
+        (width, height) of the upright image in pixels.
+
+    Raises:
+        BadImage: The header cannot be read, or the image has too many pixels.
+    """
     image = _open(data, max_pixels)
     # Pillow has already applied the orientation to the size of a TIFF.
     is_turned = _orientation(image) >= 5 and image.format != "TIFF"
@@ -94,7 +129,18 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def exif_orientation(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
-    """Return the EXIF orientation of an image, 1 to 8. Raises BadImage."""
+    """Return the EXIF orientation of an image.
+
+    Args:
+        data: Encoded bytes.
+        max_pixels: Maximum width x height.
+
+    Returns:
+        1 (upright) to 8; 1 if there is none or its EXIF block is damaged.
+
+    Raises:
+        BadImage: The header cannot be read, or the image has too many pixels.
+    """
     return _orientation(_open(data, max_pixels))
 
 

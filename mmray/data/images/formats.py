@@ -46,6 +46,10 @@ _HEAD_BYTES = 128
 
 
 def detect_format(data: bytes) -> str | None:
-    """Return the name of the decoder for these bytes; None if they are no image that is read."""
+    """Return the format of an encoded image by its first bytes.
+
+    Returns:
+        Name of Pillow's decoder, such as `JPEG` or `WEBP`; None if it is not a format that is read.
+    """
     head = data[:_HEAD_BYTES]
     return next((name for name, each in IMAGE_FORMATS.items() if each.pattern.match(head)), None)

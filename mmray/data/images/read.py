@@ -25,9 +25,17 @@ _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong t
 
 
 def read_image(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes:
-    """Return the encoded bytes of an image; `follow_links`: also of a link out of the folder.
+    """Return the encoded bytes of an image.
 
-    Raises BadRow (stage `read`) or OSError.
+    Args:
+        folder: Folder of the source, which paths of images are relative to.
+        image: Inline bytes, a file, or a byte range of a file. It must have no URL.
+        follow_links: Also read a local file through a symbolic link that leaves the folder.
+
+    Raises:
+        BadRow: With stage `read`, if the file does not exist, is outside the folder, is not a
+            regular file or is over 256 MiB.
+        OSError: The disk or the object store fails.
     """
     if image.data is not None:
         return image.data
@@ -44,10 +52,21 @@ def read_image(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> 
 def read_images(
     folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader | None = None
 ) -> list[bytes]:
-    """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
+    """Return the encoded bytes of several images, in the same order.
 
-    On an object store, neighboring byte ranges share a request. `reader` keeps files open, which
-    saves requests.
+    On an object store, neighboring byte ranges of a file share a request, and requests run in
+    parallel.
+
+    Args:
+        folder: Folder of the source, which paths of images are relative to.
+        images: References without URLs.
+        reader: Reader of the folder on an object store. It keeps files open, so reusing it saves
+            requests. None: a new one.
+
+    Raises:
+        BadRow: With stage `read`, if an image does not exist or its reference is invalid.
+        OSError: The disk or the object store fails.
+        ValueError: A file on an object store ends before the byte range.
     """
     if isinstance(folder, Path):
         return [read_image(folder, image) for image in images]
@@ -85,8 +104,17 @@ def read_images(
 def read_file(folder: AnyPath, name: str, follow_links: bool = False) -> bytes:
     """Return the bytes of a file in the folder of the source.
 
-    A local file whose name differs in the normalization of Unicode only is found. Raises BadRow
-    (stage `read`) or OSError.
+    A local file whose name differs only in the Unicode normalization (NFC or NFD) is found.
+
+    Args:
+        folder: Folder of the source.
+        name: Path of the file, relative to the folder.
+        follow_links: Also read a local file through a symbolic link that leaves the folder.
+
+    Raises:
+        BadRow: With stage `read` and reason `missing-image`, `too-large` (over 256 MiB), `path`,
+            `not-regular-file` or `unreadable`.
+        OSError: The disk or the object store fails.
     """
 
     def read() -> bytes:
@@ -140,11 +168,16 @@ def _check_reference(image: ImageRef) -> None:
 
 @contextmanager
 def os_error_as_bad_row(name: str) -> Iterator[None]:
-    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare`
-    can retry it.
+    """Context manager that converts an OSError to a BadRow of the row that refers to a file.
 
-    A TransientStorageError is not converted: it is not about this file, and would reject all the
-    following rows.
+    `prepare` quarantines such a row and can retry it. A TransientStorageError is not converted: it
+    is not about this file, and would reject all the following rows.
+
+    Args:
+        name: Path of the file, for the message.
+
+    Raises:
+        BadRow: With stage `read` and reason `unreadable`.
     """
     try:
         yield
@@ -155,7 +188,16 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
 
 
 def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | None]:
-    """Return (name, size, mtime) to detect a changed file; size and mtime are None if unknown."""
+    """Return (name, size, modification time), which differs if a file was changed.
+
+    Args:
+        folder: Folder of the source.
+        name: Path of the file, relative to the folder.
+
+    Returns:
+        The name, the size in bytes and the modification time in ns. Size and time are None for a
+        file that cannot be found or is on an object store.
+    """
     with suppress(OSError):
         if isinstance(folder, Path):
             # Called for each image of the set: faster than Path.stat.

@@ -32,10 +32,20 @@ class SubprocessDecoder:
     def check(
         self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None
     ) -> tuple[int, int]:
-        """Return (width, height) of an image that decodes completely and survives `transform(rgb,
-        *transform_args)`.
+        """Decode an image in the child process, to find out whether it crashes the decoder.
 
-        Raises BadImage, with reason `decoder-crash` if the image kills the child.
+        Args:
+            data: Encoded bytes, which may be from an untrusted source.
+            max_pixels: Maximum width x height of the image.
+            transform_args: Arguments of `transform` after the pixels, which the child also runs:
+                (inputs, augment, uniforms); None: only decode, and resize to one pixel.
+
+        Returns:
+            (width, height) of the upright image in pixels.
+
+        Raises:
+            BadImage: The image cannot be decoded. The reason is `decoder-crash` if it killed the
+                child, and `memory` if the child had no memory for it.
         """
         if self._child is None:
             self._child = ChildProcess("decoder", serve)
@@ -54,7 +64,9 @@ class SubprocessDecoder:
         return reply["width"], reply["height"]
 
     def thumbnail(self, data: bytes) -> str | None:
-        """Return a thumbnail of untrusted encoded bytes; None if they cannot be decoded."""
+        """Return a thumbnail of untrusted encoded bytes as a data URI (WebP, at most 128 pixels a
+        side); None if they cannot be decoded.
+        """
         try:
             self.check(data, MAX_PIXELS)
             return thumbnail(decode(data))
@@ -62,7 +74,7 @@ class SubprocessDecoder:
             return None
 
     def close(self) -> None:
-        """Stop the child; the next image starts another one."""
+        """Stop the child process; the next check starts another one."""
         if self._child is not None:
             self._child.close()
             self._child = None
@@ -74,7 +86,13 @@ class SubprocessDecoder:
 
 
 def serve(channel: Channel) -> None:
-    """Main loop of the child: receives images, and sends replies in JSON."""
+    """Decode images until the parent closes the channel: the main loop of the child process.
+
+    Args:
+        channel: Connection to the parent. It receives (data, max_pixels, transform_args), the
+            arguments of `SubprocessDecoder.check`, and replies with JSON: `width` and `height`, or
+            `reason` and `detail` of a BadImage.
+    """
     while True:
         data, max_pixels, transform_args = channel.connection.recv()
         channel.connection.send_bytes(orjson.dumps(_check(data, max_pixels, transform_args)))

@@ -52,10 +52,19 @@ def transform(
     augment: Augment | None = None,
     uniforms: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `uniforms` float64
-    [NUM_UNIFORMS] augments it.
+    """Convert an image to model input: resize it to a square, and augment it if requested.
 
     A random crop fills the square for any `inputs.fit`.
+
+    Args:
+        rgb: Pixels uint8 [H, W, 3].
+        inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
+        augment: The `augment` section: random crop, flip and color jitter; None for none.
+        uniforms: Random numbers of the augmentation, float64 [NUM_UNIFORMS] in [0, 1); None: no
+            augmentation.
+
+    Returns:
+        Contiguous pixels uint8 [3, side, side], not normalized.
     """
     if augment is None or uniforms is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
@@ -81,7 +90,17 @@ def transform(
 def resize_to_square(
     rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation
 ) -> np.ndarray:
-    """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side]; see `Inputs.fit`."""
+    """Resize an image to a square.
+
+    Args:
+        rgb: Pixels uint8 [H, W, 3].
+        side: Height and width of the result in pixels.
+        fit: `crop` (the central square), `squash` (ignore the aspect ratio) or `pad` (with white).
+        interpolation: `bilinear` or `bicubic`.
+
+    Returns:
+        Contiguous pixels uint8 [3, side, side].
+    """
     height, width = rgb.shape[:2]
     if fit == "pad":
         left, top, w, h = letterbox_xywh(width, height, side)
@@ -95,8 +114,14 @@ def resize_to_square(
 
 
 def thumbnail(rgb: np.ndarray) -> str:
-    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most THUMBNAIL_SIDE
-    (about 3 KB).
+    """Return a small copy of an image as a data URI for an HTML page.
+
+    Args:
+        rgb: Pixels uint8 [H, W, 3].
+
+    Returns:
+        `data:image/webp;base64,...` of about 3 KB; the longer side has at most THUMBNAIL_SIDE
+        pixels.
     """
     small = Image.fromarray(rgb)
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
@@ -106,11 +131,16 @@ def thumbnail(rgb: np.ndarray) -> str:
 
 
 def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
-    """Encode the image with its shorter side reduced to `side`; return `data` itself if the image
-    is not larger.
+    """Encode an image with its shorter side reduced to `side`.
 
-    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is lossless
-    (PNG, GIF, BMP, PPM, ICO or lossless WebP).
+    Args:
+        rgb: Its pixels uint8 [H, W, 3], which are `decode(data)`.
+        data: Its encoded bytes.
+        side: Maximum of the shorter side in pixels.
+
+    Returns:
+        A JPEG of quality 90, or a PNG if the source is lossless (PNG, GIF, BMP, PPM, ICO or
+        lossless WebP). `data` itself if the image is not larger.
     """
     height, width = rgb.shape[:2]
     shorter = min(width, height)
@@ -129,9 +159,16 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
 def resize(
     rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect
 ) -> np.ndarray:
-    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3], in one pass per direction;
+    """Resize a part of an image, in one pass per direction.
 
-    `size` is (w, h).
+    Args:
+        rgb: Pixels uint8 [H, W, 3].
+        size: (width, height) of the result in pixels.
+        interpolation: `bilinear` or `bicubic`.
+        box: Part of the image (left, top, right, bottom) in pixels, which may be fractional.
+
+    Returns:
+        Pixels uint8 [height, width, 3].
     """
     if simd is None:
         return resize_with_pillow(rgb, size, interpolation, box)
@@ -163,7 +200,18 @@ def resize(
 def resize_with_pillow(
     rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect
 ) -> np.ndarray:
-    """`resize` by Pillow: the reference of the tests, and the fallback without SIMD."""
+    """Resize a part of an image with Pillow: the fallback of `resize` without SIMD, and the
+    reference of its tests.
+
+    Args:
+        rgb: Pixels uint8 [H, W, 3].
+        size: (width, height) of the result in pixels.
+        interpolation: `bilinear` or `bicubic`.
+        box: Part of the image (left, top, right, bottom) in pixels, which may be fractional.
+
+    Returns:
+        Pixels uint8 [height, width, 3].
+    """
     left, top, right, bottom = box
     kind = _PILLOW_FILTERS[interpolation]
     narrow = Image.fromarray(rgb).resize((size[0], len(rgb)), kind, box=(left, 0, right, len(rgb)))
@@ -171,7 +219,16 @@ def resize_with_pillow(
 
 
 def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, int]:
-    """Return (left, top, width, height) of a full image on a square of `side` pixels."""
+    """Return where a full image is on a padded square, centered with its aspect ratio kept.
+
+    Args:
+        width: Width of the image in pixels.
+        height: Height of the image in pixels.
+        side: Height and width of the square in pixels.
+
+    Returns:
+        (left, top, width, height) of the resized image in pixels of the square.
+    """
     scale = side / max(width, height)
     w = max(1, round(width * scale))
     h = max(1, round(height * scale))
@@ -179,8 +236,15 @@ def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, i
 
 
 def crop_box(width: int, height: int, fit: str) -> Rect:
-    """Return the part of the source that fills the square: all of it (`squash`), or the central
-    square (`crop`).
+    """Return the part of an image that fills the square.
+
+    Args:
+        width: Width of the image in pixels.
+        height: Height of the image in pixels.
+        fit: `squash`: the whole image; any other value: the central square.
+
+    Returns:
+        (left, top, right, bottom) in pixels of the image, which may be fractional.
     """
     if fit == "squash":
         return (0, 0, width, height)
@@ -193,8 +257,17 @@ def crop_box(width: int, height: int, fit: str) -> Rect:
 def random_crop_box(
     size: tuple[int, int], augment: Augment, uniforms: np.ndarray
 ) -> tuple[int, int, int, int]:
-    """Return a random part (left, top, right, bottom) of an image of (width, height) `size`, as
-    RandomResizedCrop.
+    """Return a random part of an image, as torchvision's RandomResizedCrop does.
+
+    Args:
+        size: (width, height) of the image in pixels.
+        augment: The `augment` section; `crop_scale` is the range of the area as a fraction.
+        uniforms: Random numbers in [0, 1), float64 [4 * CROP_TRIES]: area, aspect ratio, left and
+            top of each try. The first part that fits into the image is taken, otherwise a central
+            one.
+
+    Returns:
+        (left, top, right, bottom) in pixels of the image.
     """
     width, height = size
     (low, high), (log_min, log_max) = augment.crop_scale, np.log(CROP_RATIO)

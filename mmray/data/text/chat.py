@@ -29,6 +29,13 @@ NO_TOKEN = -1
 class ChatEncoder:
     """Encodes conversations as token ids, right-padded to the longest of the call and truncated to
     `max_tokens`.
+
+    A conversation is a list of messages {"role": "system" | "user" | "assistant", "content": text}.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file that has `chat.image` and `chat.end`.
+        chat: The `model.inputs.chat` section, with the template of each role.
+        max_tokens: Maximum number of tokens of a conversation.
     """
 
     EMPTY_TEXT: list[Message] = []  # noqa: RUF012 - text of a row without captions; never modified
@@ -44,8 +51,14 @@ class ChatEncoder:
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
     def format_texts(self, row: Row) -> list[list[Message]]:
-        """Return the conversation of a row, or for each caption one with it as the answer to
-        `chat.question`.
+        """Return the conversations of a stored row.
+
+        Args:
+            row: A row of a prepared set, with `messages` or with captions in `texts`.
+
+        Returns:
+            The one conversation of `messages`, with the text of each message. Otherwise one
+            conversation per caption, in which the caption is the answer to `chat.question`.
         """
         if row.messages:
             return [
@@ -57,18 +70,29 @@ class ChatEncoder:
         return [self.as_conversation(text) for text in row.texts]
 
     def as_conversation(self, caption: str) -> list[Message]:
+        """Return a conversation in which a caption is the assistant's answer to `chat.question`."""
         return [
             {"role": "user", "content": self._chat.question},
             {"role": "assistant", "content": caption},
         ]
 
     def encode_batch(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
-        """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos
-        int32 [N].
+        """Encode conversations as the token columns of a batch.
 
-        `loss_mask` marks the tokens of assistant turns and their end tokens; it is empty for a row
-        whose image token was truncated. A token may start with the space before a turn, because the
-        model generates it with the word.
+        A token may start with the space before a turn, because the model generates it with the
+        word.
+
+        Args:
+            conversations: N conversations, as `format_texts` returns them.
+
+        Returns:
+            - `input_ids` int32 [N, T], padded on the right with `pad_id`; T is the number of tokens
+              of the longest conversation, at most `max_tokens`.
+            - `num_tokens` int32 [N], without padding.
+            - `loss_mask` bool [N, T]: True for the tokens of assistant turns and their end tokens.
+              All False for a conversation whose image token was truncated.
+            - `image_pos` int32 [N]: index of the image token in its row of `input_ids`; -1 if it
+              was truncated, or if there is no assistant turn.
         """
         rendered = [self.render(conversation) for conversation in conversations]
         rows = self.tokenizer.encode_batch([text for text, _ in rendered])
@@ -95,7 +119,16 @@ class ChatEncoder:
         }
 
     def prompt_and_references(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
-        """Return the question about the image of a row and the reference answers (first turns)."""
+        """Return the question of a row and its reference answers, to evaluate generated answers.
+
+        Args:
+            conversations: The conversations of one row, as `format_texts` returns them; at least
+                one.
+
+        Returns:
+            The first user message of the first conversation ("" without one), and the first
+            assistant message of each conversation.
+        """
         question = next(
             (message["content"] for message in conversations[0] if message["role"] == "user"), ""
         )
@@ -105,7 +138,14 @@ class ChatEncoder:
         return question, answers
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation and the character spans that contribute to the loss."""
+        """Render a conversation with the chat template, without special tokens in its messages.
+
+        The image token precedes the first user message, or the whole text if there is none.
+
+        Returns:
+            The text to tokenize, and the character spans (start, stop) in it that contribute to the
+            loss: each assistant message with its end token.
+        """
         chat = self._chat
         text = ""
         spans = []
@@ -127,7 +167,14 @@ class ChatEncoder:
         return text, spans
 
     def encode_prompt(self, question: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids int32 [1, T] of the prompt, and the position of the image token int32 [1]."""
+        """Encode a question about an image, up to where the model generates the answer.
+
+        Args:
+            question: The user message, without the image token, which is added.
+
+        Returns:
+            Token ids int32 [1, T] of the prompt, and the index of the image token in it, int32 [1].
+        """
         text, _ = self.render([{"role": "user", "content": question}])
         row = self.tokenizer.encode(text + self._chat.assistant.partition("{}")[0].rstrip())
         last = max(
@@ -138,8 +185,17 @@ class ChatEncoder:
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return the encoder of the texts of a model: a ChatEncoder for conversations, otherwise a
-    TextEncoder, which has `languages` if the model has language tokens.
+    """Build the encoder that converts the texts of a row to token ids for a model.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+        inputs: The `model.inputs` section, with `max_tokens`, `language_token` and, for a
+            generative model, `chat`.
+
+    Returns:
+        A ChatEncoder for conversations if `inputs` has `chat`. Otherwise a LanguageTextEncoder if
+        `language_token` is set, else a TextEncoder. All have `format_texts(row)`,
+        `encode_batch(texts)`, `pad_id` and `vocab_size`.
     """
     chat = getattr(inputs, "chat", None)
     if chat is not None:
@@ -153,12 +209,17 @@ def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[st
     """Return the tokenizer with the special tokens that the inputs of a model need.
 
     Args:
-        tokenizer_json: Text of a tokenizer.json.
+        tokenizer_json: Content of a tokenizer.json file.
         inputs: The `model.inputs` section.
-        languages: Languages of the rows.
+        languages: Languages of the rows of the training set, such as `de`; used only if
+            `language_token` is set.
+
+    Returns:
+        Content of the tokenizer.json with the image and end tokens of `inputs.chat`, or with a
+        token for each language. Unchanged if nothing is missing.
 
     Raises:
-        UsageError: The rows do not have the languages that `model.inputs.language_token` needs.
+        UsageError: `language_token` is set, and there are no languages or more than MAX_LANGUAGES.
     """
     chat = getattr(inputs, "chat", None)
     if chat is not None:

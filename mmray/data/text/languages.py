@@ -27,7 +27,12 @@ MAX_LANGUAGES = 1000  # a column with more values is not a language column
 class LanguageTextEncoder(TextEncoder):
     """Puts the token of its language before each caption of a known language.
 
-    The special tokens of the tokenizer that match the pattern, such as `[{}]`, are the languages.
+    The special tokens of the tokenizer that match the pattern are the languages.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file with a special token for each language.
+        max_tokens: Maximum number of tokens of a text, the language token included.
+        language_token: Pattern of these tokens, such as `[{}]`; `{}` is the language.
     """
 
     def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str) -> None:
@@ -39,15 +44,27 @@ class LanguageTextEncoder(TextEncoder):
         self.languages = tuple(sorted(self._language_tokens))
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a row, with the token of the row's language if it is known."""
+        """Return the captions of a stored row, with the token of the row's language if it is known.
+
+        Args:
+            row: A row of a prepared set, with captions in `texts` and `language`, such as `de`.
+
+        Returns:
+            One text per caption, such as `[de]ein Hund`; without a token if the tokenizer has none
+            for the language.
+        """
         language = row.language if row.language in self._language_tokens else None
         return [self.format_caption(text, language) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
         """Return a text as a caption of this language, without language tokens of its own.
 
+        Args:
+            text: The caption; language tokens in it are removed.
+            language: Language whose token is put before the text, such as `de`; None: no token.
+
         Raises:
-            UsageError: The language has no token.
+            UsageError: The tokenizer has no token for the language.
         """
         if language is not None and language not in self._language_tokens:
             raise UsageError(
@@ -59,7 +76,15 @@ class LanguageTextEncoder(TextEncoder):
 
 
 def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
-    """Return the tokenizer with a special token for each language: `[de]` with pattern `[{}]`.
+    """Add a special token for each language to a tokenizer.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+        pattern: Form of a token with `{}` for the language: `[{}]` gives `[de]`.
+        languages: Languages of the rows of the training set; added in sorted order.
+
+    Returns:
+        Content of the extended tokenizer.json.
 
     Raises:
         UsageError: There is no language, or there are more than MAX_LANGUAGES.

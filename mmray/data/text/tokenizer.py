@@ -35,12 +35,15 @@ def clean_caption(text: str, repair: bool = False) -> str:
 
     Args:
         text: A caption as the source has it.
-        repair: First repair text that was decoded wrongly (package ftfy) and replace HTML
-            entities, also doubly escaped ones, as OpenAI's and open_clip's tokenizers do.
+        repair: First repair text that was decoded wrongly (package ftfy) and replace HTML entities,
+            also doubly escaped ones, as OpenAI's and open_clip's tokenizers do.
+
+    Returns:
+        The cleaned caption, without whitespace at its ends.
 
     Raises:
-        BadRow: With reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or
-            `blank`.
+        BadRow: With stage `text` and reason `type` (no str), `encoding` (a lone surrogate),
+            `too-long` (over 64 KiB of UTF-8) or `blank` (no visible character).
     """
     if not isinstance(text, str):
         kind = type(text).__name__
@@ -68,6 +71,10 @@ def clean_caption(text: str, repair: bool = False) -> str:
 class TextEncoder:
     """Encodes captions as token ids, right-padded to the longest of the call and truncated to
     `max_tokens`.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+        max_tokens: Maximum number of tokens of a text, special tokens included.
     """
 
     EMPTY_TEXT = ""  # text of a row without captions
@@ -90,14 +97,25 @@ class TextEncoder:
         self.special_tokens = [token.content for token in added.values() if token.special]
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a row."""
+        """Return the captions of a stored row as this model encodes them.
+
+        Args:
+            row: A row of a prepared set; `texts` are its captions.
+
+        Returns:
+            One text per caption, in order; empty if the row has no captions.
+        """
         return [self.format_caption(text) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a text as a caption of this language.
+        """Return a caption as this model encodes it, which is the text itself.
+
+        Args:
+            text: The caption.
+            language: Must be None, because this encoder has no language tokens.
 
         Raises:
-            UsageError: The language has no token.
+            UsageError: A language is given.
         """
         if language is not None:
             raise UsageError(
@@ -107,13 +125,27 @@ class TextEncoder:
         return text
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """Return the columns input_ids int32 [N, T] and num_tokens int32 [N] of a batch."""
+        """Encode texts as the token columns of a batch.
+
+        Args:
+            texts: N texts, as `format_texts` returns them.
+
+        Returns:
+            `input_ids` int32 [N, T] and `num_tokens` int32 [N]. T is the number of tokens of the
+            longest text; shorter texts are padded on the right with `pad_id`.
+        """
         return dict(zip(("input_ids", "num_tokens"), self.encode(texts), strict=True))
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32 [N, T], num_tokens int32 [N]);
+        """Encode texts as token ids, with the special tokens that the tokenizer adds.
 
-        T is the length of the longest text, at least 1.
+        Args:
+            texts: N texts.
+
+        Returns:
+            Token ids int32 [N, T], padded on the right with `pad_id`, and the number of tokens of
+            each text, int32 [N]. T is the number of tokens of the longest text, at least 1 and at
+            most `max_tokens`.
         """
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
@@ -124,14 +156,32 @@ class TextEncoder:
 
 
 def remove_tokens(text: str, tokens: Collection[str]) -> str:
-    """Remove special tokens from untrusted text."""
+    """Remove special tokens from untrusted text.
+
+    Args:
+        text: A caption or a message.
+        tokens: The tokens as text, such as `<image>`. If tokens overlap, the first one in this
+            order is removed first.
+
+    Returns:
+        The text without any of the tokens, also those that form only after a removal.
+    """
     while (token := next((token for token in tokens if token in text), None)) is not None:
         text = text.replace(token, "")  # the rest may form another token
     return text
 
 
 def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
-    """Add special tokens; an existing token keeps its id."""
+    """Add special tokens to a tokenizer.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+        tokens: Tokens as text, such as `[de]`. A token that exists keeps its id; the others get the
+            next ids in this order.
+
+    Returns:
+        Content of the extended tokenizer.json.
+    """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in tokens]
@@ -140,11 +190,18 @@ def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its
-    tokenizer.json.
+    """Train a lower-casing WordPiece tokenizer (BERT's normalizer).
 
     The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and
     breaks ties by number. So the alphabet is numbered here, and training is deterministic.
+
+    Args:
+        texts: Captions to train on.
+        vocab_size: Maximum number of tokens, special tokens included. Half of it, without the
+            special tokens, is the limit of the alphabet.
+
+    Returns:
+        Content of its tokenizer.json, with SPECIAL_TOKENS as ids 0 to 4.
     """
     texts = list(texts)
     tokenizer = BertWordPieceTokenizer(lowercase=True)
@@ -170,6 +227,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def declared_pad_id(tokenizer_json: str) -> int | None:
-    """Return the id of the pad token that the tokenizer declares, or None."""
+    """Return the id of the pad token that a tokenizer declares, or None.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+    """
     padding = Tokenizer.from_str(tokenizer_json).padding
     return int(padding["pad_id"]) if padding else None

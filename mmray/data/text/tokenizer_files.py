@@ -44,11 +44,18 @@ _SETTING = "model.inputs.tokenizer"
 
 
 def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
-    """Return the text of the tokenizer.json for a value of `model.inputs.tokenizer`.
+    """Load the tokenizer that `model.inputs.tokenizer` names.
 
     Args:
-        name: `trained`, a folder, a file, or a name of the Hugging Face Hub.
-        trained_tokenizer_json: The tokenizer of the prepared set, if any.
+        name: `trained`; a folder; a file (tokenizer.json, vocab.txt, vocab.json with merges.txt,
+            CLIP's bpe_simple_vocab_16e6.txt.gz, or a SentencePiece model); or a name of the Hugging
+            Face Hub, such as `openai/clip-vit-base-patch32`, which is downloaded.
+        trained_tokenizer_json: Content of the tokenizer.json of the prepared set, for `trained`;
+            None if the set has none.
+
+    Returns:
+        Content of the tokenizer.json. It includes the pad token and the text cleaning that
+        tokenizer_config.json and open_clip_config.json next to the file define.
 
     Raises:
         UsageError: The tokenizer does not exist or cannot be read.
@@ -80,10 +87,13 @@ def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """Return the file of the tokenizer in a folder, or None.
+    """Return the file of the tokenizer in a folder, or None if there is none.
+
+    The first existing name counts: tokenizer.json, vocab.txt, vocab.json, CLIP's
+    bpe_simple_vocab_16e6.txt.gz, and then a SentencePiece model (`*.model`).
 
     Raises:
-        UsageError: The folder has several SentencePiece models.
+        UsageError: The folder has several SentencePiece models and no other tokenizer.
     """
     for name in (TOKENIZER, VOCABULARY, BPE_VOCABULARY, CLIP_BPE):
         if (folder / name).is_file():
