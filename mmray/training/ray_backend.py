@@ -419,8 +419,10 @@ def resource_demand(
     )
     if not with_data:
         return demand
-    largest = nodes if cluster.wait_for_nodes else max_cluster(demand, nodes, pools)
+    largest = max_cluster(demand, nodes, pools)
     num_fitting = num_workers_that_fit(demand, largest)
+    if not num_fitting:  # nodes of an unknown size will be added
+        return demand
     for decode_cpus in range(min_decoders(config), 0, -1):
         with_decoders = demand.with_cpus(decode_cpus)
         if num_workers_that_fit(with_decoders, largest) == num_fitting:

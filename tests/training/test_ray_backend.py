@@ -68,6 +68,8 @@ def cluster(monkeypatch):
         # a CPU each for decoding would leave CPUs for two workers only: they share those of workers
         ([HEAD, FULL_NODE], [], Cluster(workers=4), Data(), 1, (1, 1, MAX_DECODERS)),
         ([NO_CPUS], POOLS, Cluster(workers=4), Data(workers=8), 3, (2, 2, 2)),
+        # nodes of an unknown size will be added
+        ([NO_CPUS], [], Cluster(workers=4, wait_for_nodes=True), Data(), 1, (1, 1, MAX_DECODERS)),
     ],
 )
 def test_decode_actors_of_a_worker_are_reserved_with_it(
