@@ -6,7 +6,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the `mmray` command line with the arguments of this process, and exit with its code.
+
+    Exit code 130: Ctrl-C was pressed, also while modules are imported.
+    """
     try:
         from mmray.cli import main as run_command_line
     except KeyboardInterrupt:

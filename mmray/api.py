@@ -83,15 +83,18 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """Content of result.json: status, steps, scores of the last evaluation, best checkpoint;
-        empty before the run ends.
+        """Content of result.json; empty before the run ends.
+
+        It has `status` (`finished`, `stopped` or `failed`), `steps`, `scores` (metrics of the last
+        evaluation by name), `best` (step, metric and score of the best checkpoint) and more.
         """
         return RunRecord.read(self.path).result
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last logged metrics, and those of the last evaluation without the prefix
-        `evaluate/`.
+        """The last logged metrics by name, such as `train/loss`, and those of the last evaluation.
+
+        The metrics of the evaluation have no prefix `evaluate/`, such as `recall_at_1/mean`.
         """
         record = RunRecord.read(self.path)
         last = record.lines[-1] if record.lines else {}
@@ -100,7 +103,9 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, for example for pandas.DataFrame."""
+        """The lines of metrics.jsonl by step, each with values by name, for example for
+        pandas.DataFrame.
+        """
         return RunRecord.read(self.path).lines
 
     def report(self, out: str | AnyPath | None = None) -> AnyPath:
@@ -363,7 +368,8 @@ def export_weights(
     """Write pretrained weights to a folder for `mmray.load` or transformers.
 
     Args:
-        weights: as in `evaluate_weights`.
+        weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
+            `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
         out: folder to write, or its address.
         reporter: receives messages and progress; None: they are shown.
 

@@ -16,14 +16,25 @@ INTERRUPTED = 130
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a hint with the known name closest to `word`, otherwise all of them."""
+    """Return a hint for a name that does not exist.
+
+    Args:
+        word: the unknown name.
+        known: all valid names.
+
+    Returns:
+        ``did you mean `clip`?`` if a name is similar, otherwise `known: ` and all names.
+    """
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message; its type if it has none, like Python's MemoryError."""
+    """Return the first line of an error's message, or the name of its type if the message is empty.
+
+    MemoryError of Python has no message.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -97,8 +108,11 @@ OOM_TEXT = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether host or device memory ran out, by the error's type (torch, Ray, mmray) or
-    text.
+    """Return whether an error means that memory of the host or of a device ran out.
+
+    An error counts if its class or a base class is named OutOfMemoryError or MemoryError, as in
+    torch, Ray and mmray. Its message counts if it contains a phrase such as `out of memory`. The
+    cause of the error is not inspected.
     """
     # by name, so that torch is not imported
     named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)
@@ -122,11 +136,12 @@ CODE_ERROR = re.compile(
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether a GPU or its link failed, by the text of torch, NCCL or the driver, quoted by
-    any error.
+    """Return whether an error means that a GPU or its link failed.
 
-    Any other `CUDA error` counts, such as `unspecified launch failure`, unless it names a lack of
-    memory or a bug.
+    Only the message is inspected, because a worker's error may be quoted by another one. It counts
+    if it contains a phrase of the driver or of NCCL, such as `uncorrectable ECC error`, or a CUDA
+    error such as `unspecified launch failure`. CUDA errors that name a lack of memory or a bug,
+    such as `illegal memory access`, do not count.
     """
     cuda_errors = CUDA_ERROR.findall(str(error))
     if is_out_of_memory(error) or any(CODE_ERROR.search(text) for text in cuda_errors):

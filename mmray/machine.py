@@ -22,8 +22,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Return the number of CPU cores available to this process: its affinity, limited by CPU
-    quotas.
+    """Return the number of CPU cores that this process may use, at least 1.
+
+    It is the smallest of the process's CPU affinity and the CPU quotas of its cgroups, rounded up.
     """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -32,16 +33,16 @@ def cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the free memory in bytes: the machine's, limited by cgroups."""
+    """Return the free memory of the host in bytes, limited by the memory limits of the cgroups."""
     return int(max(0, min([psutil.virtual_memory().available, *_free_bytes()])))
 
 
 def process_memory() -> dict[int, int] | None:
-    """Return the memory in bytes of this process and each of its descendants by PID; None if the
-    system has no PSS.
+    """Return the memory of this process and of each of its descendants.
 
-    PSS (proportional set size): each shared page is divided among the processes that map it, so the
-    sum has it once.
+    Returns:
+        PID -> PSS in bytes; None if the system does not measure PSS (proportional set size). PSS
+        divides a shared page among the processes that map it, so the sum counts each page once.
     """
     sizes = {}
     own = psutil.Process()
@@ -63,9 +64,13 @@ def process_age_s() -> float:
 
 
 def network_interface(ip: str) -> str | None:
-    """Return the name of the network interface of this machine that has an IP address;
+    """Return the network interface of this machine that has an IP address.
 
-    None without one.
+    Args:
+        ip: the address, such as `10.0.0.5`.
+
+    Returns:
+        Its name, such as `eth0`; None if no interface has the address.
     """
     interfaces = psutil.net_if_addrs().items()
     return next(
@@ -74,10 +79,13 @@ def network_interface(ip: str) -> str | None:
 
 
 def set_network_interface(ip: str) -> None:
-    """Make gloo and NCCL of this process use the interface of an IP address, unless the user has
-    chosen one.
+    """Make gloo and NCCL of this process use the network interface of an IP address.
 
-    By default gloo takes the one of the host name, which may be the loopback, and NCCL the first.
+    Sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has set them. By default gloo
+    takes the interface of the host name, which may be the loopback, and NCCL the first one.
+
+    Args:
+        ip: the address, such as `10.0.0.5`. Without effect if no interface has it.
     """
     if (name := network_interface(ip)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -29,7 +29,15 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
     node: str  # ID of the node whose memory has the results
 
     def submit(self, item: Item, careful: bool) -> Future[Result]:
-        """Start to compute an item; `careful`: it may have ended another process."""
+        """Start to compute an item, after the items that were submitted before.
+
+        Args:
+            item: Argument of the work.
+            careful: Whether the item may have killed another process.
+
+        Returns:
+            A future of the result, or of the error.
+        """
 
 
 class Pool(Protocol[Item, Result]):
@@ -41,10 +49,16 @@ class Pool(Protocol[Item, Result]):
 
     @property
     def max_in_flight(self) -> int:
-        """Largest number of items that are submitted and not yet returned."""
+        """Largest number of items whose computation has started and whose result was not yet
+        iterated.
+        """
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of such items on a node."""
+        """Return the largest number of items in flight on a node, whose memory has their results.
+
+        Args:
+            node: ID of the node, as in `Worker.node`.
+        """
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether the error means that a process was lost, not that its work failed."""
@@ -53,18 +67,22 @@ class Pool(Protocol[Item, Result]):
         """Start another process for a lost one. May raise to end the map."""
 
     def compute_here(self, item: Item) -> Result:
-        """Return the result of an item that no process computes in time."""
+        """Compute an item in the caller's process, because no other process does it in time."""
 
     def update(self, waited_s: float) -> None:
-        """Start or end processes. Called often, with the seconds that the caller of the map has
-        waited so far.
+        """Start or end processes, depending on how long the caller waits for results.
+
+        Called before each result and while the caller waits.
+
+        Args:
+            waited_s: Seconds that the caller of the map has waited in total so far.
         """
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the processes at once, without waiting for running work."""
 
     def close(self) -> None:
-        """End the processes, and wait for them."""
+        """End the processes, and wait until they have ended."""
 
 
 @dataclass
@@ -149,8 +167,9 @@ class OrderedMap(Generic[Item, Result]):
             last_s = now_s
 
     def interrupt(self) -> None:
-        """End the results, also for another thread that waits for the next one; ends the
-        processes.
+        """Kill the processes and end the iteration.
+
+        A thread that waits for the next result gets StopIteration.
         """
         self._interrupted = True
         self._pool.kill()

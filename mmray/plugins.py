@@ -14,9 +14,12 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
     """Import the class that a setting names as `package.module:Class`.
 
     Args:
-        name: Its name.
-        setting: Name of the setting, for errors.
-        known: Built-in names, for errors.
+        name: Value of the setting, such as `my_package.models:MyModel`.
+        setting: Name of the setting, such as `model.kind`, for errors.
+        known: Built-in names that the setting accepts, for errors.
+
+    Returns:
+        The attribute of that name in the module.
 
     Raises:
         UsageError: The name has another form, or the class cannot be imported.
@@ -34,12 +37,15 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
 
 
 def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
-    """Import the built-in class that a table of `mmray.builtin` has for a name, or a user's class.
+    """Import the built-in class that a table has for a name, or a user's class.
 
     Args:
-        name: A name in the table, or `package.module:Class`.
-        setting: Name of the setting, for errors.
-        table: `module:Name` by name.
+        name: A key of the table such as `contrastive`, or a user's `package.module:Class`.
+        setting: Name of the setting, such as `objective.kind`, for errors.
+        table: `module:Class` by built-in name, such as `mmray.builtin.OBJECTIVES`.
+
+    Returns:
+        The class.
 
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
@@ -48,7 +54,13 @@ def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
 
 
 def check_installed(package: str, setting: str, extra: str) -> None:
-    """Raise UsageError with the setting and the extra of mmray if the package is missing."""
+    """Raise UsageError if an optional package is not installed.
+
+    Args:
+        package: Name of the module to import, such as `optuna`.
+        setting: What needs it, such as `--search optuna`, for the message.
+        extra: The extra of mmray that installs it, as in `pip install "mmray[EXTRA]"`.
+    """
     if find_spec(package) is None:
         raise UsageError(
             f'{setting}: needs {package}; install it on every node: pip install "mmray[{extra}]"'

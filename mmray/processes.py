@@ -43,7 +43,13 @@ class ChildDied(Exception):
 
 
 def describe_exit(exit_code: int | None, name: str = "worker") -> str:
-    """Return how a process ended; None: it closed its connection and did not end."""
+    """Return how a process ended, such as `the worker process exited with code 1`.
+
+    Args:
+        exit_code: Exit code of `multiprocessing.Process`, negative for a signal; None: the process
+            closed its connection, but did not end.
+        name: Name of the process in the sentence.
+    """
     if exit_code is None:
         return f"the {name} process closed its connection"
     if exit_code >= 0:
@@ -52,8 +58,10 @@ def describe_exit(exit_code: int | None, name: str = "worker") -> str:
 
 
 def describe_signal(number: int) -> str:
-    """Return the name of the signal that ended a process, and what sends it if that is not
-    obvious.
+    """Return the name of a signal, such as `SIGTERM`; of SIGKILL also what sends it.
+
+    Args:
+        number: Number of the signal, positive.
     """
     memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
     return f"{signal.Signals(number).name}{memory}"
@@ -67,18 +75,36 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message to the parent's `on_message`."""
+        """Send a message to the `on_message` function of the parent, without waiting for a reply.
+
+        Args:
+            message: Any object that can be pickled.
+        """
         with self._lock:
             self.connection.send(("message", message))
 
     def call(self, message: Any) -> Any:
-        """Send a message, and return what the parent's `on_message` returned."""
+        """Send a message to the `on_message` function of the parent, and wait for its reply.
+
+        Args:
+            message: Any object that can be pickled.
+
+        Returns:
+            What `on_message` returned.
+        """
         with self._lock:
             self.connection.send(("call", message))
             return self.connection.recv()
 
     def send_outcome(self, work: Callable[[], Any]) -> None:
-        """Send what `work` returns or raises, which `ChildProcess.result` returns or raises."""
+        """Call a function, and send its result or its exception to the parent.
+
+        `ChildProcess.result` of the parent returns the result or raises the exception. An exception
+        that is no MmrayError gets its traceback as a note.
+
+        Args:
+            work: The function, without arguments. Its result must be picklable.
+        """
         try:
             outcome = "returned", work()
         except Exception as error:  # noqa: BLE001 - raised again in the parent
@@ -113,22 +139,26 @@ class ChildProcess:
         theirs.close()  # so that the end of the process is read as EOF
 
     def send(self, message: Any) -> None:
-        """Send an object that the process receives from `channel.connection`. Raises ChildDied."""
+        """Send an object to the child, which receives it with `channel.connection.recv()`.
+
+        Raises:
+            ChildDied: The child has ended.
+        """
         try:
             self.connection.send(message)
         except OSError:
             raise self.death() from None
 
     def result(self, on_message: Callable[[Any], Any] | None = None) -> Any:
-        """Wait until the process has sent its result, and return it.
+        """Wait until the child has sent its result, and return it.
 
         Args:
-            on_message: Called with each message of the process; what it returns is the reply to
-                `channel.call`.
+            on_message: Called with each message that the child sends with `channel.send` or
+                `channel.call`. What it returns is the reply to `channel.call`.
 
         Raises:
-            ChildDied: The process ended before.
-            Exception: What the process raised. The traceback is a note, except of an MmrayError.
+            ChildDied: The child ended before.
+            Exception: What the child raised. The traceback is a note, except of an MmrayError.
         """
         while True:
             try:
@@ -146,17 +176,22 @@ class ChildProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Return how the process ended, after its connection was lost."""
+        """Wait up to EXIT_TIMEOUT_S for the exit of the child after its connection was lost.
+
+        Returns:
+            The error to raise, with the exit code; without it if the child still runs.
+        """
         self.process.join(EXIT_TIMEOUT_S)
         return ChildDied(self.name, self.process.exitcode)
 
     def close(self) -> None:
-        """Close the connection, and wait until the process exits; kill it after EXIT_TIMEOUT_S."""
+        """Close the connection, wait until the child exits, and kill it after EXIT_TIMEOUT_S."""
         self.connection.close()
         self.process.join(EXIT_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
+        """Kill the child with SIGKILL, and wait until it has ended."""
         self.process.kill()
         self.process.join()
 
@@ -177,7 +212,11 @@ def _exit_with_parent() -> None:
 
 
 def pickled(error: Exception) -> bytes:
-    """Pickle an error, or its text if its class cannot be pickled."""
+    """Return the pickled error.
+
+    If its class cannot be pickled, a RuntimeError with its type, message and notes is pickled
+    instead.
+    """
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -191,11 +230,11 @@ def pickled(error: Exception) -> bytes:
 
 @contextmanager
 def starting_children() -> Iterator[None]:
-    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first
-    instruction.
+    """Return a context manager in whose block child processes are started.
 
-    They do not run the user's script again, as spawned processes do otherwise; it may start a run
-    without a guard.
+    The children ignore Ctrl-C from their first instruction, because the parent handles it. They do
+    not import the user's script again, as spawned processes do otherwise, because the script may
+    start a run without a guard `if __name__ == "__main__"`. Threads enter the block one at a time.
     """
     main = sys.modules["__main__"]
     with _start_lock:
@@ -273,12 +312,19 @@ class ChildPool(Generic[Item, Result]):
         self.workers = [_Child(work) for _ in range(num_processes)]
 
     def node_limit(self, node: str) -> int:
+        """Return the largest number of items in flight; all processes are on this machine."""
         return self.max_in_flight
 
     def is_loss(self, error: BaseException) -> bool:
+        """Return whether an error means that a process died, not that its work failed."""
         return isinstance(error, ChildDied)
 
     def replace(self, worker: Any) -> None:
+        """Start a new process in place of one that died. Raises what `on_crash` raises.
+
+        Args:
+            worker: The member of `workers` that died.
+        """
         self._crashes += 1
         self._on_crash(self._crashes)
         # It may have closed its connection and not ended. Its queued calls fail then.
@@ -287,16 +333,19 @@ class ChildPool(Generic[Item, Result]):
         self.workers[self.workers.index(worker)] = _Child(self._work)
 
     def compute_here(self, item: Item) -> Result:
+        """Return the result of an item, computed in this process."""
         return self._work(item, True)
 
     def update(self, waited_s: float) -> None:
-        """The number of processes is fixed."""
+        """Do nothing, because the number of processes is fixed."""
 
     def kill(self) -> None:
+        """Kill the processes with SIGKILL; running calls raise ChildDied."""
         for worker in self.workers:
             worker.process.process.kill()
 
     def close(self) -> None:
+        """Wait until running calls return, and end the processes."""
         for worker in self.workers:
             worker.finish()
         for worker in self.workers:

@@ -98,22 +98,30 @@ class TrialRow:
 
     @property
     def samples(self) -> int | None:
-        """Samples of the last rung."""
+        """Samples (rows trained) at the last rung; None before the first rung."""
         return self.rungs[-1].samples if self.rungs else None
 
     def value(self, goal: str) -> float | None:
-        """Return what the goal compares: samples/s, or the held-out metric at the last rung."""
+        """Return the value by which a goal compares trials.
+
+        Args:
+            goal: `throughput`, `loss` or `recall`.
+
+        Returns:
+            Samples/s for `throughput`, otherwise the held-out metric at the last rung; None if it
+            was not measured.
+        """
         if goal == "throughput":
             return self.samples_per_s
         return self.rungs[-1].value if self.rungs else None
 
     @property
     def shape(self) -> str:
-        """Format the batch shape as `32 x 4 x 2`: micro-batch, accumulation, workers."""
+        """The batch shape as text, such as `32 x 4 x 2` (micro-batch, accumulation, workers)."""
         return f"{self.micro} x {self.accumulation} x {self.workers}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of trials.jsonl."""
+        """Return the JSON object of this row in trials.jsonl; `global_rows` is named `global`."""
         values = asdict(self)
         values["global"] = values.pop("global_rows")
         values["rungs"] = [rung._asdict() for rung in self.rungs]
@@ -121,7 +129,12 @@ class TrialRow:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrialRow:
-        """Restore a row from its object in trials.jsonl; unknown keys are ignored."""
+        """Restore a row from its JSON object in trials.jsonl.
+
+        Args:
+            values: Fields of this class by name, with `global` for `global_rows`. `trial` and
+                `status` are required; unknown keys are ignored.
+        """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         known["global_rows"] = values.get("global")
         known["rungs"] = tuple(Rung(**rung) for rung in values.get("rungs", ()))
@@ -140,10 +153,15 @@ class Recommendation:
     per_global: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of sweep.json."""
+        """Return the JSON object `recommendation` of sweep.json: `best`, `why` and `per_global`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recommendation:
-        """Restore a recommendation from sweep.json."""
+        """Restore a recommendation from the JSON object `recommendation` of sweep.json.
+
+        Args:
+            values: `best` (name of a trial) and `why` (text), and optionally `per_global` (name of
+                a trial by global batch as text).
+        """
         return cls(values["best"], values["why"], values.get("per_global", {}))

@@ -43,13 +43,14 @@ def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
 
 
 def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
-    """Split the arguments of a command that takes a recipe.
+    """Split the arguments of a command that takes a recipe, such as `clip --train.steps 10`.
 
     Args:
-        argv: arguments after the command.
+        argv: arguments after the command. The first is the recipe if it does not start with `-`.
 
     Returns:
-        The recipe (default: sample), the flags, and whether --print-config is given.
+        The recipe (a name or a YAML file; `sample` if none is given), the flags with their values
+        and without `--print-config`, and whether `--print-config` is given.
     """
     flags = list(argv)
     name = "sample"
@@ -60,7 +61,15 @@ def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
 
 
 def flag_values(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the values of `--flag value` and `--flag=value`, before the flags are parsed."""
+    """Return the values of one flag before the flags are parsed.
+
+    Args:
+        flag: the flag, such as `--model.kind`.
+        words: all arguments, in which it is written `--model.kind clip` or `--model.kind=clip`.
+
+    Returns:
+        Its values in the order of the arguments; empty if the flag is not given.
+    """
     values = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
@@ -70,10 +79,18 @@ def flag_values(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def load_recipe(name: str, words: Sequence[str]) -> Config:
-    """Return the recipe with the defaults that the other flags depend on.
+    """Return the recipe with the defaults that depend on `--model.kind` and `--model.weights`.
 
-    `--model.kind` determines which flags there are. Local `model.weights`, of a flag or the recipe
-    file, define image size, preprocessing and tokenizer, unless the file sets them.
+    `--model.kind` determines which flags of `--model` exist. Weights on the local disk, given as a
+    flag or in the recipe file, define image size, preprocessing and tokenizer of a `clip` or
+    `siglip` model; inputs in the recipe file take precedence. Other flags are not applied.
+
+    Args:
+        name: name of a built-in recipe, or a YAML file.
+        words: flags of the command.
+
+    Raises:
+        UsageError: the recipe, its kind or its weights cannot be loaded.
     """
     recipe = recipes.load(name)
     kinds = flag_values("--model.kind", words)
@@ -106,14 +123,15 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
     """Parse a recipe name and the flags of its settings.
 
     Args:
-        argv: arguments after the command.
-        command_name: the command, for messages.
+        argv: arguments after the command, such as `["clip", "--train.steps", "10"]`.
+        command_name: the command, such as `train`, for messages and --help.
 
     Returns:
         The config, and whether --print-config is given.
 
     Raises:
         UsageError: the recipe or a setting is unknown or invalid.
+        SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
     """
     name, rest, print_config = split_args(argv)
     given = [
@@ -138,13 +156,13 @@ def parse_args(
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """Parse the arguments of a command.
+    """Parse the arguments of a command with tyro.
 
     Args:
-        command: dataclass with the arguments.
-        words: the arguments.
-        prog: the command, for messages.
-        default: defaults of the arguments; None: those of the class.
+        command: dataclass, or section of settings, whose fields are the arguments.
+        words: the arguments after the command.
+        prog: the command, such as `mmray train`, for messages.
+        default: defaults of the arguments; None: the defaults of the class.
         description: text of --help; None: the docstring of the class.
 
     Returns:
@@ -184,7 +202,12 @@ def _check_writable(file: Path) -> None:
 
 
 def require_positive(command: Any, *names: str) -> None:
-    """Raise UsageError if one of these numbers of the command is not above 0."""
+    """Raise UsageError if one of the given numbers of a command is not above 0.
+
+    Args:
+        command: object with the parsed arguments.
+        names: attributes to check, such as `window_s`. An attribute that is missing or None passes.
+    """
     for name in names:
         value = getattr(command, name, None)
         if value is not None and value <= 0:
@@ -192,6 +215,11 @@ def require_positive(command: Any, *names: str) -> None:
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:
-    """Write an object to the file of --json, if one is given."""
+    """Write an object as indented JSON to the file of --json.
+
+    Args:
+        file: path of the file, which is replaced; None: --json is not given, nothing is written.
+        value: the object.
+    """
     if file is not None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")

@@ -50,10 +50,13 @@ def _bench(
 
 
 def print_completion(argv: Sequence[str]) -> NoReturn:
-    """Print a completion script for a shell and exit.
+    """Print a completion script for a shell, and exit with code 0.
 
     Args:
-        argv: `--tyro-print-completion` and the name of the shell.
+        argv: `--tyro-print-completion` and the name of the shell: bash, zsh or tcsh.
+
+    Raises:
+        SystemExit: always.
     """
     parsers: dict[str, Any] = {"train": _train, "tune": _tune, "bench": _bench, **PARSED}
     config = (tyro.conf.FlagConversionOff, tyro.conf.OmitSubcommandPrefixes)

@@ -75,7 +75,15 @@ def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
 
 
 def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
-    """Parse the command line, with the settings of the run as defaults. Raises UsageError."""
+    """Parse `mmray evaluate RUN ...`, with the evaluation settings of the run as defaults.
+
+    Args:
+        argv: arguments after the command.
+
+    Raises:
+        UsageError: RUN is not a run, or an argument is invalid.
+        SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
+    """
     run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
     from mmray.storage.paths import to_path
     from mmray.training.evaluate_export import load_run_config
@@ -130,17 +138,19 @@ def _evaluate_weights(
 def parse_evaluate_weights(
     weights: str, argv: Sequence[str]
 ) -> tuple[EvaluateWeightsCommand, Config]:
-    """Parse the command line, with the settings of the weights as defaults.
+    """Parse `mmray evaluate --weights FILE ...`, with the settings of the weights as defaults.
 
     Args:
-        weights: value of `--weights`.
-        argv: all arguments.
+        weights: value of `--weights`: a folder saved by transformers, a hub name, or an open_clip
+            checkpoint.
+        argv: all arguments after the command, with `--weights`.
 
     Returns:
-        The command, and the config of the weights with the model of the command.
+        The command, and the config of the weights with the `model` section of the command.
 
     Raises:
         UsageError: the weights cannot be loaded, or an argument is invalid or missing.
+        SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
     """
     from mmray.training.evaluate_export import pretrained_config
 

@@ -102,13 +102,14 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
 
 
 def split_global_list(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take a list `--batch.global N1,N2` out of the arguments.
+    """Take a list `--batch.global 256,512` out of the arguments, for the search space.
 
     Args:
         words: arguments of the command.
 
     Returns:
-        The other arguments, and the list as a value of `--space`; a single number stays a setting.
+        The other arguments, and `["batch.global=256,512"]`, a value of --space. If the flag is not
+        given or has a single number, all arguments are returned with an empty list.
     """
     for index, word in enumerate(words):
         name, _, value = word.partition("=")

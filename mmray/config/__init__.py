@@ -61,13 +61,27 @@ class Config(Section):
     run: Run = Run()
 
     def with_cluster(self, **settings: Any) -> Config:
-        """Return a copy with these settings of `cluster` changed. Raises UsageError."""
+        """Return a copy with some fields of the section `cluster` changed.
+
+        Args:
+            settings: New values by field, such as `workers=4`.
+
+        Raises:
+            UsageError: A field is unknown or a value is invalid.
+        """
         return self.replace(cluster=self.cluster.replace(**settings))
 
     def with_model_kind(self, kind: str) -> Config:
-        """Return a copy with the defaults of another model kind; the inputs are kept.
+        """Return a copy with the default model of another kind.
 
-        Raises UsageError.
+        The fields of `model.inputs` that both kinds have are kept. If the config has this kind
+        already, it is returned unchanged.
+
+        Args:
+            kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
+
+        Raises:
+            UsageError: The kind is unknown, or the inputs are invalid for it.
         """
         if kind == self.model.kind:
             return self
@@ -81,8 +95,15 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without the length and the batch settings that the settings `given`
-        override.
+        """Return a copy without values that would contradict settings which are given next.
+
+        The copy has no length if a length (`train.steps`, `samples` or `epochs`) is given. It has
+        no `batch.global` if `batch.micro` and `batch.accumulation` are given without it. It has no
+        `batch.micro` and `batch.accumulation` if `batch.tokens` is given without them. It has no
+        `batch.micro` of `auto` if only `batch.accumulation` is given.
+
+        Args:
+            given: Names of the given settings, such as `train.steps`.
         """
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
@@ -103,12 +124,17 @@ class Config(Section):
 
 
 def to_yaml(config: Section) -> str:
-    """Return YAML that `from_yaml` reads back to an equal config."""
+    """Format a config or a section as YAML, from which `from_yaml` reads an equal config."""
     return yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as {`section.field`: value}."""
+    """Flatten nested settings: {"train": {"steps": 10}} becomes {"train.steps": 10}.
+
+    Args:
+        values: Nested dicts of settings, as in config.yaml.
+        prefix: Text before each name, such as `train.`.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -138,9 +164,18 @@ def from_yaml(
     where: str,
     recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({}),
 ) -> Config:
-    """Parse a config; missing settings come from its recipe if in `recipes`, else defaults.
+    """Parse a config.
 
-    Raises UsageError.
+    Settings that are missing have the values of the recipe that the text names (`recipe: clip`).
+    Without a recipe of this name they have their defaults.
+
+    Args:
+        text: YAML with `section: {field: value}`; bytes must be UTF-8.
+        where: Path of the file, for errors.
+        recipes: Functions that return a config, by name of the recipe.
+
+    Raises:
+        UsageError: The YAML, a setting or the name of the recipe is invalid.
     """
     try:
         values = yaml.load(text, _Loader)
@@ -165,9 +200,17 @@ def from_yaml(
 
 
 def override(recipe: Config, values: dict[str, Any]) -> Config:
-    """Return the recipe with the given settings, {section: {field: value}}, changed.
+    """Return a recipe with some settings changed and all settings validated.
 
-    Raises UsageError.
+    A length or a batch setting replaces the ones of the recipe that contradict it. Another
+    `model.kind` replaces the section `model` by its defaults, except for the inputs.
+
+    Args:
+        recipe: The config to start from.
+        values: {section: {field: value}}, such as {"train": {"steps": 10}}.
+
+    Raises:
+        UsageError: A setting is unknown or invalid.
     """
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     given = [

@@ -17,7 +17,17 @@ _TERM = re.compile(r"(?:((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* 
 
 
 def parse_range(text: int | str) -> tuple[int, int]:
-    """Parse `4` or `1-4` as (min, max). Raises ValueError for anything else, and below 1."""
+    """Parse a number or a range, such as `4` or `1-4`.
+
+    Args:
+        text: The number, at least 1, or two of them in ascending order.
+
+    Returns:
+        Smallest and largest number: (4, 4) or (1, 4).
+
+    Raises:
+        ValueError: It is anything else.
+    """
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(text))
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -41,14 +51,20 @@ class Section(BaseModel):
         cls.settings_prefix = settings_prefix or cls.settings_prefix
 
     def replace(self, **settings: Any) -> Self:
-        """Return a validated copy with these fields changed, unlike `model_copy`.
+        """Return a copy with some fields changed and all fields validated, unlike `model_copy`.
 
-        Raises UsageError.
+        Args:
+            settings: New values by field, such as `lr=1e-3`.
+
+        Raises:
+            UsageError: A field is unknown or a value is invalid.
         """
         return type(self).model_validate(dict(self) | settings)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, by their names in config.yaml."""
+        """Return the settings as JSON values by their names in config.yaml, such as `global` for
+        `global_`.
+        """
         return self.model_dump(mode="json", by_alias=True)
 
     @model_validator(mode="wrap")
@@ -73,10 +89,13 @@ def _explain(section: type[Section], item: Any) -> str:
 
 
 def parse_weighted_sum(text: str) -> dict[str, float]:
-    """Parse `a + 0.5 * b` into weights by name: {a: 1, b: 0.5}.
+    """Parse a sum of names with weights: `a + 0.5 * b` becomes {"a": 1.0, "b": 0.5}.
+
+    Args:
+        text: The terms, separated by ` + `. A term is a name or `weight * name`.
 
     Raises:
-        ValueError: A term is invalid, repeats a name, or has a weight that is not above 0; the
+        ValueError: A term is invalid, repeats a name, or has a weight that is not above 0. The
             message is the term.
     """
     weights: dict[str, float] = {}

@@ -74,15 +74,21 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def min_workers(self) -> int:
+        """Smallest number of training workers: 1 of `workers` 1-4, 4 of 4."""
         return parse_range(self.workers)[0]
 
     @property
     def max_workers(self) -> int:
-        """Number of workers for batch arithmetic and start-up checks."""
+        """Largest number of training workers: 4 of `workers` 1-4; used for batch arithmetic."""
         return parse_range(self.workers)[1]
 
     def resolve_cpus(self, num_cores: int) -> float:
-        """Return the CPUs per worker; `auto` is a worker's share of `num_cores`, at least 1."""
+        """Return the CPUs of each training worker.
+
+        Args:
+            num_cores: CPU cores of a machine, of which `cpus_per_worker` `auto` gives each worker
+                an equal share, at least 1.
+        """
         return float(
             max(1, num_cores // self.max_workers)
             if self.cpus_per_worker == "auto"
@@ -91,18 +97,21 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def num_cpus(self) -> float:
-        """CPUs per worker; 1 for an `auto` that the driver did not resolve."""
+        """CPUs of each training worker; 1 if `cpus_per_worker` is still `auto`."""
         return self.resolve_cpus(num_cores=1)
 
     @property
     def num_threads(self) -> int:
-        """CPU threads per worker."""
+        """CPU threads of each training worker: its CPUs without a fraction, at least 1."""
         return max(1, int(self.num_cpus))
 
     @property
     def state_limits_s(self) -> dict[str, float]:
-        """Longest time without progress in each state of a rank's heartbeat
-        (engine/heartbeat.py).
+        """Longest time in seconds without progress of a rank, by the state that its heartbeat
+        reports.
+
+        The states are `training`, `starting`, `first_step`, `evaluating`, `compiling`, `saving` and
+        `waiting_for_data`.
         """
         start_s = max(self.hang_timeout_s, self.start_timeout_s)
         return {
@@ -117,27 +126,31 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def group_timeout_s(self) -> float:
-        """Timeout to form the process group, and of its collectives until training starts."""
+        """Timeout in seconds to form the process group, and of its collectives until training
+        starts.
+        """
         return max(300.0, 1.5 * self.hang_timeout_s)
 
     @property
     def first_heartbeat_s(self) -> float:
-        """Longest time to the first heartbeat of a worker: its node starts, it imports torch and
-        joins the group.
+        """Longest time in seconds to the first heartbeat of a worker.
+
+        Until then its node starts, and the worker imports torch and joins the process group.
         """
         return self.start_timeout_s + self.state_limits_s["starting"] + self.group_timeout_s
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout of a collective in training, where ranks wait for one that is within the limit of
-        its state.
+        """Timeout in seconds of a collective in training.
 
-        The hang of that rank is detected, and named, before.
+        It is longer than all limits of `state_limits_s`, so that a rank that hangs is detected and
+        named before the collective of the other ranks fails.
         """
         return max(self.state_limits_s.values()) + self.group_timeout_s
 
     @property
     def elastic(self) -> bool:
+        """Whether the number of training workers may change, as for `workers` 1-4."""
         return self.min_workers != self.max_workers
 
 

@@ -20,7 +20,18 @@ STORED_SHUFFLE = rf"{FULL_SHUFFLE}|[1-9]\d*x[1-9]\d*x[1-9]\d*"
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
-    """Return (address, weight) of each set in `prepared/a + 2 * prepared/b`. Raises ValueError."""
+    """Parse the value of `data.train`, a set or a mixture of sets.
+
+    Args:
+        text: For example `prepared/a + 2 * prepared/b`; a weight is how many times the set is
+            repeated per epoch.
+
+    Returns:
+        (address, weight) of each set, such as [("prepared/a", 1.0), ("prepared/b", 2.0)].
+
+    Raises:
+        ValueError: A term is invalid or a set is repeated.
+    """
     try:
         return list(parse_weighted_sum(text).items())
     except ValueError as error:
@@ -31,12 +42,26 @@ def parse_mixture(text: str) -> list[tuple[str, float]]:
 
 
 def is_mixture(text: str) -> bool:
-    """Return whether the text has several sets or a weight other than 1."""
+    """Return whether a value of `data.train` has several sets or a weight other than 1.
+
+    Args:
+        text: For example `prepared/a + 2 * prepared/b`.
+
+    Raises:
+        ValueError: A term is invalid or a set is repeated.
+    """
     return parse_mixture(text) != [(text.strip(), 1.0)]
 
 
 def format_mixture(terms: list[tuple[str, float]]) -> str:
-    """Format (address, weight) pairs; inverse of parse_mixture."""
+    """Format sets and their weights as a value of `data.train`.
+
+    Args:
+        terms: (address, weight) of each set, such as [("prepared/a", 1.0), ("prepared/b", 2.0)].
+
+    Returns:
+        For example `prepared/a + 2 * prepared/b`; a weight of 1 is omitted.
+    """
     return " + ".join(
         address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms
     )
@@ -156,7 +181,7 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Return {mmray column: source column}."""
+        """Source column by column of mmray, such as {"image": "url", "text": "caption"}."""
         return {
             ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)
         }
@@ -229,7 +254,7 @@ class Data(Section, settings_prefix="data"):
 
     @property
     def worker_range(self) -> tuple[int, int] | None:
-        """Least and largest number of decode processes; None: chosen automatically."""
+        """Smallest and largest number of decode processes of the run; None for `auto`."""
         return None if self.workers == "auto" else parse_range(self.workers)
 
     @field_validator("shuffle_blocks")
@@ -246,7 +271,10 @@ class Data(Section, settings_prefix="data"):
 
     @property
     def block_shuffle(self) -> tuple[int, int, int] | None:
-        """(lanes, rows per block, blocks per window); None for a full shuffle or `auto`."""
+        """Lanes, rows per block and blocks per window of the block shuffle, such as (64, 1024, 4).
+
+        None if single rows are shuffled, or if `shuffle_blocks` is still `auto`.
+        """
         if self.shuffle_blocks in ("auto", FULL_SHUFFLE):
             return None
         lanes, rows, blocks = str(self.shuffle_blocks).split("x")
@@ -272,10 +300,12 @@ class Augment(Section, settings_prefix="augment"):
 
     @property
     def has_random_crop(self) -> bool:
+        """Whether images are cropped at random."""
         return self.crop_scale != (1.0, 1.0)
 
     @property
     def is_active(self) -> bool:
+        """Whether any augmentation is on."""
         return self.has_random_crop or any((self.flip, *self.color_jitter))
 
     @model_validator(mode="after")

@@ -222,9 +222,14 @@ class Model(Section, settings_prefix="model"):
         return completed
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the model with vocabulary size and padding token of its tokenizer, unless set.
+        """Return the section with the vocabulary size of a tokenizer, unless the config sets it.
 
-        Raises UsageError.
+        Args:
+            vocab_size: Number of tokens of the tokenizer.
+            pad_id: Id of its padding token, None if it has none; only some kinds use it.
+
+        Raises:
+            UsageError: `vocab_size` of the config is smaller than that of the tokenizer.
         """
         if 0 < self.vocab_size < vocab_size:
             raise UsageError(
@@ -235,15 +240,15 @@ class Model(Section, settings_prefix="model"):
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
     def unsupported_reasons(self) -> list[str]:
-        """Reasons why no such model can be built, each with a fix; empty if the settings are
-        supported.
-        """
+        """Return why no such model can be built, each reason with a fix; empty if one can."""
         return []
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
-        """Functions by column of labels in a batch that the model has classes for.
+        """Return functions that check the labels of the data against the classes of the model.
 
-        Each returns why the model has no class for a label, or nothing if it has one.
+        Returns:
+            By column of labels in a batch, such as `label`: a function of a label (int) that
+            returns why the model has no class for it, or an empty string if it has one.
         """
         return {}
 
@@ -325,6 +330,11 @@ class TowerModel(EmbeddingModel):
     )
 
     def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, such as a depth that the image size does not
+        allow.
+
+        Each reason has a fix; empty if one can be built.
+        """
         text = _pretrained_reasons("model.text.weights", self.text.weights)
         return (
             self._image_reasons()
@@ -398,9 +408,20 @@ class Fusion(TowerModel):
     )
 
     def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, also for its cross-attention layers.
+
+        Each reason has a fix; empty if one can be built.
+        """
         return super().unsupported_reasons() + _head_reasons(self.cross)
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
+        """Return functions that check the labels of the data against the classes and region names.
+
+        Returns:
+            `label` if `classes` is set, and `box_labels` if regions have names: a function of a
+            label (int) that returns why the model has no class for it, or an empty string if it has
+            one.
+        """
         checks: dict[str, Callable[[int], str]] = {}
         if self.classes:
             checks["label"] = self._class_problem
@@ -448,11 +469,15 @@ class HfModel(Model):
 
     @property
     def is_checkpoint_file(self) -> bool:
-        """Whether `weights` is a file, not a folder or a name."""
+        """Whether `weights` is a checkpoint file, not a folder or a name."""
         file = Path(self.weights).expanduser()
         return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
 
     def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, each reason with a fix; empty if one can.
+
+        Without weights the number of heads must divide the width, and patches must tile the image.
+        """
         model: Any = self
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
@@ -501,6 +526,17 @@ class Siglip(ClipFamily):
     )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        """Return the section with the vocabulary size and the padding token of a tokenizer.
+
+        Values that are set in the config are kept.
+
+        Args:
+            vocab_size: Number of tokens of the tokenizer.
+            pad_id: Id of its padding token; None: it has none.
+
+        Raises:
+            UsageError: `vocab_size` of the config is smaller than that of the tokenizer.
+        """
         return (
             super()
             .with_vocab(vocab_size, pad_id)
@@ -522,6 +558,10 @@ class Generative(HfModel):
     text: ClipText = ClipText(width=512, depth=8, heads=8)
 
     def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, such as weights in a checkpoint file.
+
+        Each reason has a fix; empty if one can be built.
+        """
         if not self.is_checkpoint_file:
             return super().unsupported_reasons()
         return [
@@ -572,9 +612,16 @@ class Vlm(Model):
     )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        """Return this section unchanged, because the weights define vocabulary and padding token.
+
+        Args:
+            vocab_size: Unused.
+            pad_id: Unused.
+        """
         return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built: `weights` is `none`. Empty if one can."""
         if self.weights == "none":
             return [
                 "model.weights: model.kind `vlm` takes its architecture and its processor from "
@@ -592,7 +639,10 @@ class CustomModel(Model):
 
 
 def model_section(kind: str) -> type[Model]:
-    """Return the class of the `model` section of a kind.
+    """Return the settings class of the section `model` for a kind.
+
+    Args:
+        kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
 
     Raises:
         UsageError: The kind is neither in KINDS nor `package.module:Class`.
@@ -649,7 +699,15 @@ class Objective(Section, settings_prefix="objective"):
 
 
 def parse_terms(kind: str) -> dict[str, float]:
-    """Parse `contrastive + 0.5 * matching` into names and weights. Raises ValueError."""
+    """Parse the value of `objective.kind` into weights of objectives.
+
+    Args:
+        kind: For example `contrastive + 0.5 * matching`, which becomes {"contrastive": 1.0,
+            "matching": 0.5}; spaces around + and * are optional.
+
+    Raises:
+        ValueError: A term is invalid, or an objective is repeated.
+    """
     spaced = re.sub(r"\s*([+*])\s*", r" \1 ", kind)
     try:
         return parse_weighted_sum(spaced)

@@ -44,8 +44,9 @@ OPENAI: Any = {
 
 
 def sample() -> Config:
-    """Generated sample set and a model with under a million parameters; trains on a laptop in about
-    a minute.
+    """Small two-tower model with contrastive loss on the generated sample set.
+
+    It has under a million parameters and trains on a laptop in about a minute.
     """
     return Config(
         recipe="sample",
@@ -71,8 +72,10 @@ def sample() -> Config:
 
 
 def sample_vlm() -> Config:
-    """Generated conversations about shapes in 0 to 3 images, and a Qwen3-VL of 0.7 million
-    parameters; it trains on two cores in about a minute.
+    """Small Qwen3-VL that answers questions about shapes, on generated conversations.
+
+    A conversation has 0 to 3 images. The model has 0.7 million parameters and trains on two cores
+    in about a minute.
     """
     return Config(
         recipe="sample-vlm",
@@ -87,8 +90,9 @@ def sample_vlm() -> Config:
 
 
 def resnet50_bert() -> Config:
-    """torchvision ResNet-50 and BERT-base with pretrained weights, at 224 pixels; a good starting
-    point.
+    """Two towers with contrastive (softmax) loss: ResNet-50 of torchvision and BERT-base.
+
+    Both start from pretrained weights, at 224 pixels. A good starting point for own data.
     """
     return Config(
         recipe="resnet50-bert",
@@ -109,7 +113,10 @@ def resnet50_bert() -> Config:
 
 
 def clip() -> Config:
-    """Fine-tune OpenAI's CLIP ViT-B/32; `clip-scratch` trains it from random weights."""
+    """Fine-tune OpenAI's CLIP ViT-B/32 with contrastive (softmax) loss.
+
+    `clip-scratch` trains it from random weights.
+    """
     return Config(
         recipe="clip",
         model=Clip(
@@ -127,7 +134,8 @@ def clip() -> Config:
 def clip_scratch() -> Config:
     """Train CLIP ViT-B/32 from random weights with the settings of OpenAI and open_clip.
 
-    Images keep their original size (`prepare.image_side` 0), since training crops them at random.
+    The loss is contrastive (softmax). Images keep their original size (`prepare.image_side` 0),
+    since training crops them at random.
     """
     return Config(
         recipe="clip-scratch",
@@ -145,7 +153,7 @@ def clip_scratch() -> Config:
 
 
 def siglip() -> Config:
-    """Fine-tune Google's SigLIP ViT-B/16.
+    """Fine-tune Google's SigLIP ViT-B/16 with its sigmoid loss.
 
     To train from scratch: --model.weights none --optimizer.lr 1e-3.
     """
@@ -171,8 +179,9 @@ def siglip() -> Config:
 
 
 def fusion() -> Config:
-    """ResNet-50 and BERT-base with four cross-attention layers, for retrieval and image-text
-    matching.
+    """ResNet-50 and BERT-base with four cross-attention layers.
+
+    The losses are contrastive, for retrieval, and matching of images and texts.
     """
     return Config(
         recipe="fusion",
@@ -230,7 +239,15 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def load(name: str) -> Config:
-    """Load a built-in recipe or a YAML file. Raises UsageError with the closest known name."""
+    """Load a built-in recipe or a YAML file.
+
+    Args:
+        name: Name of a recipe such as `clip`, or the path of a .yaml file.
+
+    Raises:
+        UsageError: There is no such recipe (the message has the closest name), or the file is
+            missing or invalid.
+    """
     if name in RECIPES:
         return RECIPES[name]()
     file = Path(name)

@@ -35,8 +35,9 @@ class Range:
 
 
 def round_sampled(value: Any) -> Any:
-    """Round a sampled number to four digits to keep recipes readable; other values are
-    unchanged.
+    """Round a sampled float to four significant digits to keep recipes readable.
+
+    Other values, such as integers, are returned unchanged.
     """
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
@@ -51,25 +52,39 @@ class Space:
 
     @property
     def has_ranges(self) -> bool:
+        """Whether a setting has a range instead of listed values."""
         return any(isinstance(axis, Range) for axis in self.axes.values())
 
     @property
     def num_trials(self) -> int:
-        """Configurations of a sweep: lists alone have no more than their grid."""
+        """Number of configurations of a sweep; without ranges at most all combinations of listed
+        values.
+        """
         grid = math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
         if self.num_samples is None:
             return grid
         return self.num_samples if self.has_ranges else min(self.num_samples, grid)
 
     def round(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings with rounded values of ranges; listed values are unchanged."""
+        """Round the values that were sampled from ranges; listed values are unchanged.
+
+        Args:
+            settings: Value by searched setting, such as {"optimizer.lr": 0.00123456}.
+
+        Returns:
+            The settings with four significant digits, such as {"optimizer.lr": 0.001235}.
+        """
         return {
             key: round_sampled(value) if isinstance(self.axes[key], Range) else value
             for key, value in settings.items()
         }
 
     def contains(self, settings: dict[str, Any]) -> bool:
-        """Return whether each value is listed or within its range."""
+        """Return whether each value is listed or within the range of its setting.
+
+        Args:
+            settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
+        """
         for key, value in settings.items():
             axis = self.axes[key]
             if not isinstance(axis, Range):
@@ -81,8 +96,11 @@ class Space:
         return True
 
     def corners(self) -> list[dict[str, Any]]:
-        """Return the combinations of all listed values and both ends of each range; the last axis
-        changes fastest.
+        """Return the combinations of all listed values and both ends of each range.
+
+        Returns:
+            Value by setting of each combination, at most MAX_CORNERS. The last setting changes
+            fastest.
         """
         values = [
             (axis.low, axis.high) if isinstance(axis, Range) else axis
@@ -93,12 +111,32 @@ class Space:
 
 
 def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int = 0) -> Space:
-    """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
+    """Parse the values of `--space`.
+
+    Args:
+        given: Texts such as `batch.micro=8,16` or `optimizer.lr=loguniform(1e-5,1e-3)`.
+        num_samples: Number of configurations to sample; None: 32 if there is a range, otherwise all
+            combinations.
+        seed: Seed of the random choice of configurations.
+
+    Raises:
+        UsageError: A text is invalid, or a setting cannot be searched.
+    """
     return build_space(parse_axes(given), num_samples, seed)
 
 
 def parse_axes(given: Sequence[str]) -> dict[str, str]:
-    """Split values of `--space` into settings and their values as text. Raises UsageError."""
+    """Split the values of `--space` at the first `=`.
+
+    Args:
+        given: Texts such as `batch.micro=8,16`.
+
+    Returns:
+        Values as text by setting, such as {"batch.micro": "8,16"}.
+
+    Raises:
+        UsageError: A text has no setting or no values, or a setting is given twice.
+    """
     axes: dict[str, str] = {}
     for text in given:
         key, equals, values = text.partition("=")
@@ -118,9 +156,17 @@ def parse_axes(given: Sequence[str]) -> dict[str, str]:
 def build_space(
     given: Mapping[str, str | Sequence[Any]], num_samples: int | None = None, seed: int = 0
 ) -> Space:
-    """Return the space of settings with their listed values, or text as after `=` in `--space`.
+    """Return a search space.
 
-    Raises UsageError.
+    Args:
+        given: For each setting a list of values, or a text such as `8,16`, `uniform(0,0.1)` or
+            `loguniform(1e-5,1e-3)`. An example is {"batch.micro": [8, 16]}.
+        num_samples: Number of configurations to sample; None: 32 if there is a range, otherwise all
+            combinations.
+        seed: Seed of the random choice of configurations.
+
+    Raises:
+        UsageError: A list or a range is invalid, or a setting cannot be searched.
     """
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for key, values in given.items():
@@ -147,7 +193,16 @@ def build_space(
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:
-    """Return `base` with these settings changed and validated. Raises UsageError."""
+    """Return a config with some settings changed and all settings validated.
+
+    Args:
+        base: The config to start from; its length and batch are kept unless they are among the
+            settings.
+        settings: Value by setting, such as {"optimizer.lr": 1e-3}.
+
+    Raises:
+        UsageError: A setting is unknown or invalid.
+    """
     values = base.to_json()
     for key, value in settings.items():
         *sections, name = key.split(".")
@@ -161,7 +216,15 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 
 def setting_value(config: Config, key: str) -> Any:
-    """Return the value of `section.field` as JSON data."""
+    """Return the value of a setting as JSON data.
+
+    Args:
+        config: The config.
+        key: Name of the setting, such as `optimizer.lr`.
+
+    Raises:
+        KeyError: There is no such setting.
+    """
     value: Any = config.to_json()
     for part in key.split("."):
         value = value[part]

@@ -231,4 +231,5 @@ class Evaluate(EvalSettings):
 
     @property
     def without_interval(self) -> EvalSettings:
+        """The same settings without `every`."""
         return EvalSettings(**{name: getattr(self, name) for name in EvalSettings.model_fields})

@@ -94,24 +94,30 @@ class ConsoleReporter:
         self.console.print(labeled)
 
     def print(self, *renderables: RenderableType) -> None:
-        """Print tables or texts of rich."""
+        """Print tables or texts.
+
+        Args:
+            renderables: objects that rich can print, such as a `rich.table.Table` or a string.
+        """
         self.console.print(*renderables)
 
     def print_raw(self, text: str) -> None:
-        """Print data unchanged; if the reader has closed the pipe, exit silently as `log` does."""
+        """Print data without markup and line wrapping, such as YAML that another program reads."""
         self.console.out(text, highlight=False)
 
     def print_error(self, text: str) -> None:
-        """Print an error to standard error."""
+        """Print a message to standard error, after `error: `."""
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         errors.print(Text.assemble(("error: ", "bold red"), text))
 
     @contextmanager
     def show_progress(self, title: str) -> Iterator[None]:
-        """Show a progress bar with its seconds while the block runs, or print the title in a log.
+        """Return a context manager that shows a progress bar with its seconds while its block runs.
+
+        Without a terminal it prints the title as a line of a log instead.
 
         Args:
-            title: the first activity; `status` replaces it.
+            title: the first activity, such as `importing`; `status` replaces it.
         """
         if not self.is_live:
             self.status(title)
@@ -135,7 +141,12 @@ class ConsoleReporter:
                 self._display = None
 
     def status(self, title: str) -> None:
-        """Start a new activity: a new bar, or a line of a log with the command's seconds."""
+        """Start a new activity: a new bar, or a line of a log with the seconds of the command so
+        far.
+
+        Args:
+            title: the activity, such as `starting Ray`.
+        """
         self._first_step = None  # restart the rate, because a restart's downtime does not count
         if self._display is not None:
             self._display.remove_task(self._task)  # rich cannot reset a known total
@@ -144,25 +155,33 @@ class ConsoleReporter:
             self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
 
     def phase(self, title: str) -> None:
-        """Show what interrupts the current work, such as an evaluation; its bar stays."""
+        """Show an activity that interrupts the current one, such as an evaluation; the bar is kept.
+
+        Args:
+            title: the activity; a log gets it as a line with the seconds of the command so far.
+        """
         if self._display is not None:
             self._display.update(self._task, description=title)
         elif not self.is_live:
             self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
 
     def show_above(self, *renderables: RenderableType) -> None:
-        """Replace the renderables above the progress bar."""
+        """Replace what is shown above the progress bar; without effect if there is no bar.
+
+        Args:
+            renderables: objects that rich can print, such as a `rich.table.Table`.
+        """
         if self._display is not None:
             self._display.above = renderables
 
     def set_progress(self, done: float, total: float, details: str, label: str) -> None:
-        """Set the progress of the bar; in a log, print a line every few seconds and at the end.
+        """Set the progress of the bar, or print a line of a log every 5 seconds and at the end.
 
         Args:
-            done: finished units, such as rows.
+            done: finished units, such as rows or steps.
             total: all units; 0: unknown.
             details: text after the numbers.
-            label: the unit, before the numbers.
+            label: text before the numbers, which names the unit, such as `step`.
         """
         count = f"{done:,.0f}/{total:,.0f}" if total else f"{done:,.0f}"
         if self._display is not None:
@@ -187,7 +206,11 @@ class ConsoleReporter:
             self.console.print(f"{label} {count}  {details}".rstrip())
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Show the rows that a stage of `prepare` or an evaluation has done."""
+        """Show how many rows a stage of `prepare`, or an evaluation, has processed.
+
+        Args:
+            progress: name of the stage, finished, total and quarantined rows.
+        """
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         if progress.is_estimate:
             details += " (total estimated)"
@@ -198,7 +221,9 @@ class ConsoleReporter:
         """Show the metrics of a training step.
 
         Args:
-            metrics: a line of metrics.jsonl; with `evaluate/...` after an evaluation.
+            metrics: a line of metrics.jsonl: `step`, and floats such as `train/loss` and
+                `throughput/samples_per_s`. After an evaluation it also has names with the prefix
+                `evaluate/`, which are logged unless this is the last step.
             total_steps: number of steps of the run.
         """
         if metrics["step"] < total_steps:  # the table of the outcome has the last evaluation
@@ -213,14 +238,28 @@ class ConsoleReporter:
         self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
-        """Print a trial that reached a rung or ended; the live table has all but failures."""
+        """Print a line about a trial that reached a rung or ended.
+
+        With a live table, which has all trials, only failures are printed.
+
+        Args:
+            row: the row of the trial.
+            num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+        """
         if not self.is_live or row.status in ("failed", "out_of_memory", "infeasible"):
             self.log(trial_line(row, num_rungs), row.trial)
 
     def trials(
         self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
     ) -> None:
-        """Redraw the live table of all trials, if there is a bar."""
+        """Redraw the live table of all trials; without effect if the output is not a terminal.
+
+        Args:
+            rows: rows of all trials.
+            goal: `throughput`, `loss` or `recall`.
+            num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+            progress: time of the sweep, and the spent part of the budget.
+        """
         if self.is_live:
             limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)
             table = live_table(rows, num_rungs, goal, limit)
@@ -263,7 +302,10 @@ class ConsoleReporter:
 
 
 def relative_paths(text: str) -> str:
-    """Return the text with paths below the working directory made relative."""
+    """Return the text with paths below the working directory made relative.
+
+    In the working directory `/home/me`, `saved in /home/me/runs/clip` becomes `saved in runs/clip`.
+    """
     try:
         folder = re.escape(f"{Path.cwd()}/")
     except FileNotFoundError:  # deleted meanwhile, such as the folder of a job
@@ -272,5 +314,8 @@ def relative_paths(text: str) -> str:
 
 
 def shell_path(path: AnyPath | str) -> str:
-    """Return a path for a command that the user may copy: relative, and quoted if it has spaces."""
+    """Return a path as an argument of a command that the user may copy.
+
+    A path below the working directory is relative, and one with spaces is quoted.
+    """
     return shlex.quote(relative_paths(str(path)))

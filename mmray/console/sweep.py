@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 
 def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) -> Table:
-    """Return the table of a running sweep: running trials, then the best ones, at most `limit`
-    rows.
+    """Return the table of a running sweep: running trials first, then the best ones.
+
+    Args:
+        rows: rows of all trials.
+        num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+        goal: `throughput`, `loss` or `recall`, whose value is a column.
+        limit: largest number of trials in the table. The caption counts the others by status.
     """
     sign = -1 if GOALS[goal].maximize else 1
 
@@ -57,18 +62,38 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
 def settings_columns(
     rows: Sequence[TrialRow], without: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """Return a column per searched setting, titled by its name without the section."""
+    """Return a column for each searched setting, for `rows_table`.
+
+    Args:
+        rows: rows of trials. They search the same settings, so the first defines the columns.
+        without: settings without a column, such as `batch.micro`.
+
+    Returns:
+        Setting -> (title, style), such as `{"optimizer.lr": ("lr", "")}`.
+    """
     settings = rows[0].settings if rows else {}
     return {key: (key.rpartition(".")[2], "") for key in settings if key not in without}
 
 
 def settings_cells(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cells of these columns."""
+    """Return the texts of a trial for the columns of `settings_columns`.
+
+    Args:
+        settings: values by setting, such as `{"optimizer.lr": 0.001}`.
+
+    Returns:
+        The values as text, such as `{"optimizer.lr": "0.001"}`.
+    """
     return {key: str(value) for key, value in settings.items()}
 
 
 def format_progress(progress: SweepProgress) -> str:
-    """Format as `05:10 elapsed, about 12:00 left, 35% of the budget spent`."""
+    """Format the time of a sweep as `05:10 elapsed, about 12:00 left, 35% of the budget spent`.
+
+    Args:
+        progress: seconds so far and to the end, and the spent part of the budget. Unknown parts are
+            omitted.
+    """
 
     def clock(seconds: float) -> str:
         return str(timedelta(seconds=round(seconds))).removeprefix("0:")
@@ -82,12 +107,13 @@ def format_progress(progress: SweepProgress) -> str:
 
 
 def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) -> Table:
-    """Return the table of trials or measured batch shapes.
+    """Return the table of trials or of measured batch shapes.
 
     Args:
-        rows: at least one.
-        goal: a key of GOALS; its value is the last column but one, except samples/s.
-        winners: names of the rows with a star.
+        rows: at least one row.
+        goal: `throughput`, `loss` or `recall`. The held-out value of the last two is the column
+            before the status.
+        winners: names of the trials that are marked with a star.
     """
     columns = {
         "trial": ("trial", ""),
@@ -121,7 +147,16 @@ def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) 
 
 
 def trial_line(row: TrialRow, num_rungs: int) -> str:
-    """Format a trial that reached a rung or ended."""
+    """Format a trial that reached a rung or ended as a line of a log.
+
+    Args:
+        row: the row of the trial.
+        num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+
+    Returns:
+        A line such as `optimizer.lr=0.001: running in 12 s  rung 1 of 3: 2.31 after 4,096 samples`.
+        Speed, memory and error follow if they are known.
+    """
     settings = " ".join(f"{key}={value}" for key, value in row.settings.items())
     parts = [f"{settings}: {row.status.replace('_', ' ')} in {row.elapsed_s:.0f} s"]
     if row.rungs:

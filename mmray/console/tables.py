@@ -15,7 +15,15 @@ COMPACT = "compact"  # style of a column: about three digits
 
 
 def language_note(metrics: Mapping[str, float]) -> str:
-    """Format the metrics of a generative model."""
+    """Format the metrics of a generative model in one line.
+
+    Args:
+        metrics: `perplexity`, `token_accuracy` (0 to 1) and `tokens`. Optional are `exact_match` (0
+            to 1) with `answered`, or `cider` with `bleu_4`.
+
+    Returns:
+        A line such as `perplexity 7.112, 48.5% of 9,120 tokens correct; BLEU-4 0.210, CIDEr 0.643`.
+    """
     correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
     text = f"perplexity {metrics['perplexity']:.3f}, {correct}"
     if "exact_match" in metrics:
@@ -29,10 +37,11 @@ def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
     """Return the tables of an evaluation.
 
     Args:
-        metrics: name -> value, as `mmray.evaluate` returns them.
+        metrics: values by name, such as `{"recall_at_1/image_to_text": 0.41, "loss": 1.9}`.
 
     Returns:
-        A table of recalls if the model has embeddings, and a table of all other metrics.
+        A table of recall and median rank, if these are among the metrics, and a table of all other
+        metrics.
     """
     others = Table(show_edge=False, show_header=False)
     # Aligned with the table of recalls.
@@ -47,15 +56,17 @@ def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
-    """Return a table of rows.
+    """Return a table with one line for each of `rows`.
 
     Texts that are too long for the terminal continue on further lines, because names are needed in
     full.
 
     Args:
-        rows: values by the name of their column; a missing value or None is shown as a dash.
-        columns: name -> (title, style). The style is a format such as `,.3f`, or COMPACT; a column
-            with an empty style has texts, which are aligned to the left.
+        rows: the cells of each line by name of the column. A missing value or None is shown as a
+            dash.
+        columns: name -> (title, style), in the order of the table. The style is a format of Python
+            such as `,.3f`, or COMPACT for about three digits. A column with an empty style has
+            text, which is aligned to the left.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     cells = [

@@ -23,8 +23,11 @@ def exact_match(answers: Sequence[str], references: References) -> float:
     """Return the fraction of answers that equal a reference, without surrounding white space.
 
     Args:
-        answers: One answer a question.
+        answers: One generated answer per question.
         references: The correct answers to each question.
+
+    Returns:
+        The fraction, 0 to 1; 0 without questions.
     """
     hits = [
         answer.strip() in [text.strip() for text in texts]
@@ -34,11 +37,19 @@ def exact_match(answers: Sequence[str], references: References) -> float:
 
 
 def vqa_accuracy(answers: Sequence[str], references: References) -> float:
-    """VQA accuracy (Antol et al. 2015, arXiv:1505.00468, section 3): an answer counts fully if at
-    least three people gave it, averaged over the sets of all people but one.
+    """Return the VQA accuracy (Antol et al. 2015, arXiv:1505.00468, section 3).
 
-    Words are in lower case without punctuation and articles, and numbers are digits. With fewer
-    than four references any equal one counts fully.
+    The references of a question are the answers of several people. An answer counts fully if at
+    least three people gave it, averaged over the sets of all people but one. With fewer than four
+    references any equal one counts fully. Texts are compared in lower case, without punctuation and
+    articles, and with digits for numbers.
+
+    Args:
+        answers: One generated answer per question.
+        references: The people's answers to each question.
+
+    Returns:
+        The mean over the questions, 0 to 1; 0 without questions.
     """
     scores = []
     for answer, texts in zip(answers, references, strict=True):
@@ -53,8 +64,17 @@ def vqa_accuracy(answers: Sequence[str], references: References) -> float:
 
 
 def anls(answers: Sequence[str], references: References) -> float:
-    """Average normalized Levenshtein similarity (Biten et al. 2019, arXiv:1905.13648, equation 1),
-    of each answer to the closest reference; letter case is ignored.
+    """Return the average normalized Levenshtein similarity (Biten et al. 2019, arXiv:1905.13648).
+
+    The similarity of an answer is that to the closest reference (equation 1). Letter case and the
+    amount of white space are ignored. A similarity below 0.5 counts as 0.
+
+    Args:
+        answers: One generated answer per question.
+        references: The correct answers to each question.
+
+    Returns:
+        The mean over the questions, 0 to 1; 0 without questions.
     """
     scores = []
     for answer, texts in zip(answers, references, strict=True):

@@ -67,8 +67,16 @@ class EvalDataset:
         self._threads = threading.local()  # one child process per thread
 
     def check_decodable(self, row: Row) -> None:
-        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each
-        is checked once.
+        """Decode the image of a row in a child process, because a corrupt one may crash the
+        decoder.
+
+        Images that `prepare` has decoded are not checked, and each source is checked once.
+
+        Args:
+            row: The stored row, with its encoded image.
+
+        Raises:
+            BadImage: The image cannot be decoded, or crashes the decoder.
         """
         if not self.prepared.manifest.images_verified and row.source not in self._check_results:
             decoder = self._threads.__dict__.setdefault("decoder", SubprocessDecoder())
@@ -101,8 +109,9 @@ class EvalBatches:
 
     @property
     def rows(self) -> np.ndarray:
-        """Row numbers of this rank: contiguous parts that cover the set and differ by at most one
-        row.
+        """Indices of this rank's rows in the set, int64, ascending.
+
+        The ranks get contiguous parts of the first `limit` rows, whose sizes differ by at most one.
         """
         limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
         return np.array_split(np.arange(limit), self.world_size)[self.rank]
@@ -112,8 +121,13 @@ class EvalBatches:
         return map(self._collate, self.readable_rows())
 
     def readable_rows(self) -> Iterator[list[tuple[int, EvalRow]]]:
-        """Yield the numbers and contents of the readable rows of each batch; batches without any
-        are omitted.
+        """Read and decode the rows of this rank, `evaluate.batch` at a time.
+
+        Unreadable rows are added to `skipped`, which is cleared first. A batch without readable
+        rows is omitted.
+
+        Yields:
+            (index in the set, decoded row) of each readable row of a batch; at least one.
         """
         self.skipped.clear()
         rows = self.rows

@@ -23,16 +23,22 @@ def build_evaluator(
     tokenizer_json: str,
     on_rows: Callable[[int], None] | None = None,
 ) -> Any:
-    """Build the evaluator for this run's kind of model.
+    """Build the evaluator for the kind of model of a run.
 
     Args:
         config: The config of the run.
         prepared: The set with the held-out rows.
-        tokenizer_json: The tokenizer of the run.
+        tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
+            processor.
         on_rows: Called with the number of rows of each batch when it is done, to show progress.
 
     Returns:
-        An object with the method `score`, as Evaluator.
+        A ConversationEvaluator for `vlm`, a GenerationEvaluator for other generative models,
+        otherwise an Evaluator. Each has the method `score(model, group, objective, global_rows,
+        save_examples)`, which returns metrics by name.
+
+    Raises:
+        UsageError: The names in `evaluate.classes` do not fit the labels of the set.
     """
     from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
@@ -50,12 +56,12 @@ def build_evaluator(
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
     """Check the names of `evaluate.classes` against the labels of a set.
 
-    Other words for a class are accepted. Another number of classes is an error, and so is the name
-    of one label at the index of another.
+    Synonyms of a name are accepted. Another number of classes is an error, and so is the name of
+    one label at the index of another.
 
     Args:
-        classes: The setting; empty: the names of the set are used.
-        prepared: The set.
+        classes: Names of the labels 0, 1, ... in the config; empty: the names of the set are used.
+        prepared: The set. Without class names it is not checked.
 
     Raises:
         UsageError: The names do not fit the labels.
@@ -79,10 +85,12 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
 
 
 def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
-    """Return how many rows `score` reads; those with generated answers count twice.
+    """Return how many rows `score` reads, for the total of a progress bar.
+
+    Rows for which an answer is generated are read twice and count twice.
 
     Args:
-        config: The config of the run, with `evaluate.limit`.
+        config: The config of the run, with `evaluate.limit` and `evaluate.num_generations`.
         prepared: The set with the held-out rows.
     """
     rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
@@ -90,7 +98,9 @@ def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
-    """Check that the model has the methods that its evaluator calls.
+    """Check that the model has the methods that its evaluator calls, such as `embed_image`.
+
+    A generative model is not checked.
 
     Args:
         config: The config of the run.
@@ -113,10 +123,18 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
 
 
 def is_generative(config: Config) -> bool:
-    """Return True if the model generates text instead of embeddings."""
+    """Return whether the model of a config generates text instead of embeddings."""
     return config.model.generates_text
 
 
 def best_metric(config: Config) -> str:
-    """The metric that selects the best checkpoint."""
+    """Return the metric of metrics.jsonl that selects the best checkpoint of a run.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        `evaluate/loss` (lower is better) for a generative model, otherwise
+        `evaluate/recall_at_1/mean` (higher is better).
+    """
     return "evaluate/loss" if is_generative(config) else "evaluate/recall_at_1/mean"

@@ -68,10 +68,25 @@ class ConversationEvaluator:
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also
-        the scores of `answer_scores`. A collective call of all ranks.
+        """Return the metrics of a vision-language model on held-out conversations.
 
-        Raises DataError on every rank if no row is readable.
+        A collective call of all ranks, each of which reads its part of the rows.
+
+        Args:
+            model: The unwrapped model, of the class `Vlm`.
+            group: The ranks.
+            objective: Unused; the loss is the cross-entropy of the assistant's tokens.
+            global_rows: Unused.
+            save_examples: Unused.
+
+        Returns:
+            Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
+            `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
+            `evaluate.num_generations` also `exact_match`, `vqa_accuracy`, `anls`, `bleu_4` (0 to
+            1), `cider` (0 to 10) and `answered` (rows with a generated answer).
+
+        Raises:
+            DataError: No row is readable; raised on every rank.
         """
         vlm: Any = model
         collate = vlm.collator()
@@ -200,11 +215,15 @@ class ConversationEvaluator:
 
 
 def answer_scores(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """exact_match, vqa_accuracy, anls (0 to 1), bleu_4, cider, and answered (rows).
+    """Compare generated answers with reference answers.
 
     Args:
-        answers: One for each row.
+        answers: One generated answer per row.
         references: Correct answers of each row, at least one.
+
+    Returns:
+        `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
+        `answered` (number of rows).
     """
     return caption_scores(answers, references) | {
         "exact_match": exact_match(answers, references),

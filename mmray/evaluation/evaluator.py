@@ -39,20 +39,28 @@ class Evaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """Return the metrics of a model on the held-out rows; a collective call of all ranks.
+        """Return the metrics of an embedding model on the held-out rows.
+
+        A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The unwrapped model.
-            group: The ranks, which share the rows.
-            objective: Gives `loss`, if it reads only the two embeddings.
-            global_rows: Number of rows among which the loss is computed.
-            save_examples: Receives examples of hits and misses; given on one rank or none.
+            model: The unwrapped model, with the methods `embed_image` and `embed_text`.
+            group: The ranks.
+            objective: Objective of the run. `loss` is computed if it reads no outputs of the model
+                except the two embeddings.
+            global_rows: Number of rows among which the loss is computed, unless
+                `evaluate.loss_batch` is set.
+            save_examples: Receives examples of hits and misses, the result of `retrieval_examples`;
+                given on one rank or none.
 
         Returns:
-            Retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`, equal on all ranks.
+            Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
+            (DIRECTION `image_to_text` or `text_to_image`), `recall_at_1/mean`, `rows` (distinct
+            images), `bad_rows`, and maybe `loss`. With class names also `zero_shot/top_1`,
+            `zero_shot/top_5` and `zero_shot/rows`, and equally for each classification head.
 
         Raises:
-            DataError: No row is readable.
+            DataError: No row is readable, or a label has no class name.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
@@ -108,15 +116,16 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Count the rows with their class in the top 1 and in the top 5, so that batches add up.
+    """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
 
     Args:
-        scores: [N, C].
-        label: Class of each row, int64 [N]; rows with another number than 0..C-1 are not counted.
-        tie: Scores that differ by at most this are equal; ties count as in retrieval.py.
+        scores: Score of each class, float [N, C].
+        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
+        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
+            of a class ranks before it too; NaN of the correct class is no hit.
 
     Returns:
-        Top 1, top 5 and labeled rows, int64 [3].
+        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
@@ -130,16 +139,17 @@ def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
 def topk_accuracy(
     hits: Tensor, name: str, num_classes: int, unit: str = "rows"
 ) -> dict[str, float]:
-    """Return accuracies from the sums of `topk_hits`.
+    """Return accuracies from the counts of `topk_hits`.
 
     Args:
-        hits: Top 1, top 5 and labeled rows [3].
-        name: Prefix of the metrics.
+        hits: Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
+        name: Prefix of the metrics, such as `zero_shot`.
         num_classes: Number of classes; with at most 5 there is no top 5.
-        unit: What was counted, for the name of the total.
+        unit: What was counted, for the name of the total: `rows` or `boxes`.
 
     Returns:
-        `NAME/top_1`, `NAME/top_5` and `NAME/UNIT`.
+        `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/UNIT` (the
+        count).
     """
     *hits_at_k, total = hits.tolist()
     pairs = zip(TOP_K, hits_at_k, strict=True)
@@ -152,12 +162,15 @@ def topk_accuracy(
 def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
     """Return the rank of each image among the captions, and of each caption among the images.
 
+    A collective call; each rank of the group computes a part.
+
     Args:
-        embedded: The rows of all ranks; equal captions are interchangeable.
-        group: The ranks, which share the computation.
+        embedded: The embeddings of all rows, N images and C captions. A query with several correct
+            results has the rank of the best one.
+        group: The ranks of the process group.
 
     Returns:
-        Ranks by direction, int64, 1 is the top.
+        `image_to_text` int64 [N] and `text_to_image` int64 [C]; 1 is the top.
     """
     text_id = embedded.text_id
     text = embedded.text[first_index(text_id)]
@@ -193,14 +206,20 @@ def retrieval_scores(
     objective: Objective,
     global_rows: int,
 ) -> dict[str, float]:
-    """Return recall, median rank and `rows`, and `loss` if the objective reads only embeddings.
+    """Return recall and median rank, and `loss` if the objective reads only the embeddings.
+
+    A collective call.
 
     Args:
-        embedded: The rows of all ranks.
-        retrieval_ranks: From `compute_retrieval_ranks`.
-        group: The ranks.
+        embedded: The embeddings of all rows.
+        retrieval_ranks: Result of `compute_retrieval_ranks`: int64 ranks by direction.
+        group: The ranks of the process group.
         objective: The objective of the run.
         global_rows: Number of rows among which the loss is computed.
+
+    Returns:
+        `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION `image_to_text`
+        or `text_to_image`), `recall_at_1/mean`, `rows` (number of images), and maybe `loss`.
     """
     metrics: dict[str, float] = {}
     for direction, values in retrieval_ranks.items():
@@ -221,16 +240,17 @@ def retrieval_scores(
 def embed_dataset(
     model: Any, batches: EvalBatches, group: Group, objective: Objective
 ) -> EmbeddingSet:
-    """Embed the rows of all ranks; a collective call.
+    """Embed the held-out rows of all ranks; a collective call.
 
     Args:
-        model: The unwrapped model.
+        model: The unwrapped model, with the methods `embed_image` and `embed_text`.
         batches: The rows of this rank.
         group: The ranks, which exchange their embeddings.
-        objective: The objective of the run, for its accuracies.
+        objective: The objective of the run; names the scalar outputs to keep, such as the
+            temperature.
 
     Returns:
-        The embeddings of all rows, on each rank.
+        The embeddings of all rows, on each rank, on the CPU.
     """
     with eval_mode(model):
         # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
@@ -319,7 +339,9 @@ def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; the previous mode is restored."""
+    """Return a context manager that sets the model to evaluation mode and restores the previous
+    mode.
+    """
     was_training = model.training
     model.eval()
     try:

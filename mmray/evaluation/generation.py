@@ -35,10 +35,10 @@ SCALE = 10.0  # as in the paper
 def caption_scores(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return BLEU-4 and CIDEr of generated captions.
+    """Return BLEU-4 and CIDEr-D of generated captions.
 
     Args:
-        hypotheses: A generated caption an image.
+        hypotheses: One generated caption per image.
         references: The captions of each image.
 
     Returns:
@@ -55,8 +55,9 @@ def caption_scores(
 
 
 def split_words(text: str) -> list[str]:
-    """Words in lower case without punctuation; a combining mark, such as a vowel of Hindi, is a
-    part of its word.
+    """Split a text into words in lower case without punctuation: `It's a Dog.` -> [it's, a, dog].
+
+    A combining mark, such as a vowel sign of Hindi, is a part of its word.
     """
     characters = unicodedata.normalize("NFC", text.lower())
     is_kept = (
@@ -69,12 +70,17 @@ def split_words(text: str) -> list[str]:
 
 
 def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
-    """Return the mean CIDEr-D over the images (0 to 10).
+    """Return CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726), averaged over the images.
+
+    Compares n-grams of 1 to 4 words, weighted by their inverse document frequency in the
+    references.
 
     Args:
-        hypotheses: Words of a generated caption an image.
-        references: Words of the captions of each image; n-grams are weighted by their inverse
-            document frequency.
+        hypotheses: One generated caption per image, as words in lower case (`split_words`).
+        references: The captions of each image, each as such words.
+
+    Returns:
+        The score, 0 to 10, with the factor 10 of the paper.
     """
     seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
 
@@ -113,15 +119,16 @@ def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
 
 @torch.no_grad()
 def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
-    """Generate an answer for each row and compare it with the row's texts; a collective call.
+    """Generate an answer for each row and compare it with the texts of the row; a collective call.
 
     Args:
-        model: A generative model.
+        model: A generative model, with the method `answer`.
         batches: The rows of this rank.
         group: The ranks, which exchange their answers.
 
     Returns:
-        `bleu_4`, `cider` and `answered` (rows) over all rows, equal on all ranks.
+        `bleu_4` (0 to 1), `cider` (0 to 10) and `answered` (number of rows) over the rows of all
+        ranks, equal on all ranks; empty if no row is readable.
     """
     results: list[Any] = []
     encoder = batches.data.encoder
@@ -160,19 +167,22 @@ class GenerationEvaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """Return the metrics of a generative model on held-out rows; a collective call of all
-        ranks.
+        """Return the metrics of a generative model on held-out rows.
+
+        A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The unwrapped model.
-            group: The ranks, which share the rows.
+            model: The unwrapped model, whose outputs have `logits`.
+            group: The ranks.
             objective: Unused; the loss is the cross-entropy of the answers.
             global_rows: Unused.
             save_examples: Unused.
 
         Returns:
-            `loss`, `perplexity`, `token_accuracy`, `tokens`, `rows` and `bad_rows`; with
-            `num_generations` also those of `answer_scores`.
+            Equal on all ranks: `loss` (mean over the tokens of the answers), `perplexity`,
+            `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
+            `evaluate.num_generations` also `bleu_4` (0 to 1), `cider` (0 to 10) and `answered`
+            (rows with a generated answer).
 
         Raises:
             DataError: No row is readable; raised on every rank.

@@ -58,22 +58,43 @@ class EmbeddingSet:
 
     @property
     def image_index(self) -> Tensor:
-        """Index of each caption's image, int64 [C]."""
+        """Index in `image` of the image of each caption, int64 [C]."""
         return torch.searchsorted(self.row, self.caption_row)
 
     def matching_captions(self, image: int) -> Tensor:
-        """Captions that are correct for an image: its own, and equal ones; bool [C]."""
+        """Return which captions are correct for an image: its own, and equal ones of other images.
+
+        Args:
+            image: Index of the image, 0..N-1.
+
+        Returns:
+            bool [C].
+        """
         return torch.isin(self.text_id, self.text_id[self.image_index == image])
 
     def matching_images(self, caption: int) -> Tensor:
-        """Images that have this caption's text; bool [N]."""
+        """Return which images have the text of a caption as a caption.
+
+        Args:
+            caption: Index of the caption, 0..C-1.
+
+        Returns:
+            bool [N].
+        """
         correct = torch.zeros(len(self.row), dtype=torch.bool)
         correct[self.image_index[self.text_id == self.text_id[caption]]] = True
         return correct
 
 
 def first_index(dense_id: Tensor) -> Tensor:
-    """Index of the first occurrence of each of the ids 0, 1, ..."""
+    """Return the index of the first occurrence of each id.
+
+    Args:
+        dense_id: Ids 0, 1, ..., K-1, each at least once, int64 [N].
+
+    Returns:
+        int64 [K].
+    """
     index = torch.arange(len(dense_id))
     first = torch.full((int(dense_id.max()) + 1 if len(dense_id) else 0,), len(dense_id))
     return first.scatter_reduce_(0, dense_id, index, "amin")
@@ -88,15 +109,20 @@ def compute_ranks(
 ) -> Tensor:
     """Return the rank of the best positive of each query; its other positives are not counted.
 
+    The score is the dot product in float32. A negative ranks before the positive unless its score
+    is lower by more than TIE (1e-6); NaN of a negative ranks before it too.
+
     Args:
         queries: L2-normalized embeddings [Q, D].
         gallery: L2-normalized embeddings [G, D].
-        positives: Query and gallery row of each correct pair, int64 [2, P]; at least one per query.
+        positives: Index of the query and of the gallery embedding of each correct pair, int64 [2,
+            P]; at least one pair per query.
         device: Where scores are computed.
-        gallery_counts: How often each gallery row counts, int64 [G]; None: once.
+        gallery_counts: How many items of the gallery each embedding stands for, int64 [G]; None:
+            one each.
 
     Returns:
-        Ranks, int64 [Q]; 1 is the top.
+        Ranks, int64 [Q] on the CPU; 1 is the top.
     """
     positives = positives[:, positives[0].argsort(stable=True)]
     counts = (
@@ -136,18 +162,22 @@ def compute_ranks(
 def top_k(
     queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Return the best gallery rows of each query and their scores.
+    """Return the gallery embeddings with the highest scores for each query.
+
+    The score is the dot product in float32. Of scores that differ by less than TIE (1e-6), those of
+    incorrect pairs come first. NaN counts as infinity for an incorrect pair and as minus infinity
+    for a correct one, so that a broken model is not rated as good.
 
     Args:
         queries: L2-normalized embeddings [Q, D].
         gallery: L2-normalized embeddings [G, D].
-        is_correct: Pairs that belong together, bool [Q, G]. As in `compute_ranks`, ties and NaN
-            precede the correct ones.
-        k: Number of rows.
+        is_correct: Whether a gallery embedding is a correct result of a query, bool [Q, G].
+        k: Number of results per query.
         device: Where scores are computed.
 
     Returns:
-        Gallery rows int64 and scores float32, both [Q, min(k, G)].
+        Indices into the gallery, int64, and their scores, float32, both [Q, min(k, G)] on the CPU,
+        the best one first.
     """
     query = queries.to(device, torch.float32)
     with full_precision(device):
@@ -164,11 +194,11 @@ def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
     """Return recall at 1, 5 and 10 and the median rank.
 
     Args:
-        ranks: int64 [Q] from `compute_ranks`, at least one.
+        ranks: Rank of the correct result of each query, int64 [Q], 1 is the top; at least one.
         direction: `image_to_text` or `text_to_image`, the end of the names.
 
     Returns:
-        `recall_at_K/DIRECTION` and `median_rank/DIRECTION`.
+        `recall_at_K/DIRECTION` (0 to 1) for K 1, 5 and 10, and `median_rank/DIRECTION`.
     """
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
     middle = ranks.sort().values[[(len(ranks) - 1) // 2, len(ranks) // 2]]
@@ -185,16 +215,18 @@ def retrieval_examples(
     """Return hits spread over the set, and misses from the smallest rank to the largest.
 
     Args:
-        embedded: The rows of all ranks.
-        ranks: From `compute_retrieval_ranks`.
+        embedded: The embeddings of all rows, N images and C captions.
+        ranks: `image_to_text` int64 [N] and `text_to_image` int64 [C], as `compute_retrieval_ranks`
+            returns them.
         prepared: The set, for captions and images.
         device: Where scores are computed.
-        max_pixels: Larger images are not decoded.
+        max_pixels: Images with more pixels are not decoded.
 
     Returns:
-        JSON values for examples.json. Each direction is a list of {row, key, caption, rank,
-        answers: [{row, caption, score, correct}]}; an image is represented by its first caption.
-        `images` maps a row to a data URI, for the rows that can be read.
+        JSON values for examples.json. `image_to_text` and `text_to_image` are lists of {row, key,
+        caption, rank, answers: [{row, caption, score, correct}]}; an image is represented by its
+        first caption. `images` maps the index of a row, as text, to a data URI, if the row can be
+        read. `rows` is the number of images.
     """
     # the last: caption within its row
     image = embedded.image, embedded.row, torch.zeros_like(embedded.row)
@@ -250,8 +282,14 @@ def _index_in_run(values: Tensor) -> Tensor:
 
 
 def select_queries(ranks: Tensor) -> Tensor:
-    """Indices of the queries to show, int64: NUM_SHOWN hits (rank 1) and misses each, or as many as
-    there are.
+    """Return the indices of the queries to show as examples.
+
+    Args:
+        ranks: Rank of the correct result of each query, int64 [Q]; 1 is a hit.
+
+    Returns:
+        int64, at most NUM_SHOWN hits, evenly spaced, then at most NUM_SHOWN misses, evenly spaced
+        in the order of their ranks.
     """
     hits = (ranks == 1).nonzero().flatten()
     misses = (ranks > 1).nonzero().flatten()
@@ -267,8 +305,12 @@ def select_queries(ranks: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision(device: torch.device | str) -> Iterator[None]:
-    """Disable TF32, whose error of 1e-3 would change ranks, and autocast, in which an evaluation
-    runs.
+    """Return a context manager that disables TF32 and autocast, and restores the state before.
+
+    TF32 has an error of 1e-3, which would change ranks. An evaluation may run in autocast.
+
+    Args:
+        device: Device of the products in the block; autocast is disabled for its type.
     """
     before = torch.get_float32_matmul_precision()
     # otherwise unset may become set: a global state that compiled code depends on

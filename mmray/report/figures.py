@@ -44,7 +44,17 @@ def make_figure(
     wide: bool = False,
     **layout: Any,
 ) -> Figure:
-    """Return a chart of these traces in the page's style; `layout` is passed to Plotly."""
+    """Return a chart in the style of the page.
+
+    Args:
+        name: Identifier of the chart in the page, such as `loss`.
+        title: Heading; its first letter becomes upper case.
+        summary: Text for screen readers.
+        traces: Plotly traces, such as `go.Scatter`.
+        height: Height in pixels.
+        wide: Whether the chart takes the whole width of the page.
+        layout: Options of `plotly.graph_objects.Figure.update_layout`.
+    """
     plot = go.Figure(traces)
     plot.update_layout(
         template="none",
@@ -62,7 +72,15 @@ def make_figure(
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
-    """Return the charts of the measured metrics by page section."""
+    """Return the charts of a run.
+
+    Args:
+        run: The content of the run folder.
+
+    Returns:
+        Charts by page section: `learning`, `recall`, `speed` and `start`. Charts of metrics that
+        were not logged are omitted.
+    """
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
     rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
     memory = {"memory/peak_gib": _line("peak", ROSE)}

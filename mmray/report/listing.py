@@ -25,9 +25,20 @@ MAX_PARALLEL = 16  # folders read at once: an object store needs about ten reque
 
 
 def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
-    """Return a row per run and sweep directly in `folder`, the last active first.
+    """Summarize the runs and sweeps directly in a folder, the last active first.
 
-    Raises UsageError.
+    Args:
+        folder: Folder of runs, such as `runs`, on a local disk or an object store.
+
+    Returns:
+        A dict per run: `kind` (`run`), `name`, `state` (`running`, `finished`, `stopped`, `failed`
+        or `unfinished`), `steps`, `loss` (last training loss), `metric` (name of the score), `last`
+        and `best` (scores), `best_step`, and `age_s` (seconds since the last activity). A dict per
+        sweep: `kind` (`sweep`), `name`, `state`, `trials` (count), `metric`, `best`, `best_trial`
+        and `age_s`. Unknown values are None. Other folders are omitted.
+
+    Raises:
+        UsageError: The folder cannot be listed.
     """
     try:
         children = list(folder.iterdir())

@@ -34,7 +34,15 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: AnyPath) -> RunRecord:
-        """Read the run in `folder`; config.yaml must exist."""
+        """Read the files of a run folder.
+
+        Args:
+            folder: The folder. Only config.yaml must exist.
+
+        Raises:
+            FileNotFoundError: It has no config.yaml.
+            yaml.YAMLError: Its config.yaml is not valid YAML.
+        """
         return cls(
             folder=folder,
             config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {},
@@ -51,23 +59,35 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """finished, stopped or failed; `unfinished` if it is running or was killed."""
+        """`finished`, `stopped` or `failed`; `unfinished` if the run is running or was killed."""
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps at which a metric was logged and its values;
+        """Return a metric over the steps of the run.
 
-        None for NaN or infinity.
+        Args:
+            name: Name in metrics.jsonl, such as `train/loss`.
+
+        Returns:
+            The steps at which it was logged, and its values, both of one length. A value that was
+            NaN or infinite is None.
         """
         lines = [line for line in self.lines if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric that are numbers."""
+        """Return the finite values of a metric by step, such as those of `train/loss`."""
         return [value for value in self.series(name)[1] if value is not None]
 
     def newest(self, prefix: str) -> dict[str, float]:
-        """Return the newest metrics under `prefix` (such as `evaluate/`), without the prefix."""
+        """Return the metrics with a prefix in the last line of metrics.jsonl that has any.
+
+        Args:
+            prefix: For example `evaluate/`.
+
+        Returns:
+            Values by name without the prefix, such as `{"loss": 1.9}`; empty if no line has any.
+        """
         for line in reversed(self.lines):
             if any(name.startswith(prefix) for name in line):
                 return {
@@ -79,7 +99,7 @@ class RunRecord:
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it is missing or incomplete."""
+    """Return the JSON object in a file; empty if the file is missing or incomplete."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -88,7 +108,11 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 
 def read_lines(file: AnyPath) -> Iterator[Line]:
-    """Yield the objects of a JSON lines file, without incomplete lines."""
+    """Yield the JSON objects of a JSON lines file.
+
+    A line that is no complete JSON object is skipped, because a writer may have been killed. A
+    missing file has no lines.
+    """
     if not file.exists():
         return
     with local_copy(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
@@ -105,8 +129,8 @@ def format_number(value: float | None, digits: int | None = 3) -> str:
     """Format a number for a page.
 
     Args:
-        value: The number; a missing or non-finite one is a dash.
-        digits: Decimals; None: about three significant digits.
+        value: The number; None, NaN and infinity are shown as a dash.
+        digits: Digits after the point; None: about three significant digits.
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -114,12 +138,12 @@ def format_number(value: float | None, digits: int | None = 3) -> str:
 
 
 def format_compact(value: float) -> str:
-    """Format with about three significant digits."""
+    """Format a number with about three significant digits: `0.123`, `45.6`, `12,345`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def format_setting(value: Any) -> str:
-    """Format the value of a setting, which may be a list."""
+    """Format the value of a setting, such as `yes` for True, `1, 2` for a list, `none` for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -128,7 +152,16 @@ def format_setting(value: Any) -> str:
 
 
 def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
-    """Return the rows of the retrieval table, one per measured direction."""
+    """Return the table of retrieval metrics.
+
+    Args:
+        scores: Metrics by name, of which `recall_at_K/DIRECTION` and `median_rank/DIRECTION` are
+            read (DIRECTION `image_to_text` or `text_to_image`).
+
+    Returns:
+        A dict of texts per measured direction, by column: "" (name of the direction), `R@1`, `R@5`,
+        `R@10` and `median rank`.
+    """
     rows = []
     for direction in DIRECTIONS:
         if f"recall_at_1/{direction}" in scores:
@@ -143,8 +176,14 @@ def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
 
 
 def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return (name, value) of all metrics that are not in the recall table; bad_rows only if above
-    0.
+    """Format the metrics that are neither recall nor a median rank.
+
+    Args:
+        scores: Metrics by name, such as `{"zero_shot/top_1": 0.5, "rows": 5000}`.
+
+    Returns:
+        Pairs of name and value as texts, such as ("zero shot, top 1", "0.500"). `bad_rows` is
+        omitted if it is 0.
     """
     counts = ("rows", "boxes", "tokens", "answered")
     return [

@@ -31,7 +31,7 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format as `45 s`, `3m 20s` or `2h 05m`."""
+    """Format seconds as `45 s`, `3m 20s` or `2h 05m`; None, NaN and infinity as a dash."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 100:
@@ -41,7 +41,14 @@ def format_duration(seconds: float | None) -> str:
 
 
 def dataset_names(trained_on: str) -> str:
-    """Return `data.train` with paths reduced to their last part, such as `a + 2 * b`."""
+    """Shorten the value of `data.train` to names of sets.
+
+    Args:
+        trained_on: A set or a mixture, such as `prepared/a + 2 * s3://bucket/b`.
+
+    Returns:
+        The mixture with the last part of each path, such as `a + 2 * b`.
+    """
     return format_mixture(
         [
             (path.rstrip("/").rpartition("/")[2], weight)
@@ -51,8 +58,14 @@ def dataset_names(trained_on: str) -> str:
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the measured recall or perplexity, loss, speed, data wait,
-    memory, duration.
+    """Return the headline numbers of a run, as texts for its page.
+
+    Args:
+        run: The content of the run folder.
+
+    Returns:
+        (name, value, note) of each measured one of recall or perplexity, loss, speed, data wait,
+        GPU idle time, peak memory and duration, such as ("Loss", "1.234", "5.545 at the start").
     """
     scores = run.newest("evaluate/")
     figures = []
@@ -93,14 +106,23 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def gpu_idle_fraction(run: RunRecord) -> float | None:
-    """Return the median fraction of the time in which the GPU ran no kernel; None without NVML."""
+    """Return the median fraction of the time (0 to 1) in which the GPU ran no kernel.
+
+    None if NVML did not measure it.
+    """
     busy_percent = run.values("gpu/busy_percent")
     return 1 - median(busy_percent) / 100 if busy_percent else None
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the memory of a worker by component and its peak in GiB; empty without a memory
-    breakdown.
+    """Return the memory of a worker by component, in GiB.
+
+    Args:
+        run: The content of the run folder.
+
+    Returns:
+        Pairs of name and value as texts, such as ("parameters", "0.334"), the last one `peak`;
+        empty if the run measured no memory by component.
     """
     memory = run.newest("memory/")
     rows = [
@@ -111,7 +133,15 @@ def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the non-retrieval metrics of the newest evaluation as (name, value)."""
+    """Return the newest evaluation of a run without its retrieval metrics.
+
+    Args:
+        run: The content of the run folder.
+
+    Returns:
+        Pairs of name and value as texts: step, metrics, number of evaluations, time per evaluation.
+        Empty if the run was not evaluated.
+    """
     scores = run.newest("evaluate/")
     spent_s = run.values("time/evaluate_s")
     if not scores:
@@ -127,7 +157,15 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
-    """Return (kind, sentence) of failures (`bad`) and warnings (`note`)."""
+    """Return sentences about problems of a run, for its page.
+
+    Args:
+        run: The content of the run folder.
+
+    Returns:
+        Pairs of kind and sentence. The kind is `bad` for failures such as a loss of NaN, or `note`,
+        for example for restarts.
+    """
     nan = sum(value is None for value in run.series("train/loss")[1])
     result = run.result
     skipped = max(run.values("train/skipped_steps"), default=0)
@@ -197,7 +235,15 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
-    """Return name, value and recipe value of all settings."""
+    """Compare the settings of a run with those of its recipe.
+
+    Args:
+        config: Content of config.yaml: {section: {field: value}} and `recipe`.
+
+    Returns:
+        A dict of texts per setting: `name` (such as `optimizer.lr`), `value`, and `recipe` (value
+        in the recipe; empty if it has no such setting).
+    """
     recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().to_json())
     return [
         {
@@ -213,11 +259,18 @@ MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
 def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
-    """Return the rows quarantined by a run and by prepare of its data, and their contamination.
+    """Summarize the rows quarantined by a run and by `prepare` of its data, and contamination.
 
     Args:
         run_folder: The folder of the run.
-        data: The setting `data.train`, a set or a mixture; None: rows of the run only.
+        data: The setting `data.train`, a set or a mixture; None: only rows of the run.
+
+    Returns:
+        `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
+        (quarantined by the run), `reasons` (pairs of reason and count, the most frequent first),
+        `shown` (example rows as {reason, key, source, detail}), `contamination` (a dict per checked
+        set: `set`, its name, the entries of `leakage` in its manifest, and example `pairs`), and
+        `unread` (names of sets that cannot be read from here).
     """
     given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
     folders = [folder for folder in given if _is_readable(folder / MANIFEST)]

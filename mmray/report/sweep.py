@@ -24,7 +24,7 @@ class Column(NamedTuple):
     scale: float = 1.0
 
     def text(self, row: TrialRow) -> str:
-        """Return the cell of a trial."""
+        """Return the cell of a trial in this column; a value that was not measured is a dash."""
         if self.field in row.settings:
             return format_setting(row.settings[self.field])
         value = getattr(row, self.field, None)
@@ -57,7 +57,10 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: AnyPath) -> SweepRecord:
-        """Read the sweep in `folder`; the last row of each trial is used."""
+        """Read the files of a sweep folder. The last row of each trial in trials.jsonl is used.
+
+        Missing files give an empty summary and no trials.
+        """
         rows = [
             TrialRow.from_json(line)
             for line in read_lines(folder / TRIALS)
@@ -68,17 +71,22 @@ class SweepRecord:
 
     @property
     def status(self) -> str:
-        """As in sweep.json; `unfinished` if it is running or was killed."""
+        """The status in sweep.json, such as `finished`, `stopped`, `budget` or `failed`.
+
+        `unfinished` if the sweep is running or was killed.
+        """
         status = self.summary.get("status", "unfinished")
         return "unfinished" if status == "running" else str(status)
 
     @property
     def goal_name(self) -> str:
+        """`throughput`, `loss` or `recall`; `throughput` if sweep.json has no valid goal."""
         name = str(self.summary.get("goal"))
         return name if name in GOALS else "throughput"
 
     @property
     def goal(self) -> Goal:
+        """Title, direction and held-out metric of the goal."""
         return GOALS[self.goal_name]
 
     @property
@@ -88,20 +96,24 @@ class SweepRecord:
 
     @property
     def recommendation(self) -> Recommendation | None:
+        """The recommended trial and the reason; None if there is none yet."""
         values = self.summary.get("recommendation")
         return Recommendation.from_json(values) if values else None
 
     @property
     def best(self) -> TrialRow | None:
-        """The recommended trial."""
+        """The row of the recommended trial; None if there is none yet."""
         return self.trial(self.recommendation.best) if self.recommendation else None
 
     def trial(self, name: str) -> TrialRow | None:
-        """Return the trial of this name; None if there is none."""
+        """Return the row of a trial, given its name such as `t001`; None if there is none."""
         return next((row for row in self.trials if row.trial == name), None)
 
     def value(self, row: TrialRow) -> float | None:
-        """Return the value of the goal of a trial; None if it was not measured."""
+        """Return the value by which the goal compares a trial; None if it was not measured.
+
+        Samples/s for `throughput`, otherwise the held-out metric at the last rung.
+        """
         return row.value(self.goal_name)
 
     @property
@@ -113,7 +125,9 @@ class SweepRecord:
 
     @property
     def columns(self) -> list[Column]:
-        """The searched settings, and the columns of which some trial has a value."""
+        """Columns of the table of trials: the searched settings, then fields that a trial has a
+        value of.
+        """
         names = dict.fromkeys(
             name for row in self.trials for name in row.settings if name not in BATCH_SETTINGS
         )
@@ -126,8 +140,10 @@ class SweepRecord:
 
     @property
     def table(self) -> list[TrialRow]:
-        """The trials, the best ones first: by the last rung, of batch shapes by the global batch,
-        and then by the value.
+        """All trials in the order of the table.
+
+        Trials are ordered by the number of reached rungs, most first, and then by the value, the
+        best first. Batch shapes are ordered by the global batch, ascending, and then by the value.
         """
         sign = -1 if self.goal.maximize else 1
 
@@ -140,23 +156,26 @@ class SweepRecord:
 
     @property
     def counts(self) -> str:
-        """Number of trials with each status, formatted."""
+        """Number of trials with each status as text, such as `5 finished, 2 out of memory`."""
         counts = Counter(self.status_label(row) for row in self.trials)
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
     def status_label(self, row: TrialRow) -> str:
-        """Format the status of a trial."""
+        """Return the status of a trial as text for the page, such as `ended early` for `pruned`."""
         labels = {"finished": "measured"} if self.is_throughput else {"pruned": "ended early"}
         return labels.get(row.status, row.status).replace("_", " ")
 
     @property
     def rungs(self) -> str:
-        """The samples after which trials are compared, formatted."""
+        """The samples after which trials are compared, such as `1,024, 4,096 and 16,384`."""
         texts = [f"{samples:,}" for samples in self.summary.get("rungs", [0])]
         return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
     def report_link(self, row: TrialRow) -> str | None:
-        """Return the relative path of a trial's report if it is inside the sweep folder."""
+        """Return the path of a trial's report.html relative to the sweep folder, for a link.
+
+        None if the trial has no report, or its run is outside the sweep folder.
+        """
         page = f"{row.run}/report.html"
         if row.run is None or ".." in page or page.startswith("/"):
             return None

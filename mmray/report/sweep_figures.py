@@ -24,7 +24,16 @@ from mmray.sweep_files import TrialRow
 
 
 def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
-    """Return the charts of a sweep by page section."""
+    """Return the charts of a sweep.
+
+    Args:
+        sweep: The content of the sweep folder.
+
+    Returns:
+        Charts by page section: `learning` (held-out values of the trials over their samples) or
+        `shapes` (speed and memory over the micro-batch, for goal `throughput`); the other section
+        is empty.
+    """
     if not sweep.is_throughput:
         curves = _learning_curves(sweep)
         return {"learning": [curves] if curves else [], "shapes": []}

@@ -112,11 +112,12 @@ def _compressed_plotly() -> str:
 
 
 def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> None:
-    """Write the report at the end of a run or sweep; log an error instead of raising it.
+    """Write report.html at the end of a run or sweep; log an error instead of raising it.
 
     Args:
         folder: The folder of the run or the sweep.
-        note: Logs a text with a label.
+        note: Called with (text, label) to log the path of the page or the error; the label is
+            `report`.
     """
     try:
         note(str(write_report(folder)), "report")

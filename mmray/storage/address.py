@@ -19,7 +19,10 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def has_credentials(address: str) -> bool:
-    """Return whether an address contains a login or a key."""
+    """Return whether an address contains a login or a key.
+
+    Examples are `https://user:password@host/x` and `s3://bucket/x?secret_key=...`.
+    """
     return _CREDENTIALS.search(address) is not None
 
 
@@ -30,20 +33,28 @@ CREDENTIALS_REFUSED = (
 
 
 def is_url(name: str) -> bool:
+    """Return whether a name starts with `http://` or `https://`, in any letter case."""
     return name[:8].lower().startswith(("https://", "http://"))
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without login, query and fragment, for logs (a signed URL is a secret)."""
+    """Return a URL for logs: without login, query and fragment, and with at most 200 characters.
+
+    A signed URL has a secret in its query.
+    """
     redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", url), maxsplit=1)[0][:200]
     # The URL of a redirect may be invalid UTF-8.
     return redacted.encode(errors="backslashreplace").decode()
 
 
 def parse_host(name: str) -> str:
-    """Normalize `host` or `host:port`.
+    """Normalize `host` or `host:port`: in lower case, without the port 443.
 
-    Raises ValueError for numeric addresses, schemes, paths and logins.
+    Args:
+        name: For example `Images.example.org:443`, which becomes `images.example.org`.
+
+    Raises:
+        ValueError: It is a numeric address, or has a scheme, a path or a login.
     """
     match = _HOST.fullmatch(name.lower())
     port = int(match[2] or _HTTPS_PORT) if match else 0
@@ -55,11 +66,11 @@ def parse_host(name: str) -> str:
 
 
 def rejection_reason(url: str, hosts: Collection[str]) -> str:
-    """Return why a URL must not be fetched and which setting would allow it.
+    """Return why a URL must not be fetched, and which setting would allow it.
 
     Args:
         url: Address of an image.
-        hosts: Host names that are allowed.
+        hosts: Allowed hosts in the form of `parse_host`, such as `images.example.org`.
 
     Returns:
         The reason; an empty string if the URL may be fetched.
@@ -80,7 +91,14 @@ def rejection_reason(url: str, hosts: Collection[str]) -> str:
 
 
 def is_public_ip(text: str) -> bool:
-    """Return whether an IP address, or the IPv4 address in it, is on the public internet."""
+    """Return whether an IP address is on the public internet.
+
+    Of an IPv6 address that contains an IPv4 address, the IPv4 address is checked. Tunnels (6to4,
+    Teredo) and texts that are no address are not public.
+
+    Args:
+        text: For example `93.184.216.34`.
+    """
     try:
         ip = ip_address(text)
     except ValueError:

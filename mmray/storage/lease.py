@@ -81,10 +81,12 @@ class Lease:
             self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease.
+        """Acquire the lease, and start the thread that renews it.
+
+        Waits up to `stale_after_s` if the owner is on another machine and may be dead.
 
         Returns:
-            The fencing token.
+            The fencing token: a number that is higher than those of all earlier owners.
 
         Raises:
             UsageError: another process holds the lease, or the directory is not writable.
@@ -114,7 +116,7 @@ class Lease:
         return self.fencing_token
 
     def claim_next_token(self) -> int:
-        """Claim the next token, so that earlier workers cannot write.
+        """Claim a higher fencing token, so that workers with the current one can no longer write.
 
         Returns:
             The new fencing token.
@@ -134,14 +136,16 @@ class Lease:
         return self.fencing_token
 
     def check(self) -> None:
-        """Raise TrainingError if another process has taken over the lease.
+        """Check that this process still owns the lease.
 
-        Raises OSError if the storage fails.
+        Raises:
+            TrainingError: another process has taken over the lease.
+            OSError: the storage failed.
         """
         check_fencing_token(self._directory, self.fencing_token)
 
     def release(self) -> None:
-        """Stop the heartbeat and release the lease, if it is held."""
+        """Stop the heartbeat and release the lease; without effect if it is not held."""
         if self._thread is None:
             return
         self._released.set()
@@ -249,7 +253,8 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
 
     Args:
         directory: Folder of the run or set that the lease protects.
-        fencing_token: Number of the claim that this process or its driver made.
+        fencing_token: Number that this process, or the driver that started it, got from
+            `Lease.acquire` or `Lease.claim_next_token`.
 
     Raises:
         TrainingError: A later claim exists.
@@ -270,8 +275,8 @@ def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
 
     Args:
         directory: Folder of the run or set that the lease protects.
-        stale_after_s: A process on another machine holds the lease if its last heartbeat is
-            younger, by the clock of this machine.
+        stale_after_s: A process on another machine counts as the holder if its last heartbeat is
+            younger than this, in seconds by the clock of this machine.
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)

@@ -65,41 +65,58 @@ class RemotePath:
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        """The file system of pyarrow. Raises UsageError if it does not exist in this build."""
+        """The file system of pyarrow for this path; raises UsageError if this build does not have
+        it.
+        """
         return _open_filesystem(self.root, self.options)[0]
 
     @property
     def fs_path(self) -> str:
-        """The path in the file system: bucket and key."""
+        """The path in the file system of pyarrow, such as `bucket/runs/a`."""
         prefix = _open_filesystem(self.root, self.options)[1]
         return f"{prefix}{self.key}".rstrip("/")
 
     @property
     def name(self) -> str:
+        """The last part of the key, such as `config.yaml`."""
         return (self.key or self.root).rpartition("/")[2]
 
     @property
     def stem(self) -> str:
+        """The last part of the key without its suffix, such as `config`."""
         return Path(self.name).stem
 
     @property
     def parent(self) -> RemotePath:
+        """The path without the last part of the key."""
         return replace(self, key=self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
+        """Return the path with another last part of the key."""
         return self.parent / name
 
     def exists(self) -> bool:
+        """Return whether the path is an object or a folder."""
         return self._info().type != fs.FileType.NotFound
 
     def is_dir(self) -> bool:
+        """Return whether the path is a folder."""
         return bool(self._info().type == fs.FileType.Directory)
 
     def is_file(self) -> bool:
+        """Return whether the path is an object."""
         return bool(self._info().type == fs.FileType.File)
 
     def stat(self) -> SimpleNamespace:
-        """Return st_size, st_mtime (0 if the store has none) and st_mtime_ns (None likewise)."""
+        """Return size and modification time of an object.
+
+        Returns:
+            `st_size` in bytes, `st_mtime` in seconds (0 if the store has none), and `st_mtime_ns`
+            in nanoseconds (None if the store has none).
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
         info = self._info()
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self} does not exist")
@@ -107,11 +124,17 @@ class RemotePath:
         return SimpleNamespace(st_size=info.size, st_mtime=modified_s, st_mtime_ns=info.mtime_ns)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield entries sorted by name. Raises FileNotFoundError if there are none."""
+        """Iterate the entries of the folder, sorted by name.
+
+        Raises:
+            FileNotFoundError: The folder does not exist.
+        """
         infos = with_retries(lambda: self.filesystem.get_file_info(fs.FileSelector(self.fs_path)))
         return iter([self / name for name in sorted(info.base_name for info in infos) if name])
 
     def read_bytes(self) -> bytes:
+        """Return the content of the object. Raises FileNotFoundError if it does not exist."""
+
         def read() -> bytes:
             with open_input(self) as file:
                 return bytes(file.readall())
@@ -119,9 +142,20 @@ class RemotePath:
         return with_retries(read)
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return the content of the object as text.
+
+        Args:
+            encoding: Its encoding.
+            errors: `strict`, `replace` or another error handler of Python for invalid bytes.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
+        """Write the object with retries; an object of this key is replaced."""
+
         def write() -> None:
             with open_output(self) as stream:
                 stream.write(data)
@@ -129,16 +163,42 @@ class RemotePath:
         with_retries(write)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        """Write the object with retries; an object of this key is replaced.
+
+        Args:
+            text: The content.
+            encoding: Its encoding.
+        """
         self.write_bytes(text.encode(encoding))
 
     def open(self, mode: str) -> Any:
-        """Open the object, `rb` or `wb`, as a context manager."""
+        """Open the object as a context manager.
+
+        Args:
+            mode: `rb`, or `wb`, which replaces the object when the block succeeds.
+
+        Returns:
+            A context manager with a file of pyarrow.
+        """
         return open_input(self) if mode == "rb" else open_output(self)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing, because a write creates the folders that it needs."""
+        """Do nothing, because a write creates the folders that it needs.
+
+        Args:
+            parents: Unused.
+            exist_ok: Unused.
+        """
 
     def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object.
+
+        Args:
+            missing_ok: Return without an error if there is no such object.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
         if self.is_file():
             with_retries(lambda: self.filesystem.delete_file(self.fs_path))
         elif not missing_ok:
@@ -224,6 +284,12 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
         path: the file.
         mapped: memory-map a local file. Truncating it then kills its readers, so map only files
             that never change.
+
+    Returns:
+        A file of pyarrow, to be closed by the caller.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
     if isinstance(path, RemotePath):
         return with_retries(lambda: path.filesystem.open_input_file(path.fs_path))
@@ -231,14 +297,17 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
 
 
 def open_sequential(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
-    """Open a file for reading from its start to its end.
+    """Open a file for reading from its start to its end; each read from a store is retried.
 
     Args:
-        path: The file; on a store each read is retried.
+        path: The file.
         mapped: Map a local file into memory instead of reading it.
 
     Returns:
-        The file, whose reads raise TransientStorageError.
+        A file of pyarrow. Reads from a store raise TransientStorageError after all retries.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     file = open_input(path, mapped)
     return pa.PythonFile(_RetriedFile(file), "r") if isinstance(path, RemotePath) else file
@@ -277,9 +346,12 @@ class _RetriedFile(io.RawIOBase):
 
 @contextmanager
 def open_output(path: AnyPath) -> Iterator[pa.NativeFile]:
-    """Open a file for writing; it appears when the block succeeds.
+    """Return a context manager that opens a file for writing; it appears when the block succeeds.
 
     An error in the block leaves the old file on a local disk, and no file on a store.
+
+    Args:
+        path: The file, which is replaced if it exists.
     """
     if not isinstance(path, RemotePath):
         with _replacing(path) as temporary, _LOCAL.open_output_stream(str(temporary)) as stream:
@@ -340,9 +412,16 @@ def list_names(folder: AnyPath) -> list[str]:
 
 
 def list_files(folder: AnyPath) -> list[str]:
-    """Return the names of all files below a folder, sorted, relative to it.
+    """Return all files below a folder, also in its subfolders.
 
-    Raises FileNotFoundError.
+    Args:
+        folder: A folder on a local disk or a store.
+
+    Returns:
+        Sorted paths relative to the folder, such as `a/b.jpg`.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
     """
     if not isinstance(folder, RemotePath):
         return sorted(_walk(str(folder), ""))
@@ -366,14 +445,17 @@ def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[s
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file with retries, between any two places.
+    """Copy a file with retries, from and to a local disk or a store.
 
     It is streamed, because pyarrow's copy_files drops the last error, and a copy inside S3 is
     limited to 5 GB.
 
     Args:
         source: The file to read.
-        target: The file to write.
+        target: The file to write, which is replaced if it exists.
+
+    Raises:
+        OSError: A read or a write failed.
     """
 
     def copy() -> None:
@@ -385,14 +467,22 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 @contextmanager
 def temp_dir() -> Iterator[Path]:
-    """Yield a local folder that is deleted after the block."""
+    """Return a context manager with a local folder that is deleted after the block."""
     with tempfile.TemporaryDirectory(prefix="mmray-") as name:
         yield Path(name)
 
 
 @contextmanager
 def local_copy(path: AnyPath) -> Iterator[Path]:
-    """Yield a local file with the content of `path`. Raises OSError."""
+    """Return a context manager with a local file that has the content of a file.
+
+    Args:
+        path: The file. A local file is returned itself; another one is downloaded to a temporary
+            folder, which is deleted after the block.
+
+    Raises:
+        OSError: The file cannot be downloaded.
+    """
     if not isinstance(path, RemotePath):
         yield path
         return
@@ -403,20 +493,29 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def open_for_upload(path: AnyPath) -> Iterator[Path]:
-    """Yield a local file to write; it is uploaded to `path` after the block succeeds."""
+    """Return a context manager with a local file to write.
+
+    Args:
+        path: The target. On a local disk it is written directly; to a store the file is uploaded
+            after the block succeeds.
+
+    Raises:
+        OSError: The upload failed.
+    """
     with staged_upload(path.parent, (path.name,)) as folder:
         yield folder / path.name
 
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for files that are written in the block.
+    """Return a context manager with a local folder for files that are written in the block.
 
-    On an object store they are uploaded after the block.
+    On a store they are uploaded after the block succeeds.
 
     Args:
-        path: The folder for the files; on a local disk it is yielded itself.
-        names: The files; the last one is uploaded after all others.
+        path: The target folder. On a local disk it is created and returned itself.
+        names: The names of the files; the last one is uploaded after all others, so that its
+            existence shows a complete upload.
 
     Raises:
         OSError: An upload failed, or an object has another size than its file.
@@ -442,7 +541,7 @@ def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Delete a folder and its files if it exists."""
+    """Delete a folder with all its content; without effect if it does not exist."""
     if isinstance(path, RemotePath):
         if path.is_dir():
             with_retries(lambda: path.filesystem.delete_dir(path.fs_path))
@@ -451,14 +550,14 @@ def remove_tree(path: AnyPath) -> None:
 
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:
-    """Rename a folder of files; on an object store by copying.
+    """Rename a folder of files; on a store by copying.
 
     Args:
-        path: The folder.
-        target: Its new name; a folder of this name is replaced.
+        path: The folder. On a store it must have no subfolders.
+        target: Its new path; a folder at this path is deleted first.
 
     Raises:
-        ValueError: Only one of them is on a local disk.
+        ValueError: One path is on a local disk and the other one on a store.
     """
     if isinstance(path, RemotePath) != isinstance(target, RemotePath):
         raise ValueError(
@@ -474,14 +573,14 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file with several writers.
+    """Append a line to a file that has several writers.
 
-    Objects cannot be appended: on a store the line is an object of its own until
-    `merge_appended_lines`.
+    An object cannot be appended to. On a store the line is written as an object of its own, until
+    `merge_appended_lines` merges these objects.
 
     Args:
         path: The file.
-        line: Without its line feed.
+        line: The line without its line feed.
     """
     if isinstance(path, RemotePath):
         name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
@@ -492,9 +591,12 @@ def append_line(path: AnyPath, line: bytes) -> None:
 
 
 def merge_appended_lines(path: AnyPath) -> None:
-    """Merge the objects that `append_line` wrote on a store into the file.
+    """Merge the lines that `append_line` wrote as objects on a store into one object.
 
-    Call it from one process only.
+    Call it from one process only. Without effect on a local disk.
+
+    Args:
+        path: The file that was passed to `append_line`.
     """
     if not isinstance(path, RemotePath) or not _line_folder(path).is_dir():
         return

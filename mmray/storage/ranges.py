@@ -25,11 +25,14 @@ class ByteRange(NamedTuple):
 
 
 def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
-    """Merge spans (start, stop) of a file, in any order, into few requests.
+    """Merge byte ranges of a file into few requests.
+
+    Args:
+        spans: (start, stop) in bytes of each range to read, stop excluded, in any order.
 
     Returns:
-        Requests sorted by start. Spans at most MAX_GAP_BYTES apart are merged up to
-        MAX_REQUEST_BYTES; a longer span is one request.
+        Requests sorted by start. Ranges at most MAX_GAP_BYTES (1 MiB) apart are merged up to
+        MAX_REQUEST_BYTES (16 MiB); a longer range is one request.
     """
     ranges: list[ByteRange] = []
     for index in sorted(range(len(spans)), key=lambda each: spans[each]):
@@ -62,13 +65,13 @@ class RangeReader:
         """Return a range of bytes of a file.
 
         Args:
-            name: Of the file in the folder.
-            start: First byte.
-            stop: The byte after the last.
+            name: Name of the file in the folder.
+            start: Index of the first byte.
+            stop: Index of the byte after the last.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: The file is shorter.
+            ValueError: The file ends before `stop`.
         """
         data = bytes(with_retries(lambda: self._open(name).read_at(stop - start, start)))
         if len(data) != stop - start:

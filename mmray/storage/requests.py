@@ -32,11 +32,20 @@ class TransientStorageError(OSError):
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Return the result of `call`, retried with exponential backoff on transient errors.
+    """Call a function, and repeat it with exponential backoff after transient errors of a storage.
+
+    Errors that a retry does not fix, such as FileNotFoundError, PermissionError or ACCESS_DENIED of
+    S3, are raised at once.
+
+    Args:
+        call: The function, without arguments.
+
+    Returns:
+        What the function returned.
 
     Raises:
-        TransientStorageError: with the last transient error, after ATTEMPTS attempts.
-        OSError: a permanent error, unchanged.
+        TransientStorageError: With the last transient error, after ATTEMPTS attempts.
+        OSError: A permanent error, unchanged.
     """
     retrying = Retrying(
         retry=retry_if_exception(_is_transient),
@@ -61,27 +70,30 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Call a function with each item, in MAX_PARALLEL threads.
+    """Call a function with each item in MAX_PARALLEL threads, and wait for all calls.
 
     Args:
         call: The function; its results are dropped.
         items: Its arguments.
 
     Raises:
-        Exception: The first error of the function.
+        Exception: The error of the first item whose call failed.
     """
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         list(pool.map(call, items))
 
 
 def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the result of a function for each item, in order.
+    """Yield the result of a function for each item, in the order of the items.
 
-    MAX_PARALLEL threads compute at most four times as many results ahead.
+    MAX_PARALLEL threads compute up to four times as many results ahead.
 
     Args:
         call: The function.
         items: Its arguments.
+
+    Raises:
+        Exception: The error of a call, instead of its result.
     """
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
