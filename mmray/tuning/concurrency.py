@@ -22,11 +22,13 @@ DRIVER_GIB = 1.0
 
 
 def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
-    """Return the config of a run with the resources of a trial where the config has `auto`.
+    """Return the config of a run with the resources of a trial in place of `auto`.
 
     Args:
-        config: The config of a trial's run.
-        resources: CPUs and decode actors of a trial, when several run at once.
+        config: The config of a trial's run. `cluster.cpus_per_worker` and `data.workers` are
+            replaced if they are `auto`.
+        resources: CPUs and decode actors of a trial, when several run at once. A value of None
+            replaces nothing.
     """
     if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
@@ -40,13 +42,15 @@ def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
 def plan_resources(
     configs: Sequence[Config], concurrency: int | None, num_trials: int
 ) -> TrialResources:
-    """Return how many of `num_trials` trials run at a time, and the resources of each.
+    """Return how many trials run at a time, and the resources of each.
 
-    A single trial has the whole cluster, as a run has.
+    A single trial has the whole cluster, as a run has. Requires an initialized Ray.
 
     Args:
         configs: Configs of feasible trials; the plan fits the largest of them.
-        concurrency: Requested number; None: one on a single machine, otherwise as many as fit.
+        concurrency: Requested number of trials at a time; None: one on a single machine, otherwise
+            as many as fit.
+        num_trials: Number of trials that will run, an upper limit.
     """
     demand = max(
         (resource_demand(config) for config in configs),
@@ -94,9 +98,7 @@ def fit_trials(
     wanted: int,
     pools: Sequence[Pool] = (),
 ) -> tuple[int, int]:
-    """Return how many trials fit at a time, and the decode actors of each.
-
-    Every trial keeps a CPU for its data; without one it would wait forever.
+    """Return how many trials fit at a time, and the largest number of decode actors of each.
 
     Args:
         free: Free resources of the nodes.
@@ -104,6 +106,9 @@ def fit_trials(
         demand: Resources of one trial.
         wanted: Upper limit of the number of trials.
         pools: Nodes that an autoscaler can add.
+
+    Returns:
+        Number of trials and number of decode actors, both at least 1.
     """
     # Decode actors may be on all nodes of a pool.
     combined = replace(demand, workers=demand.workers * wanted, data_cpus=MAX_DATA_NODES)

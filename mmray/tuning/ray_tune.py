@@ -68,14 +68,19 @@ def run_trials_on_ray_tune(
     num_rungs: int,
     names: Sequence[str] | None,
 ) -> None:
-    """Run Ray Tune in a thread while this thread handles signals.
+    """Train trials with Ray Tune in a thread, while this thread handles signals.
+
+    The rows of the trials in `state`, and in trials.jsonl, are updated while they run.
 
     Args:
-        num_rungs: Rungs up to which the trials train.
-        names: Trials to train; None: the trials that Optuna suggests.
+        state: The running sweep.
+        request: Recipe, search space, goal, searcher and scheduler.
+        resources: Number of trials at a time, and the resources of each.
+        num_rungs: Number of rungs up to which the trials train.
+        names: Trials to train, such as `t001`; None: the trials that Optuna suggests.
 
     Raises:
-        TrainingError: Ray Tune itself failed. The error of a trial is in its row.
+        TrainingError: Ray Tune itself failed. The error of a trial is in its row instead.
     """
     scratch = state.folder.path / "ray"
     remove_tree(scratch)
@@ -143,7 +148,11 @@ def _tune_config(
 
 
 def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
-    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020)."""
+    """Return Ray Tune's ASHA scheduler (Li et al. 2020), which ends trials at rungs.
+
+    Args:
+        rungs: Samples of each rung, ascending; the first and the last one are used.
+    """
     return ASHAScheduler(
         time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION
     )
@@ -191,13 +200,23 @@ def train_rungs(
     reporter: RunReporter,
     report_rung: Callable[[Rung], None],
 ) -> TrialOutcome:
-    """Train to the rungs from number `start` up to before number `stop`.
+    """Train a trial from rung to rung, and report its value at each.
+
+    Args:
+        trial: The trial.
+        plan: What every trial of the sweep trains and measures, with the samples of the rungs.
+        start: Index of the first rung to train to.
+        stop: Index after the last rung to train to.
+        reporter: Receives the progress of the run.
+        report_rung: Called when the trial has reached a rung, with its samples and the value of the
+            goal.
 
     Returns:
-        How the trial ended; `paused` if later rungs are left.
+        The status `finished` after the last rung of the plan, `paused` if later rungs are left,
+        `stopped` if a stop was requested, `infeasible`, or `failed` if the goal was not measured.
 
     Raises:
-        MmrayError: Its run failed.
+        MmrayError: The run of the trial failed.
     """
     if trial.infeasible:
         return TrialOutcome("infeasible", trial.infeasible)

@@ -19,7 +19,15 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str | None) -> Budget:
-        """Parse `2h`, `30m`, `90s` or `40gpu-hours`. Raises UsageError."""
+        """Parse the value of `--budget`.
+
+        Args:
+            text: A time such as `2h`, `30m` or `90s`, or GPU-hours such as `40gpu-hours`; None or
+                empty: no limit.
+
+        Raises:
+            UsageError: The text has another form, or the number is 0.
+        """
         if not text:
             return cls()
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|gpu-hours)", text)
@@ -33,11 +41,12 @@ class Budget:
         return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]])
 
     def fraction_spent(self, seconds: float, gpu_seconds: float) -> float | None:
-        """Return the spent part of the budget, 1 or more if nothing is left; None: no limit.
+        """Return the spent fraction of the budget, 1 or more if nothing is left; None without a
+        limit.
 
         Args:
-            seconds: Since the start of the sweep, over all commands.
-            gpu_seconds: Sum over the GPUs of all trials.
+            seconds: Seconds of the sweep so far, over all its commands.
+            gpu_seconds: Seconds of all trials so far, each multiplied by the number of its GPUs.
         """
         if self.seconds is not None:
             return seconds / self.seconds

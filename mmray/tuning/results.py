@@ -30,7 +30,15 @@ class TrialOutcome(NamedTuple):
 
 
 def classify_error(error: BaseException) -> TrialOutcome:
-    """Return the outcome for an error; the error of a run quotes that of its worker."""
+    """Return the outcome of a trial whose run raised an error.
+
+    Args:
+        error: The error; that of a run quotes the one of its worker.
+
+    Returns:
+        The status `stopped` for KeyboardInterrupt, `out_of_memory`, `infeasible` for UsageError,
+        otherwise `failed`; except for `stopped` with the message.
+    """
     if isinstance(error, KeyboardInterrupt):
         return TrialOutcome("stopped")
     message = summarize_error(error)
@@ -41,8 +49,10 @@ def classify_error(error: BaseException) -> TrialOutcome:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error message or the exception line of a traceback, cut to
-    MAX_ERROR_CHARS.
+    """Return an error message in one line of at most MAX_ERROR_CHARS characters.
+
+    It is the first line of the message. Of a message that is a traceback it is the line with the
+    exception, such as `ValueError: ...`.
     """
     text = first_line(error)
     if text.startswith("Traceback"):
@@ -51,10 +61,15 @@ def summarize_error(error: BaseException) -> str:
 
 
 def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
-    """Return the newest value of the goal, or why there is none.
+    """Return the newest value of the goal of a trial, or why there is none.
 
     Args:
-        lines: Content of metrics.jsonl.
+        lines: The lines of metrics.jsonl of its run, by step.
+        goal: `throughput`, `loss` or `recall`.
+
+    Returns:
+        Samples/s, held-out loss or mean recall@1; a text with the reason if it was not measured or
+        is not finite.
     """
     name = GOALS[goal].eval_metric
     if name is None:
@@ -68,8 +83,14 @@ def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
 
 
 def samples_per_s(lines: Sequence[dict[str, Any]]) -> float | None:
-    """Return the rows of a step over the median seconds of a step, without the first step and
-    evaluations.
+    """Return the training speed of a run: rows of a step over the median seconds of a step.
+
+    Args:
+        lines: The lines of metrics.jsonl by step, of which the last one is read: `step`,
+            `rows_stop` (rows trained so far) and `time/step_p50_s`.
+
+    Returns:
+        Rows per second without evaluations; None if no step was timed.
     """
     step_s = lines[-1].get("time/step_p50_s") if lines else None
     return lines[-1]["rows_stop"] / lines[-1]["step"] / step_s if step_s else None
@@ -81,7 +102,15 @@ def measured_row(
     """Return the row of a trial with its outcome and what its run has measured so far.
 
     Args:
-        lines: Content of metrics.jsonl.
+        row: The row of trials.jsonl before.
+        trial: The trial, with its batch shape.
+        outcome: Status of the trial, and its error.
+        goal: `throughput`, `loss` or `recall`; selects the metric of the learning curve.
+        lines: The lines of metrics.jsonl of the run by step; empty if it has not logged any.
+
+    Returns:
+        The row with status, error and batch shape. If there are lines it also has the folder of the
+        run, speed, peak memory and learning curve.
     """
     row = replace(row, status=outcome.status, error=outcome.error)
     if trial.shape is not None:
@@ -138,7 +167,7 @@ def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:
     """Return the best trial and the reason; None if no trial measured the goal.
 
-    Only full trials are compared; without any, those with most samples.
+    Only full trials are compared. If there are none, the trials with most samples are compared.
 
     Args:
         rows: The rows of all trials.

@@ -16,12 +16,15 @@ MAX_RUNGS = 3
 
 
 def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
-    """Return the rungs in samples: `samples` divided by powers of REDUCTION, none below
-    `min_samples`.
+    """Return the rungs of a sweep: the numbers of samples after which trials are compared.
 
     Args:
         samples: Samples of a full trial, the last rung.
         min_samples: Smallest first rung.
+
+    Returns:
+        At most MAX_RUNGS ascending numbers, each REDUCTION (4) times the one before, such as (1000,
+        4000, 16000); only `samples` if a quarter of it is below `min_samples`.
     """
     rungs = [samples]
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= min_samples:
@@ -30,17 +33,22 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
 
 
 def num_promoted(count: int) -> int:
-    """Return how many of `count` trials continue after a rung: a quarter, but at least two."""
+    """Return how many of `count` trials continue after a rung: a quarter, but at least two if
+    possible.
+    """
     return min(count, max(MIN_PROMOTED, count // REDUCTION))
 
 
 def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list[str]:
-    """Return the names of the trials that continue after the rung (from 0), the best first.
+    """Select the trials that continue after a rung: the best quarter of those that reached it.
 
     Args:
         rows: The rows of all trials.
-        rung: Number of the rung, from 0.
-        maximize: Whether larger values of the goal are better.
+        rung: Index of the rung, from 0.
+        maximize: Whether a larger value of the goal is better.
+
+    Returns:
+        Names of the trials such as `t001`, the best one first.
     """
     reached = [row for row in rows if len(row.rungs) > rung]
     reached.sort(key=lambda row: row.rungs[rung].value, reverse=maximize)
@@ -48,11 +56,13 @@ def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list
 
 
 def planned_samples(count: int, rungs: Sequence[int]) -> int:
-    """Return the samples that `count` trials train in total; ASHA trains about as many.
+    """Return the samples that all trials of successive halving train in total.
+
+    ASHA trains about as many.
 
     Args:
         count: Number of trials.
-        rungs: Samples of each rung, ascending.
+        rungs: Samples of a trial at each rung, ascending.
     """
     total = 0
     before = 0

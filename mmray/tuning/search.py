@@ -58,11 +58,14 @@ from mmray.tuning.trials import (
 def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
     """Run or resume a sweep, and return its record.
 
-    Trials may fail; their rows have the reason.
+    A trial that fails does not end the sweep; its row has the reason.
 
     Args:
-        request: Recipe, space, goal, length and budget.
+        request: Recipe, search space, goal, training length and budget.
         reporter: Receives the rows of trials and log lines.
+
+    Returns:
+        The content of the folder of the sweep.
 
     Raises:
         MmrayError: The request is invalid, no trial is feasible, or Ray Tune failed.
@@ -114,13 +117,19 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
 def prepare_data(
     trials: Sequence[Trial], goal: str, reporter: SweepReporter
 ) -> tuple[list[Trial], TrialData]:
-    """Prepare each distinct data set once.
+    """Prepare the data of all trials, each distinct data set once.
+
+    Args:
+        trials: Trials at the corners of the search space.
+        goal: `throughput`, `loss` or `recall`; the last two need held-out rows.
+        reporter: Receives progress and log lines.
 
     Returns:
-        The feasible trials, and the data of all trials.
+        The feasible trials, and the data of all trials. A trial is not feasible if it has no batch
+        shape, needs more resources than the cluster has, or cannot use its data.
 
     Raises:
-        MmrayError: The last error, if no trial is feasible.
+        MmrayError: The last such error, if no trial is feasible.
     """
     feasible: list[Trial] = []
     error: MmrayError | None = None
@@ -168,9 +177,12 @@ def _add_data(
 
 
 def run_without_ray_train(configs: Sequence[Config]) -> bool:
-    """Return whether `mmray train` would run these without Ray.
+    """Return whether `mmray train` would run all these configs in a process of this machine.
 
-    Not on GPUs, which Ray hides from the driver of a trial.
+    That needs neither a cluster nor a GPU: Ray hides GPUs from the driver of a trial.
+
+    Args:
+        configs: Configs of the trials.
     """
     on_cluster = any(
         asks_for_cluster(config.cluster) or not is_single_node(config) for config in configs
@@ -179,7 +191,13 @@ def run_without_ray_train(configs: Sequence[Config]) -> bool:
 
 
 def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> None:
-    """Log the folder, the trials and the goal of a sweep."""
+    """Log the folder, the trials and the goal of a sweep before it starts.
+
+    Args:
+        request: Search space, goal and requested concurrency.
+        state: The sweep, with the rows of earlier commands.
+        num_concurrent: Number of trials at a time.
+    """
     num_trials = request.space.num_trials
     rungs = " to ".join(f"{samples:,}" for samples in state.plan.rungs)
     at_a_time = f"{num_concurrent} at a time"
@@ -196,12 +214,18 @@ def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> N
 
 
 def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config]) -> None:
-    """Run the remaining trials and recommend the best one.
+    """Run the remaining trials, recommend the best one, and write sweep.json, best.yaml and the
+    report.
 
-    The files have the results so far before an error is raised.
+    These files have the results so far also if an error is raised.
 
     Args:
-        configs: See `plan_resources`.
+        request: Recipe, search space, goal, searcher and scheduler.
+        state: The running sweep.
+        configs: Configs of feasible trials, by which resources are planned.
+
+    Raises:
+        TrainingError: Ray Tune itself failed.
     """
     state.write_summary("running")
     failure: TrainingError | None = None
@@ -230,7 +254,7 @@ def write_best_recipe(
     Args:
         folder: The folder of the sweep.
         plan: How trials are trained.
-        settings: Searched settings of the best trial.
+        settings: Searched settings of the best trial, such as {"optimizer.lr": 0.001}.
         best: The recommendation, with the reason.
     """
     recipe = plan.best_recipe(plan.trial(best.best, settings))
@@ -238,10 +262,19 @@ def write_best_recipe(
 
 
 def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Config]) -> None:
-    """Train all trials to the first rung and the best ones on, or let ASHA decide.
+    """Train all trials with the scheduler of the request.
+
+    `halving` trains all trials to the first rung, and the best ones to the next. `asha` lets Ray
+    Tune's ASHA decide at each rung. Results are in the rows of `state` and in trials.jsonl; a
+    failed trial has its error there.
 
     Args:
-        configs: See `plan_resources`.
+        request: Recipe, search space, goal, searcher and scheduler.
+        state: The running sweep.
+        configs: Configs of feasible trials, by which the number of trials at a time is planned.
+
+    Raises:
+        TrainingError: Ray Tune itself failed.
     """
     (state.folder.path / STOP_FILE).unlink(missing_ok=True)
     names = None
@@ -259,11 +292,16 @@ def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Confi
 def run_halving(
     request: SweepRequest, state: SweepState, configs: Sequence[Config], names: list[str] | None
 ) -> None:
-    """Run successive halving: Ray Tune once per rung.
+    """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
 
     Args:
-        configs: See `plan_resources`.
-        names: Trials of the first rung; None: the trials that Optuna suggests.
+        request: Recipe, search space, goal and searcher.
+        state: The running sweep; returns early if it was stopped.
+        configs: Configs of feasible trials, by which the number of trials at a time is planned.
+        names: Trials of the first rung, such as `t001`; None: the trials that Optuna suggests.
+
+    Raises:
+        TrainingError: Ray Tune itself failed.
     """
     for rung, samples in enumerate(state.plan.rungs):
         if state.stop_reason is not None:

@@ -59,7 +59,11 @@ class ShapeTask:
     failures: tuple[Failure, ...] = ()
 
     def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return the task with one more measured shape."""
+        """Return the task with one more measured batch shape.
+
+        Args:
+            outcome: A timed batch shape, or one that does not fit into memory.
+        """
         if isinstance(outcome, Visit):
             return replace(self, visits=(*self.visits, outcome))
         return replace(self, failures=(*self.failures, outcome))
@@ -80,7 +84,15 @@ class Measurements:
     failures: list[Failure] = field(default_factory=list)
 
     def step_times(self, global_rows: int) -> dict[int, list[float]]:
-        """Return the seconds of all visits by micro-batch, without sizes that do not fit."""
+        """Return the measured step times of a global batch.
+
+        Args:
+            global_rows: Rows of the global batch.
+
+        Returns:
+            Seconds of a step in each visit, by micro-batch in rows. Micro-batches that do not fit
+            into memory are omitted.
+        """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
             if visit.global_rows == global_rows and not self.failure(global_rows, visit.micro):
@@ -88,16 +100,19 @@ class Measurements:
         return times
 
     def peak_gib(self, global_rows: int, micro: int) -> float:
-        """Return the largest peak memory of a measured shape.
+        """Return the largest peak memory of a rank, in GiB, of a measured batch shape.
 
         Args:
             global_rows: Rows of the global batch.
             micro: Rows of a micro-batch.
+
+        Raises:
+            KeyError: The batch shape was not measured.
         """
         return self._peaks(global_rows)[micro]
 
     def failure(self, global_rows: int, micro: int) -> str:
-        """Return why a shape does not fit into memory; empty if it fits, or may fit.
+        """Return why a batch shape does not fit into memory; empty if it fits, or may fit.
 
         It does not fit if a smaller one ran out of memory or exceeded the limit, or if the peaks of
         the next smaller two, extended linearly, exceed the limit.
@@ -132,17 +147,29 @@ class Measurements:
 
 
 def micro_sizes(rows: int) -> list[int]:
-    """Return sizes from 1 to `rows`, each about twice the one before, that divide `rows` evenly.
+    """Return the micro-batch sizes to try for a rank.
 
     Args:
-        rows: Rows of a rank in a step. 96 gives 1, 2, 4, 8, 16, 32, 48, 96.
+        rows: Rows of a rank in a step.
+
+    Returns:
+        Ascending sizes from 1 to `rows`, each about twice the one before. Each divides `rows` into
+        micro-batches of nearly equal size. 96 gives 1, 2, 4, 8, 16, 32, 48, 96.
     """
     counts = {ceil(rows / 2**power) for power in range(rows.bit_length() + 1)}
     return sorted({ceil(rows / count) for count in counts})
 
 
 def next_micro(measurements: Measurements, global_rows: int) -> int | None:
-    """Return the micro-batch to time next for a global batch; None if enough is measured."""
+    """Return the micro-batch to time next for a global batch.
+
+    Args:
+        measurements: All measurements so far.
+        global_rows: Rows of the global batch.
+
+    Returns:
+        Rows of a micro-batch; None if enough is measured to choose the best one.
+    """
     rows = ceil(global_rows / measurements.workers)
     sizes = [size for size in micro_sizes(rows) if not measurements.failure(global_rows, size)]
     times = measurements.step_times(global_rows)
@@ -183,13 +210,17 @@ def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int
 
 
 def best_two(measurements: Measurements, global_rows: int) -> list[int]:
-    """Return the fastest micro-batch, and one to compare it with; one if no other is measured.
+    """Return the fastest micro-batch, and one to compare it with.
 
-    The other is the one with the least memory of those within TOLERANCE, or the second fastest.
+    The other one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
+    and needs less memory, otherwise the second fastest.
 
     Args:
-        measurements: All measurements so far.
+        measurements: All measurements so far, at least one of this global batch.
         global_rows: Rows of the global batch.
+
+    Returns:
+        One or two micro-batches in rows.
     """
     times = measurements.step_times(global_rows)
     step_s = {micro: min(seconds[:VISITS]) for micro, seconds in times.items()}
@@ -222,11 +253,15 @@ def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | N
 
 
 def build_rows(global_rows: Sequence[int], measurements: Measurements) -> list[TrialRow]:
-    """Return a row per measured shape, and one of the smallest that does not fit, if any.
+    """Convert measurements to rows of trials.jsonl.
 
     Args:
-        global_rows: The global batches, in the order of the rows.
+        global_rows: The global batches in rows, in the order of the result.
         measurements: All measurements.
+
+    Returns:
+        A row per measured batch shape, and for each global batch one of the smallest micro-batch
+        that does not fit into memory, if any. They are named s001, s002, ...
     """
     rows: list[TrialRow] = []
     for size in global_rows:
@@ -270,12 +305,17 @@ def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
 def recommend(
     rows: Sequence[TrialRow], measurements: Measurements, own_global: int | None = None
 ) -> Recommendation | None:
-    """Return the best measured shape; None if no shape was measured.
+    """Return the best measured batch shape, and the reason.
 
-    It is of the smallest global batch that is about as fast as the fastest.
+    Its global batch is the smallest one with at least 95% of the highest samples/s.
 
     Args:
-        own_global: Global batch of the recipe, which its learning rate is for.
+        rows: Rows of all batch shapes, as `build_rows` returns them.
+        measurements: The measurements of these rows.
+        own_global: Rows of the recipe's global batch, which its learning rate is for.
+
+    Returns:
+        The recommendation; None if no batch shape was measured.
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_rows or 0 for row in rows}):
@@ -307,9 +347,16 @@ def recommend(
 
 
 def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[TrialRow, str]:
-    """Return the better of one or two measured shapes of a global batch, and the reason.
+    """Return the better of one or two measured batch shapes of a global batch, and the reason.
 
-    Within TOLERANCE the one with less memory is better.
+    Of two shapes whose speeds differ by at most TOLERANCE (2%), the one with less memory is better.
+
+    Args:
+        pair: One or two rows of the same global batch.
+        measurements: All measurements, for the spread of the step times.
+
+    Returns:
+        The row, and sentences for the user.
     """
     if len(pair) == 1:
         return pair[0], f"{_format_rate(pair[0])}; no other shape was measured."
@@ -332,7 +379,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
 
 
 def format_shape(row: TrialRow) -> str:
-    """Format as `micro 32 x accumulation 4 x workers 2`."""
+    """Format a batch shape as `micro 32 x accumulation 4 x workers 2`."""
     return f"micro {row.micro} x accumulation {row.accumulation} x workers {row.workers}"
 
 

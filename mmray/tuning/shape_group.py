@@ -45,7 +45,21 @@ class ShapeGroup:
         self._scratch, self._groups = scratch, 0
 
     def run(self, task: ShapeTask, on_message: Callable[[dict[str, Any]], None]) -> Measurements:
-        """Measure in a new group. Raises WorkerFailed for a lost worker, and errors of workers."""
+        """Start a new worker group that measures batch shapes, and wait for its result.
+
+        Args:
+            task: The global batches to measure, and what earlier groups measured.
+            on_message: Called with each message of rank 0, a dict with one or more of `status` and
+                `note` (texts), `trying` (global batch and micro-batch in rows) and `measured` (a
+                Visit or a Failure).
+
+        Returns:
+            All measurements, also those of earlier groups.
+
+        Raises:
+            WorkerFailed: A worker was lost, or raised an error that is no MmrayError.
+            MmrayError: The error of a worker, or the workers did not start in time.
+        """
         self._groups += 1
         driver_node = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False

@@ -42,11 +42,14 @@ OnMessage = Callable[[dict[str, Any]], None]
 
 
 def plan_task(base: Config, space: Space | None) -> ShapeTask:
-    """Return the task of a recipe: its global batch, or those that the space lists.
+    """Return which global batches to measure.
 
     Args:
         base: The recipe.
-        space: Has a list of `batch.global`; None: the recipe's own.
+        space: Search space with a list of `batch.global`; None: the recipe's own global batch.
+
+    Returns:
+        The config of the workers, and the global batches in rows, ascending.
 
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
@@ -70,15 +73,22 @@ def _batch(global_rows: Any) -> dict[str, Any]:
 
 
 def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> SweepRecord:
-    """Measure and recommend batch shapes; write the folder of the sweep.
+    """Measure batch shapes (micro-batch, accumulation, workers) on synthetic batches; recommend
+    one.
+
+    Writes sweep.json, trials.jsonl, best.yaml and the report into the folder of the sweep, which is
+    `run.name`, or by default RECIPE-tune, in `run.storage`.
 
     Args:
         base: The recipe.
-        space: Has a list of `batch.global`; None: the recipe's own.
+        space: Search space with a list of `batch.global`; None: the recipe's own global batch.
         reporter: Receives log lines.
 
+    Returns:
+        The content of the folder.
+
     Raises:
-        MmrayError: No shape can be measured.
+        MmrayError: The workers cannot start, or no batch shape fits into memory.
     """
     task = plan_task(base, space)
     start_s = time.monotonic()
@@ -134,7 +144,14 @@ def _own_global(base: Config) -> int:
 
 
 def best_recipe(base: Config, best: TrialRow) -> Config:
-    """Return the recipe with a measured shape, and as many steps as cover the recipe's samples."""
+    """Return the recipe with a measured batch shape.
+
+    `train.steps` and the warm-up are scaled, so that as many samples are trained as before.
+
+    Args:
+        base: The recipe.
+        best: The row of the batch shape.
+    """
     assert best.global_rows is not None
     config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})
     if config.train.steps is not None:
@@ -148,13 +165,15 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
 
 
 def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measurements:
-    """Measure in a process of this machine (one worker), or in a Ray worker group.
+    """Measure batch shapes in a process of this machine (one worker), or in a Ray worker group.
 
     Args:
+        task: The global batches to measure.
         scratch: Folder for files of Ray Train, removed at the end.
+        reporter: Receives log lines.
 
     Raises:
-        MmrayError: The workers cannot start, or no shape fits.
+        MmrayError: The workers cannot start, or no batch shape fits into memory.
     """
     config = task.config
     if not needs_ray(config.cluster):
@@ -187,19 +206,25 @@ def _with_vocab(config: Config) -> Config:
 def measure_in_groups(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    """Measure in a worker group; after one that died, another one continues with smaller sizes.
+    """Measure batch shapes (global batch and micro-batch) in worker groups.
 
-    A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of
-    memory only if another one is lost at the same shape.
+    A group that runs out of memory is followed by another one, which measures smaller batch shapes.
+    A worker that is lost for another reason (its node, preemption, NCCL) counts as out of memory
+    only if another one is lost at the same batch shape.
 
     Args:
-        task: The shapes to measure.
-        run: Measures in a new worker group; its second argument receives the messages of the
-            workers.
+        task: The batch shapes to measure, and what was measured before.
+        run: Starts a new worker group that times the shapes of the task it is given, passes each
+            message of the workers to its second argument, and returns the measurements. It raises
+            OutOfMemoryError, or WorkerFailed if a worker was lost or raised an error.
         reporter: Receives log lines.
 
+    Returns:
+        The measurements of all groups.
+
     Raises:
-        OutOfMemoryError: Not even one row fits.
+        OutOfMemoryError: Not even a micro-batch of one row fits.
+        Exception: Another error that a worker raised.
     """
     unexplained = set[tuple[int, int] | None]()
     while True:

@@ -50,11 +50,17 @@ Report = Callable[[dict[str, Any]], Any]
 def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurements:
     """Time batch shapes of each global batch until the best one is known.
 
+    A collective call: all ranks take the same steps on synthetic batches.
+
     Args:
-        task: Global batches, and what earlier groups measured.
+        task: Global batches in rows, and what earlier worker groups measured.
         group: All ranks.
-        report: Each shape is reported before it is timed, so that the driver knows which one killed
-            a worker.
+        report: Called with a dict with one or more of `status` and `note` (texts), `trying` (global
+            batch and micro-batch in rows) and `measured` (a Visit or a Failure). A batch shape is
+            reported before it is timed, so that the driver knows which one killed a worker.
+
+    Returns:
+        All measurements, also those of earlier groups; equal on all ranks.
 
     Raises:
         OutOfMemoryError: This rank ran out of memory in a step in which other ranks wait for it.
@@ -90,8 +96,15 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
 
 
 def build_model(config: Config, group: Group, report: Report) -> nn.Module:
-    """Build the model as a run does: with its weights, or in the shape of the settings if these
-    cannot be read.
+    """Build the model of a config as a run does, in training mode.
+
+    If its weights cannot be read on every rank, it has random weights in the shape of the settings,
+    because the speed does not depend on their values.
+
+    Args:
+        config: Settings of the run.
+        group: All ranks; each calls this function.
+        report: Called with {"note": text} if weights cannot be read.
     """
     model = None
     reason = ""
@@ -123,7 +136,14 @@ class Stepper:
 
     @classmethod
     def create(cls, config: Config, model: nn.Module, group: Group) -> Stepper:
-        """Wrap the model as in training, with an optimizer that does not change the weights."""
+        """Wrap the model for `train.parallel` (such as DDP or FSDP), with an optimizer of learning
+        rate 0.
+
+        Args:
+            config: Settings of the run.
+            model: The model, not wrapped.
+            group: All ranks.
+        """
         train = config.train
         mixed = precision.select_precision(train.precision, group.device)
         wrapped = strategy.wrap_model(
@@ -148,11 +168,15 @@ class Stepper:
         return cls(config, state, group)
 
     def measure(self, global_rows: int, micro: int) -> Visit | Failure:
-        """Time steps of a batch shape; return the same on all ranks.
+        """Time steps of a batch shape; a collective call that returns the same on all ranks.
 
         Args:
             global_rows: Rows of the global batch.
             micro: Rows of a micro-batch.
+
+        Returns:
+            The median seconds of a step of the slowest rank and the largest peak memory of a rank,
+            or with a single rank the reason why the shape does not fit into memory.
 
         Raises:
             OutOfMemoryError: This rank ran out of memory, and other ranks wait for it.

@@ -17,11 +17,16 @@ from mmray.config.search_space import Range, Space, override_settings, round_sam
 
 
 def tune_space(base: Config, space: Space) -> dict[str, Any]:
-    """Return the space as domains of Ray Tune; ranges of integer settings are integer.
+    """Convert a search space to domains of Ray Tune; a range of an integer setting has integers
+    only.
 
     Args:
         base: The recipe, for the types of settings.
         space: Lists and ranges by setting.
+
+    Returns:
+        By setting: `tune.choice`, `tune.uniform`, `tune.loguniform`, `tune.randint` or
+        `tune.lograndint`.
     """
     domains: dict[str, Any] = {}
     for key, axis in space.axes.items():
@@ -39,12 +44,16 @@ def tune_space(base: Config, space: Space) -> dict[str, Any]:
 def random_settings(base: Config, space: Space) -> list[dict[str, Any]]:
     """Return the settings of all trials: the starting points, then random ones.
 
-    Lists without a range are a grid, of which `--samples N` takes N combinations. A larger number
-    of samples keeps the random ones of a smaller number.
+    Without ranges and without a number of samples, it is the grid of all listed values. A number of
+    samples takes random combinations of the grid. A larger number of samples keeps the ones of a
+    smaller number.
 
     Args:
         base: The recipe.
         space: Lists and ranges by setting, number of samples and seed.
+
+    Returns:
+        Value by setting of each trial, such as [{"optimizer.lr": 0.001}].
     """
     points = starting_points(base, space)
     if space.has_ranges:
@@ -72,7 +81,7 @@ def _to_python(value: Any) -> Any:
 
 
 def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
-    """Return the first configurations to try; a grid has none.
+    """Return the settings of the trials that are tried first; empty for a grid.
 
     They are the recipe's own, then other global batches with scaled learning rates: by the square
     root of the global batch (Malladi et al. 2022), then by the batch itself (Goyal et al. 2017). At
@@ -81,6 +90,9 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     Args:
         base: The recipe.
         space: Lists and ranges by setting, and number of samples.
+
+    Returns:
+        Value by setting of each trial, such as [{"optimizer.lr": 0.001, "batch.global": 512}].
     """
     if space.num_samples is None:
         return []
@@ -111,7 +123,12 @@ class MetricOnlyOptuna(OptunaSearch):
     """Optuna's TPE for trials that also send reports without a metric, such as their start."""
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Pass a report to Optuna if it has the metric."""
+        """Pass a report of a trial to Optuna if it has the metric.
+
+        Args:
+            trial_id: ID of the trial in Ray Tune.
+            result: Reported values by name.
+        """
         if self.metric in result:
             super().on_trial_result(trial_id, result)
 
@@ -119,11 +136,14 @@ class MetricOnlyOptuna(OptunaSearch):
 def build_optuna(
     base: Config, space: Space, earlier: list[dict[str, Any]], max_concurrent: int
 ) -> ConcurrencyLimiter:
-    """Return Ray Tune's searcher.
+    """Return a searcher of Ray Tune that suggests trials with Optuna's TPE.
 
     Args:
+        base: The recipe.
+        space: Lists and ranges by setting, number of samples and seed.
         earlier: Settings of the trials of earlier commands, which are tried first. Ray Tune's
             searcher cannot be restored without pickles; the trials report their rungs again.
+        max_concurrent: Number of trials at a time.
     """
     import optuna
 

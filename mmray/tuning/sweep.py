@@ -50,16 +50,20 @@ class SweepDir(RunDir):
     """Paths and files of one sweep, on storage that all nodes share."""
 
     def run(self, trial: str) -> RunDir:
-        """Return the folder of a trial's run."""
+        """Return the folder of a trial's run, given the name of the trial such as `t001`."""
         return RunDir(self.path / "trials" / trial)
 
     def write_rows(self, rows: Sequence[TrialRow]) -> None:
-        """Write all rows in trial order."""
+        """Replace trials.jsonl by these rows, in the order of the names of the trials.
+
+        Args:
+            rows: The rows of all trials.
+        """
         ordered = sorted(rows, key=lambda row: row.trial)
         self.write(TRIALS, "".join(json.dumps(row.to_json()) + "\n" for row in ordered))
 
     def read_rows(self) -> dict[str, TrialRow]:
-        """Return the rows of earlier commands by trial."""
+        """Return the rows of trials.jsonl by name of the trial; empty without the file."""
         rows = [TrialRow.from_json(line) for line in read_lines(self.path / TRIALS)]
         return {row.trial: row for row in rows}
 
@@ -67,12 +71,14 @@ class SweepDir(RunDir):
 def resolve_sweep_dir(
     base: Config, identity: dict[str, Any], reporter: RunReporter, restart: bool = False
 ) -> SweepDir:
-    """Return the folder of this sweep.
+    """Return the folder of a sweep: that of an unfinished sweep to resume, or a new one.
 
     Logs why the newest earlier sweep of this recipe is not resumed.
 
     Args:
-        identity: Entries of sweep.json that a resumed sweep must have.
+        base: The recipe of the sweep, with `run.storage` and `run.name`.
+        identity: Entries of sweep.json that a resumed sweep must have, such as `goal`.
+        reporter: Receives the log line.
         restart: Return the folder of an equal sweep that has finished, too.
 
     Raises:
@@ -191,12 +197,14 @@ class SweepState:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of all commands of this sweep."""
+        """Seconds of all commands of this sweep so far."""
         return self._earlier_s + self.clock() - self._start_s
 
     @property
     def gpu_seconds(self) -> float:
-        """Seconds of all trials times their GPUs (workers, if they train on CPUs)."""
+        """Seconds of all trials so far, each multiplied by its GPUs (by its workers if it has no
+        GPU).
+        """
         self._add_running_time()
         gpus_per_worker = num_gpus(self.plan.base)
         rows = self.rows.values()
@@ -212,11 +220,15 @@ class SweepState:
                 self._running[name] = now_s
 
     def budget_spent(self) -> float | None:
-        """Return the spent part of the budget; None: no budget."""
+        """Return the spent fraction of the budget, 1 or more if nothing is left; None without a
+        budget.
+        """
         return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
-        """Return the time so far, to the end of all trials, and of the budget."""
+        """Return the seconds so far, those to the end of all trials, and the spent fraction of the
+        budget.
+        """
         samples = self._num_samples()
         planned = planned_samples(self.plan.space.num_trials, self.plan.rungs)
         left = max(0, planned - samples)
@@ -230,8 +242,14 @@ class SweepState:
         return sum(row.rungs[-1].samples for row in self.rows.values() if row.rungs)
 
     def add(self, settings: dict[str, Any]) -> str:
-        """Return the name of a suggested trial: the one of an earlier command with the same
-        settings, or a new one.
+        """Add a trial that was suggested, and return its name.
+
+        Args:
+            settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
+
+        Returns:
+            The name of the trial of an earlier command with the same settings, otherwise a new one
+            such as `t004`.
         """
         typed = self.plan.trial("", settings).settings
         for name, row in self.rows.items():
@@ -245,31 +263,46 @@ class SweepState:
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
-        """Return whether a trial needs no training to the rung, counted from 0.
+        """Return whether a trial has reached a rung, or has ended and cannot reach it.
 
         Args:
-            name: Of the trial.
-            rung: Number of the rung, from 0.
+            name: Name of the trial, such as `t001`.
+            rung: Index of the rung, from 0.
         """
         row = self.rows[name]
         return len(row.rungs) > rung or row.status in ENDED
 
     def start(self, name: str) -> None:
-        """Write the row of a started trial, so that the next command finds its run.
+        """Mark a trial as running and write its row, so that the next command finds its run.
 
-        It may still wait for its workers.
+        Its time is not counted yet, because it may still wait for its workers.
+
+        Args:
+            name: Name of the trial, such as `t001`.
         """
         self._running[name] = None
         if self.rows[name].status not in ENDED:
             self._update(name, TrialOutcome("running"))
 
     def start_workers(self, name: str) -> None:
-        """Count the time of a trial from now on; waiting for nodes takes no GPU-hours."""
+        """Start to count the time of a trial, for its `elapsed_s` and the budget of GPU-hours.
+
+        Called when its workers have started; the time before, waiting for nodes, is not counted.
+
+        Args:
+            name: Name of the trial, such as `t001`.
+        """
         if name in self._running and self._running[name] is None:
             self._running[name] = self.clock()
 
     def reach(self, name: str, samples: int, value: float) -> None:
-        """Add a rung that a trial has reached; one that is known already is ignored."""
+        """Add a rung that a trial has reached to its row; a known one is ignored.
+
+        Args:
+            name: Name of the trial, such as `t001`.
+            samples: Samples (rows) of the rung.
+            value: Value of the goal: samples/s, held-out loss or recall@1.
+        """
         if name not in self._running:
             self.start(name)
         self._add_running_time()
@@ -283,10 +316,11 @@ class SweepState:
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
-        """Write the row of an ended trial.
+        """Write the row of a trial that has ended; ignored if it ended before.
 
         Args:
-            outcome: None: the scheduler ended the trial, or it was complete.
+            name: Name of the trial, such as `t001`.
+            outcome: How it ended; None: the scheduler ended it, or it was complete.
         """
         self._add_running_time()
         self._running.pop(name, None)
@@ -301,12 +335,16 @@ class SweepState:
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def stop_all(self) -> None:
-        """Write the rows of trials that still run as stopped."""
+        """Write the rows of running trials with the status `stopped`."""
         for name in list(self._running):
             self.end(name, TrialOutcome("stopped"))
 
     def prune_paused(self, keep: Sequence[str] = ()) -> None:
-        """Mark the trials that no later rung continues."""
+        """Set the status of paused trials to `pruned`, because no later rung continues them.
+
+        Args:
+            keep: Names of trials that continue.
+        """
         for name, row in self.rows.items():
             if row.status == "paused" and name not in keep:
                 self.rows[name] = replace(row, status="pruned")
@@ -324,7 +362,12 @@ class SweepState:
         self.folder.write_rows(list(self.rows.values()))
 
     def write_summary(self, status: str, best: Recommendation | None = None) -> None:
-        """Write sweep.json with the time used so far."""
+        """Write sweep.json with the time used so far.
+
+        Args:
+            status: `running`, `finished`, `stopped`, `budget` or `failed`.
+            best: The recommended trial, if any.
+        """
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best.to_json()
         self._summary["elapsed_s"] = self.elapsed_s
@@ -332,7 +375,8 @@ class SweepState:
         self.folder.write_json(SWEEP, self._summary)
 
     def poll(self) -> None:
-        """Show the trials, save the time, and request a stop when the budget is spent.
+        """Update the table of trials, save rows and time, and request a stop when the budget is
+        spent.
 
         To be called several times a second.
         """
@@ -350,7 +394,10 @@ class SweepState:
             self._request_stop("budget", "the budget is spent; stopping the running trials")
 
     def is_stopped(self) -> bool:
-        """Return whether a stop was requested and no trial runs, or one does not stop in time."""
+        """Return whether a requested stop is complete.
+
+        True if no trial runs, or if one did not stop within the time limit of saving a checkpoint.
+        """
         if self.stop_reason is None:
             return False
         # As long as a run waits for a worker that saves.
@@ -365,8 +412,11 @@ class SweepState:
         self.folder.write(STOP_FILE, reason)
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Stop the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the
-        second.
+        """Handle Ctrl-C or SIGTERM: request that running trials stop at a checkpoint; results are
+        kept.
+
+        Raises:
+            ForceExit: It is the second signal.
         """
         if self.stop_reason == "stopped":
             raise ForceExit

@@ -68,30 +68,35 @@ class TrialData:
 
 
 def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
-    """Return the recipe without its length, and without its global batch if accumulation is
-    searched.
+    """Return the recipe without its training length (`train.steps`, `samples` and `epochs`).
+
+    It also has no `batch.global` if `batch.accumulation` is searched without it, because the global
+    batch then follows from the accumulation.
 
     Args:
         recipe: The recipe of the sweep.
-        keys: Names of the searched settings.
+        keys: Names of the searched settings, such as `optimizer.lr`.
     """
     return recipe.without_overridden_length_and_batch([*LENGTHS, "batch.micro", *keys])
 
 
 def restore_length(settings: Config, recipe: Config) -> Config:
-    """Return the settings with the length of the recipe: the base of `best.yaml`.
+    """Return the settings with the training length of the recipe, as `best.yaml` has it.
+
+    The training length is `train.steps`, `train.samples` or `train.epochs`.
 
     Args:
-        settings: Config of the best trial.
-        recipe: The recipe of the sweep.
+        settings: Config of a sweep, whose length may be that of a trial.
+        recipe: The recipe of the sweep, with its own length.
     """
     length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
     return settings.replace(train=settings.train.replace(**length))
 
 
 def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
-    """Return whether the micro-batch of each global batch is searched, instead of comparing the
-    listed settings in trials.
+    """Return whether a sweep times batch shapes on synthetic batches instead of training trials.
+
+    That is the goal `throughput` if no setting except `batch.global` is searched.
 
     Args:
         goal: `throughput`, `loss` or `recall`.
@@ -101,22 +106,31 @@ def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
 
 
 def default_axes(base: Config) -> dict[str, str]:
-    """Return the space of a sweep without `--space`: the learning rate."""
+    """Return the search space of a sweep without `--space`: the learning rate.
+
+    Args:
+        base: The recipe, whose learning rate is the center of the range.
+
+    Returns:
+        The range as text: for a rate of 0.001 {"optimizer.lr": "loguniform(0.0001,0.01)"}.
+    """
     lr = base.optimizer.lr
     return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
 
 
 def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
-    """Return the trial of these settings.
+    """Return the trial of a combination of settings.
 
     Args:
         base: The recipe.
-        name: Of the trial, as t001.
-        settings: Searched settings and their values.
+        name: Name of the trial, such as `t001`.
+        settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
+
+    Returns:
+        The trial. Valid settings that contradict each other make it infeasible, with the reason.
 
     Raises:
-        UsageError: A setting does not exist or has an invalid value. Valid settings that contradict
-            each other make the trial infeasible instead.
+        UsageError: A setting does not exist or has an invalid value.
     """
     config = override_settings(base, settings)
     typed = {key: setting_value(config, key) for key in settings}
@@ -139,7 +153,7 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
 
 
 def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
-    """Return trials of all listed values and both ends of each range.
+    """Return trials of all listed values and both ends of each range, to check them before a sweep.
 
     Args:
         base: The recipe.
@@ -165,11 +179,16 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
 
 
 def typed_space(base: Config, space: Space) -> Space:
-    """Return the space with its listed values as JSON data of the settings' types.
+    """Return the search space with its listed values converted to the types of the settings.
+
+    For example the text `8` becomes 8 for `batch.micro`.
 
     Args:
         base: The recipe, for the types of settings.
         space: Lists and ranges by setting.
+
+    Raises:
+        UsageError: A setting does not exist or has an invalid value.
     """
     axes = dict(space.axes)
     for key, axis in space.axes.items():
@@ -180,7 +199,15 @@ def typed_space(base: Config, space: Space) -> Space:
 
 
 def describe_space(space: Space) -> dict[str, list[Any]]:
-    """Return {setting: listed values, or the range as text} for sweep.json."""
+    """Return the search space as JSON data for sweep.json.
+
+    Args:
+        space: Lists and ranges by setting.
+
+    Returns:
+        By setting the listed values, or the range as text in a list, such as {"optimizer.lr":
+        ["loguniform(1e-05, 0.001)"]}.
+    """
     return {
         key: [str(axis)] if isinstance(axis, Range) else list(axis)
         for key, axis in space.axes.items()
@@ -188,13 +215,23 @@ def describe_space(space: Space) -> dict[str, list[Any]]:
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
-    """Return the `cluster` settings that need most CPUs, for the size of a local Ray cluster."""
+    """Return the `cluster` settings that need most CPUs, for the size of a local Ray cluster.
+
+    Args:
+        trials: Trials of which at least one is feasible.
+    """
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
 
 
 def data_key(config: Config) -> str:
-    """Return what the prepared sets of a trial depend on."""
+    """Return a key that is equal for trials with the same prepared data.
+
+    It is a text of `data.train`, `data.eval` and the section `prepare`, not a path or a hash.
+
+    Args:
+        config: The config of a trial.
+    """
     return f"{config.data.train} {config.data.eval} {config.prepare.model_dump_json()}"
 
 
@@ -244,22 +281,27 @@ class SweepPlan:
 
     @property
     def warmup_samples(self) -> int:
+        """Samples of the recipe's warm-up of the learning rate."""
         return self.base.optimizer.warmup_steps * self.recipe_rows
 
     def is_recipe(self, settings: dict[str, Any]) -> bool:
-        """Return whether these are the recipe's own settings."""
+        """Return whether these settings have the values of the recipe.
+
+        Args:
+            settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
+        """
         return all(
             round_sampled(setting_value(self.base, key)) == round_sampled(value)
             for key, value in settings.items()
         )
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
-        """Return the trial of these settings; values of ranges are rounded to keep recipes
-        readable.
+        """Return the trial of a combination of settings; an invalid one is infeasible.
 
         Args:
-            name: Of the trial, as t001.
-            settings: Searched settings and their values.
+            name: Name of the trial, such as `t001`.
+            settings: Value by searched setting. Values that were sampled from ranges are rounded to
+                four significant digits, to keep recipes readable.
         """
         rounded = self.space.round(settings)
         try:
@@ -268,14 +310,14 @@ class SweepPlan:
             return Trial(name, rounded, self.base, infeasible=str(error))
 
     def run_config(self, trial: Trial, samples: int) -> Config:
-        """Return the config of a trial's run up to `samples`, with the largest number of workers.
+        """Return the config with which a trial trains to a rung.
 
-        A lost node restarts the run once; on one machine a lost worker ends it, because the trial
-        is then the likely cause.
+        It has the largest number of workers. A lost node restarts the run once; on one machine a
+        lost worker ends it, because the trial is then the likely cause.
 
         Args:
-            trial: The trial.
-            samples: Samples to train, the rung that the run ends at.
+            trial: A feasible trial.
+            samples: Samples after which the run ends, those of the rung.
         """
         assert trial.shape is not None
         config = trial.config
@@ -335,7 +377,11 @@ class SweepPlan:
         return math.ceil(steps * self.recipe_rows / trial.shape.global_batch_size)
 
     def best_recipe(self, trial: Trial) -> Config:
-        """Return the trial as a recipe that trains as many samples as the recipe of the sweep."""
+        """Return a trial as a recipe that trains as many samples as the recipe of the sweep.
+
+        Args:
+            trial: A feasible trial.
+        """
         assert trial.shape is not None
         config = trial.config
         train = config.train
@@ -355,10 +401,12 @@ class SweepPlan:
 
 
 def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) -> SweepPlan:
-    """Return the plan of a sweep.
+    """Return the plan of a sweep, with the rungs at which trials are compared.
 
     Args:
-        trials: Feasible trials at the corners of the space.
+        request: Recipe, search space, goal and training length of a trial.
+        trials: Feasible trials at the corners of the space, for the largest batch and warm-up.
+        data: The prepared data, for the rows of an epoch.
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
@@ -379,7 +427,14 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
 
 
 def warmup_warning(plan: SweepPlan) -> str | None:
-    """Return a warning if a full trial ends during warm-up, or has no rung before its end."""
+    """Return a warning if a full trial ends during warm-up, or has no rung before its end.
+
+    Args:
+        plan: The plan of the sweep.
+
+    Returns:
+        A sentence with advice; None if there is nothing to warn about.
+    """
     if not plan.is_learned:
         return None
     if plan.rungs[-1] <= plan.warmup_samples:
