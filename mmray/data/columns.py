@@ -24,7 +24,15 @@ class ExtraColumns(Protocol):
     """Columns that a model reads in addition to those of every model."""
 
     def empty(self, num_rows: int) -> Block:
-        """Return the columns of a block [num_rows, ...], for rows without values."""
+        """Return the columns of a block of rows that have no values yet.
+
+        Args:
+            num_rows: Number of rows, R.
+
+        Returns:
+            Arrays [R, ...] by column name; BoxColumns returns `boxes`, `box_labels` and
+            `num_boxes`.
+        """
         ...
 
     def set_row(
@@ -35,23 +43,37 @@ class ExtraColumns(Protocol):
         image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
-        """Write the values of a row.
+        """Write the values of one row into a block.
 
         Args:
-            columns: A block with at least the columns of `empty`.
-            index: Index of the row in the block.
+            columns: Arrays [R, ...] by column name, with at least those of `empty`; changed in
+                place.
+            index: Index of the row in the block, below R.
             row: The stored row.
-            image_size: (width, height) of its image in pixels, before it was transformed.
-            uniforms: Random numbers of its augmentation [NUM_UNIFORMS]; None without one.
+            image_size: (width, height) of its upright image in pixels, before it was transformed.
+            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS] in [0, 1), the same
+                as for its pixels; None: no augmentation.
         """
         ...
 
     def to_batch(self, rows: Block) -> Block:
-        """Return the columns of a batch from those of a block, trimmed to its rows."""
+        """Return the columns that the model reads.
+
+        Args:
+            rows: Columns of `empty` for the rows of a batch, [B, ...].
+
+        Returns:
+            Arrays [B, ...] by name, without padding that no row of the batch needs.
+        """
         ...
 
     def synthetic(self, num_rows: int) -> Block:
-        """Return the columns of a block with as many values as a row can have, for dry runs."""
+        """Return the columns of `empty` for rows with as many values as a row can have, for runs
+        without data.
+
+        Args:
+            num_rows: Number of rows.
+        """
         ...
 
 
@@ -60,11 +82,12 @@ COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {"max_box
 
 
 def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraColumns]:
-    """Return the kinds of columns that a model's inputs ask for.
+    """Return the kinds of columns that a model reads besides pixels and texts.
 
     Args:
-        inputs: The `model.inputs` section.
-        augment: The augmentation of the pixels; None for none.
+        inputs: The `model.inputs` section. Kinds whose setting (a key of COLUMNS) is zero are left
+            out; `max_boxes` above zero adds BoxColumns.
+        augment: The `augment` section, which is applied as to the pixels; None for none.
     """
     return [
         build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting)

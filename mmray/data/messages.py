@@ -31,14 +31,17 @@ _IMAGE_FIELDS = ("image", "image_url", "url", "path")
 
 
 def parse_messages(value: Any) -> tuple[list[Message], list[Any]]:
-    """Return the messages of a conversation, and the image of each image part in order.
-
-    An image is a path, URL, data URI, bytes or struct, as in a column; None if the part or mark has
-    none of its own, so that it takes the next image of the row.
+    """Convert the conversation of a source row to messages with content parts.
 
     Args:
-        value: A list of {role, content} or {from, value}. The keys of an Arrow struct that a
-            message lacks are None.
+        value: A list of {"role", "content"} or {"from", "value"}. The content is a text, in which
+            each `<image>` marks an image, or a list of parts such as {"type": "text", "text":
+            "..."} and {"type": "image"}. The keys of an Arrow struct that a message lacks are None.
+
+    Returns:
+        The messages {"role": "system" | "user" | "assistant", "content": parts}, and the image of
+        each image part in order: a path, URL, data URI, bytes or struct, as in a column. None if
+        the part or mark has no image of its own, so that it takes the next image of the row.
 
     Raises:
         ValueError: It is not a conversation from which an assistant can learn.
@@ -67,7 +70,7 @@ def message_text(message: Message) -> str:
 
 
 class RowTexts(Protocol):
-    """What a conversation is made of: a stored row has it."""
+    """A row with captions or a conversation, such as a stored `Row`."""
 
     messages: list[Message] | None
     texts: list[str]
@@ -75,8 +78,15 @@ class RowTexts(Protocol):
 
 
 def conversations_of(row: RowTexts, question: str) -> list[list[Message]]:
-    """Return the conversation of a row, or for each caption one with it as the answer to
-    `question` about its images.
+    """Return the conversations of a row, as a vision-language model is trained on them.
+
+    Args:
+        row: A row with `messages`, or with captions in `texts`.
+        question: User message for a row without `messages`, such as `Describe the image.`
+
+    Returns:
+        The one conversation of `messages`. Otherwise one conversation per caption: the question,
+        after an image part for each image of the row, and the caption as the answer.
     """
     if row.messages:
         return [row.messages]
@@ -90,7 +100,15 @@ def conversations_of(row: RowTexts, question: str) -> list[list[Message]]:
 
 
 def insert_images(messages: list[Message], count: int) -> list[Message]:
-    """Return the messages with `count` image parts before the content of the first user's turn."""
+    """Insert image parts before the content of the first user message.
+
+    Args:
+        messages: A conversation with at least one user message; not changed.
+        count: Number of image parts to insert.
+
+    Returns:
+        A new list; messages other than the first user message are shared with the argument.
+    """
     first = next(number for number, each in enumerate(messages) if each["role"] == "user")
     content = [_image_part() for _ in range(count)] + messages[first]["content"]
     return [*messages[:first], messages[first] | {"content": content}, *messages[first + 1 :]]

@@ -28,7 +28,14 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class BadRow(ValueError):
-    """A row to quarantine: stage, reason (a short word) and detail (a sentence)."""
+    """A source row that is quarantined: written to quarantine.jsonl instead of the prepared set.
+
+    Args:
+        stage: Where it failed, such as `parse`, `columns`, `read`, `decode` or `text`.
+        reason: A short word, such as `missing-image`, by which rows are counted.
+        detail: A sentence for the user.
+        key: Key of the row, if it is known.
+    """
 
     def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
         super().__init__(f"{stage} {reason}: {detail}")
@@ -79,15 +86,18 @@ class SourceRow:
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
-    """Validate the values of a row.
+    """Validate the values of a source row.
 
     Args:
-        values: Values by our column names; None is the same as a missing column.
-        location: Key of a row without one, such as `file:line`.
-        hosts: Hosts of allowed image URLs.
+        values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,
+            `text` or `texts`, `label`, `split`, `language`, `boxes` ([x, y, width, height] in
+            pixels), `box_labels`, `messages` or `conversations`. None is the same as a missing
+            column.
+        location: Key of a row without one, such as `captions.jsonl:12`.
+        hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
     Raises:
-        BadRow: With the stage `columns` and a reason.
+        BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
     """
     values = {name: value for name, value in values.items() if value is not None}
     key = values.get("id", values.get("key", location))
@@ -187,9 +197,16 @@ def _parse_conversation(
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Rename source columns to our names; `columns` maps ours to theirs.
+    """Rename the columns of a source row to mmray's names.
 
-    A mapped column replaces all columns of its kind: with text=title, also `texts`.
+    A mapped column replaces all columns of its kind: with text=title, a column `texts` is dropped.
+
+    Args:
+        values: Values by the column names of the source.
+        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+
+    Returns:
+        The same values by mmray's names. Columns without an entry keep their name.
     """
     if not columns:
         return values
@@ -204,7 +221,11 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
 
 def is_safe_path(name: str) -> bool:
-    """Return whether a name is a plain relative path inside its folder."""
+    """Return whether a path stays inside the folder that it is relative to.
+
+    False for an absolute path, a path with `..`, a URL, and a name with control characters or
+    invalid UTF-8. Links are not followed, so the path need not exist.
+    """
     path = PurePosixPath(name)
     return not (
         path.is_absolute() or ".." in path.parts or "://" in name or not is_valid_name(name)
@@ -212,8 +233,9 @@ def is_safe_path(name: str) -> bool:
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether a name has no control characters and is valid UTF-8 (JSON can encode a lone
-    surrogate).
+    """Return whether a text has no control characters and can be encoded as UTF-8.
+
+    A text from JSON may have a lone surrogate, which UTF-8 cannot encode.
     """
     try:
         text.encode()
@@ -265,9 +287,12 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
 
 
 def check_suffix(name: str) -> None:
-    """Raise BadRow for the file of an image format that is not read.
+    """Raise BadRow for a file of an image format that is not read.
 
-    Of a camera's raw file, which is a TIFF, only a thumbnail would be decoded.
+    A camera's raw file is a TIFF of which only a thumbnail would be decoded.
+
+    Args:
+        name: Path of the file, such as `a/1.svg`; only its suffix is checked.
     """
     suffix = PurePosixPath(name).suffix.lower()
     if suffix in UNREAD_SUFFIXES:

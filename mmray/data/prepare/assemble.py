@@ -46,9 +46,18 @@ MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the ro
 
 
 def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (first row number, record) of finished chunks, read ahead in threads.
+    """Yield the records of finished chunks in order; they are read ahead in threads.
 
-    Raises DataError if one is gone.
+    Args:
+        out: Folder of the set.
+        chunks: Indices of the chunks.
+
+    Yields:
+        (number of the first row of the chunk among all these rows, record as in
+        `read_chunk_record`).
+
+    Raises:
+        DataError: A record was deleted.
     """
     start = 0
     records = iter_parallel(partial(read_chunk_record, out), [*map(record_path, chunks)])
@@ -62,7 +71,14 @@ def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[in
 
 
 def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
-    """Return the first 128 bits of hex digests: uint64 [N, 2]."""
+    """Return the first 128 bits of hex digests.
+
+    Args:
+        hexadecimal: N digests of at least 32 hexadecimal digits.
+
+    Returns:
+        uint64 [N, 2].
+    """
     joined = bytes.fromhex("".join(digest[:32] for digest in hexadecimal))
     return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
@@ -70,11 +86,18 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
 def first_occurrence(
     values: np.ndarray, among: np.ndarray | None = None, is_later: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the first row with the `values` [N, 2] of each row; -1 for the first itself, and for
-    rows not in `among`.
+    """Return for each row the first row that has the same values.
 
-    Rows in `is_later` [N] come after all others. Sorts a part of the values at a time, selected by
-    their first byte.
+    Sorts a part of the values at a time, selected by their first byte, to limit memory.
+
+    Args:
+        values: 128-bit digests, uint64 [N, 2].
+        among: Rows to compare, bool [N]; None: all.
+        is_later: Rows that count as later than all others, bool [N]; None: none.
+
+    Returns:
+        Row numbers [N], int32 (int64 above 2^31 rows). -1 for a row that is the first with its
+        values, and for rows that are not compared.
     """
     out = np.full(len(values), NO_ROW, np.int32 if len(values) < 2**31 else np.int64)
     first_byte = np.ascontiguousarray(values.view(np.uint8)[:, 0])
@@ -163,14 +186,21 @@ class PackedRows:
 
     @cached_property
     def by_shard(self) -> np.ndarray:
-        """The row numbers [N] in the order in which the shards store them."""
+        """The row numbers [N], in the order in which the shards store the rows."""
         return np.argsort(self.shard_of, kind="stable")
 
 
 def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
-    """Read the columns of the rows of these chunks.
+    """Read the digests and shards of the rows of finished chunks, to find duplicates.
 
-    The digests are in unnamed temporary files, 48 bytes a row.
+    Args:
+        out: Folder of the set.
+        chunks: Indices of the chunks.
+        rule: `prepare.duplicates`. With `row`, `contents` are digests of image and captions,
+            otherwise of the image.
+
+    Returns:
+        The N rows in source order. Their digests are in unnamed temporary files, 48 bytes a row.
     """
     content = "row_digest" if rule == "row" else "image_digest"
     files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - _map_digests closes them
@@ -210,6 +240,14 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
     A key that is repeated within its split is an error under each rule but `keep`, and no row is a
     duplicate of such a row.
+
+    Args:
+        packed: The rows, from `read_packed_rows`.
+        rule: `prepare.duplicates`: `image` (same image), `row` (same image and captions), `text`
+            (same image or same captions) or `keep` (none).
+
+    Returns:
+        The kept row of each duplicate, and the reason.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
@@ -253,8 +291,18 @@ def quarantine_rows(
     dedup: DedupResult,
     file_name: str = QUARANTINE,
 ) -> PrepareResult:
-    """Write bad and dropped rows to a file, in source order; return the shards without the dropped
-    rows.
+    """Write bad and dropped rows to a file, in source order.
+
+    Args:
+        out: Folder of the set.
+        chunks: Indices of its chunks.
+        packed: Its rows, from `read_packed_rows`.
+        dedup: Which rows are dropped, and why.
+        file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
+            `reason` and `detail`.
+
+    Returns:
+        The shards without the dropped rows, and the counts of rows.
     """
     dropped = dedup.dropped
     result = PrepareResult(list(_drop_rows(packed, dropped)), file_name)
@@ -337,7 +385,12 @@ def _drop_reason(
 
 
 def max_bad_rows(max_bad_fraction: float, total: int) -> int:
-    """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29."""
+    """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29.
+
+    Args:
+        max_bad_fraction: `prepare.max_bad_fraction`, 0 to 1.
+        total: Number of rows of the source.
+    """
     return int(max_bad_fraction * total + 1e-6)
 
 
@@ -349,8 +402,15 @@ def rejection_error(
     result: PrepareResult,
     max_bad_fraction: float,
 ) -> DataError:
-    """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or
-    without a good row.
+    """Return the error for a source with too many bad rows, or without a good row.
+
+    Args:
+        source: Path of the source, for the message.
+        out: Folder of the set.
+        num_read: Number of rows that were read, including bad ones.
+        total: Number of rows of the source; larger than `num_read` if prepare stopped early.
+        result: Counts of bad rows by reason, with examples.
+        max_bad_fraction: Limit of bad rows as a fraction of `total`.
     """
     reasons = result.reasons
     quarantine = f"{out / result.quarantine}"
@@ -390,8 +450,15 @@ def rejection_error(
 
 
 def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
-    """Train a tokenizer on the captions outside the held-out splits, if there are any; return
-    whether it is written.
+    """Train a tokenizer on the captions outside the held-out splits, and write its tokenizer.json.
+
+    Args:
+        out: Folder of the set, whose shards are written.
+        manifest: Its manifest.
+        vocab_size: Maximum number of tokens; 0: no tokenizer.
+
+    Returns:
+        Whether a tokenizer is written; False also if all splits are held out.
     """
     used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if vocab_size and used:
@@ -401,11 +468,14 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:
-    """Yield the captions of evenly spaced runs of rows, at most MAX_TRAINING_TEXTS; all if the set
-    is small.
+    """Yield captions of evenly spaced runs of adjacent rows, about MAX_TRAINING_TEXTS at most; all
+    captions if the set is small.
 
     A store sends runs with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two
     runs.
+
+    Args:
+        prepared: The set.
     """
     num_rows = prepared.num_rows
     sampled = min(

@@ -76,11 +76,21 @@ class ContaminatedRow(NamedTuple):
 
 
 def is_enabled(settings: Prepare) -> bool:
+    """Return whether the settings ask for a contamination check."""
     return bool(settings.check_contamination) or settings.drop_overlap
 
 
 def validate(settings: Prepare, out: str) -> None:
-    """Validate the settings before any row is read. Raises UsageError or DataError."""
+    """Check the settings of the contamination check before any row is read.
+
+    Args:
+        settings: The `prepare` section.
+        out: Address of the set that will be written.
+
+    Raises:
+        UsageError: A package is missing, or `check_contamination` names `out` itself.
+        DataError: `check_contamination` names a folder that is not a prepared set.
+    """
     if is_enabled(settings) and find_spec("imagehash") is None:
         raise UsageError(
             "--check-contamination and --drop-overlap need the package imagehash: "
@@ -103,11 +113,24 @@ def check_contamination(
     settings: Prepare,
     on_rows: Callable[[int, int], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
-    """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for
-    the manifest.
+    """Find the contaminated rows of a set that is being prepared, and write them to leaks.jsonl.
 
-    `image_folder` is that of the source. `on_rows` gets the hashed rows and their total. Raises
-    DataError, or ResourceError if tasks die.
+    Args:
+        out: Folder of the set.
+        packed: Its rows.
+        image_folder: Folder of the source, which has the images of an index-only set.
+        dedup: Rows that are dropped as duplicates and are not compared.
+        settings: The `prepare` section; `check_contamination` names the sets to compare with.
+        on_rows: Called with the number of rows hashed so far and the number to hash.
+
+    Returns:
+        A description for each contaminated row by its number, and the summary for the manifest:
+        `exact` and `near` (numbers of rows), `phash_distance`, `dropped` and `found_in` (number of
+        rows by set, and by `splits` for other splits of this set).
+
+    Raises:
+        DataError: A set cannot be read.
+        ResourceError: Tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
     shard_row_of = np.argsort(packed.by_shard)  # row in the shards of each row of the source
@@ -181,16 +204,15 @@ def find_contaminated_rows(
     packed: PackedRows,
     others: Sequence[np.ndarray],
 ) -> list[ContaminatedRow]:
-    """Return the rows with an image that is in the sets `others` or in another split, in source
-    order.
+    """Return the rows with an image that is in another set or in another split, in source order.
 
     A row is reported once, for the first set that contains one of its images.
 
     Args:
         own: IMAGE_HASH_DTYPE records of the images of the rows, in source order.
-        kept: bool [N]: the rows to compare.
-        packed: The N rows.
-        others: Records of the images of each other set.
+        kept: Whether each row is compared, bool [N].
+        packed: The N rows, with their splits.
+        others: IMAGE_HASH_DTYPE records of the images of each other set.
     """
     is_contaminated = np.zeros(len(kept), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
@@ -245,10 +267,16 @@ def _matches(queries: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, n
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Return (pHash uint64 [4], mean colors uint8 [48]) of an RGB image.
+    """Return a hash of an image that changes little with its size and compression.
 
-    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) is robust to size and
-    compression but ignores color.
+    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) ignores color, so mean
+    colors are added.
+
+    Args:
+        image: RGB image of any size.
+
+    Returns:
+        pHash uint64 [4], and the mean colors of 4 x 4 cells, uint8 [48].
     """
     import imagehash  # optional dependency, needed only for near-duplicate search
 
@@ -258,10 +286,18 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Return up to 64 bits of each of `count` bands of uint64 hashes [N, 4]: uint64 [count, N].
+    """Divide hashes into bands of bits, to find candidates of similar hashes (locality-sensitive
+    hashing).
 
     Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole
     principle).
+
+    Args:
+        hashes: 256-bit hashes, uint64 [N, 4].
+        count: Number of bands.
+
+    Returns:
+        Up to 64 bits of each band, uint64 [count, N].
     """
     bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
     out = np.zeros((count, len(hashes)), np.uint64)
@@ -274,13 +310,21 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 def nearest(
     queries: np.ndarray, references: np.ndarray, max_distance: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest reference of each query: (index, Hamming distance), int64 [N]; both NO_ROW
-    without a match.
+    """Return the nearest reference image of each query image, by perceptual hash.
 
-    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits,
-    and in color by at most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with
-    max_distance + 1 bands, any two such hashes have an equal band. Duplicates are compared once, so
-    a thousand blank pages cost as much as one.
+    A match differs in at most `max_distance` of 256 bits, and in color by at most
+    MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any
+    two such hashes have an equal band. Duplicates are compared once, so a thousand blank pages cost
+    as much as one.
+
+    Args:
+        queries: N records of IMAGE_HASH_DTYPE.
+        references: Records of IMAGE_HASH_DTYPE to search in.
+        max_distance: Maximum Hamming distance in bits.
+
+    Returns:
+        Index in `references` and Hamming distance of each query, both int64 [N]; NO_ROW (-1) in
+        both for a query without a match.
     """
     index = np.full(len(queries), NO_ROW, np.int64)
     distances = np.full(len(queries), NO_ROW, np.int64)

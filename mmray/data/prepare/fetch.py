@@ -39,7 +39,11 @@ _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its si
 
 
 class Fetcher:
-    """Fetches images in a background thread while its `with` block is open."""
+    """Fetches images in a background thread while its `with` block is open.
+
+    Args:
+        hosts: Hosts that may be contacted, such as `images.example.org`.
+    """
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
@@ -75,7 +79,15 @@ class Fetcher:
         self._thread.join()
 
     def fetch(self, url: str) -> Future[bytes]:
-        """Start fetching a URL. The future raises BadRow (stage `read`)."""
+        """Start to fetch an image by URL.
+
+        Args:
+            url: An https URL at one of the hosts.
+
+        Returns:
+            Future of the bytes. It raises BadRow with stage `read`, for example if the URL is not
+            allowed, its host has no public address, or the image has over 32 MiB.
+        """
         return asyncio.run_coroutine_threadsafe(self._fetch(url), self._loop)
 
     async def _fetch(self, url: str) -> bytes:

@@ -85,7 +85,15 @@ Fetch = Callable[[ImageRef], Future[bytes] | None]
 
 
 class ShardWriter:
-    """Writes a shard row by row; memory holds at most one record batch."""
+    """Writes a shard row by row; memory holds at most one record batch. `open_shard` creates it.
+
+    Args:
+        folder: Folder of the set.
+        name: Path of the shard in it.
+        split: Split of its rows; None: none.
+        stream: The open file.
+        writer: Arrow IPC writer on the stream.
+    """
 
     def __init__(
         self, folder: AnyPath, name: str, split: str | None, stream: pa.NativeFile, writer: Any
@@ -101,6 +109,7 @@ class ShardWriter:
         self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
 
     def append(self, row: Row) -> None:
+        """Add a row, and write a record batch if RECORD_BATCH_ROWS rows are waiting."""
         self._batch.append(row)
         self._num_rows += 1
         values = [getattr(row, name) for name in _DIGEST_COLUMNS]
@@ -111,6 +120,7 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
+        """Write the waiting rows as a record batch, if there are any."""
         if self._batch:
             self._writer.write_batch(
                 pa.RecordBatch.from_pylist(
@@ -122,7 +132,9 @@ class ShardWriter:
             self._batch.clear()
 
     def entry(self) -> Shard:
-        """Return the manifest entry of the finished file."""
+        """Return the entry of the finished file in the manifest, with its digest and byte
+        offsets.
+        """
         return Shard(
             self._name,
             self._split,
@@ -135,7 +147,17 @@ class ShardWriter:
 
 @contextmanager
 def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator[ShardWriter]:
-    """Open a shard for writing. The file appears when the `with` block ends without an error."""
+    """Context manager that opens a shard for writing; the file appears when the block ends without
+    an error.
+
+    Args:
+        folder: Folder of the set.
+        name: Path of the shard in it.
+        split: Split of all its rows; None: none.
+
+    Yields:
+        The writer, to which rows are appended.
+    """
     with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
         shard = ShardWriter(folder, name, split, stream, writer)
         yield shard
@@ -153,8 +175,9 @@ class PrepareJob:
     class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., known after the scan
 
     def digest(self) -> str:
-        """Return a hash of what determines how a chunk is packed; without addresses, so that a set
-        can be moved.
+        """Return a hash of what determines how a chunk is packed: source format and settings.
+
+        It does not cover addresses, so that a set can be moved.
         """
         settings = [
             _RECORD_VERSION,
@@ -188,17 +211,33 @@ RECORD_COLUMNS = (
 
 
 def record_path(index: int) -> str:
+    """Return the path of the record of a chunk, relative to the folder of the set.
+
+    Args:
+        index: Index of the chunk.
+    """
     return f"{CHUNK_RECORDS}/chunk-{index:05d}.json"
 
 
 def pack_chunk(
     job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None = None
 ) -> tuple[int, int, int]:
-    """Pack one chunk; return its index, rows and bad rows. `subprocess_decoder` decodes each image
-    first.
+    """Pack one chunk: write its rows to shards, and then its record, which marks it as done.
 
-    Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be
-    written.
+    Does nothing if a current record exists, because an earlier attempt has packed the chunk.
+
+    Args:
+        job: Source, output folder and settings.
+        chunk: A chunk that `scan` yielded.
+        subprocess_decoder: Decodes each image first, in a child process, to name an image that
+            crashes the decoder; None: none.
+
+    Returns:
+        (index of the chunk, number of its rows including bad ones, number of bad rows).
+
+    Raises:
+        DataError: The source changed.
+        OSError: The source cannot be read, or the set cannot be written.
     """
     out = to_path(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
@@ -247,9 +286,19 @@ def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
 def prefetch_rows(
     items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Fetch
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
-    """Yield each item, in order, with its row or error and its images: those that `fetch` requests.
+    """Validate rows and request their images ahead, and yield them in order.
 
     Up to PREFETCH_ROWS images are requested ahead, fewer if the last one was large.
+
+    Args:
+        items: Parsed rows of a chunk.
+        hosts: Hosts from which images may be fetched by URL.
+        fetch: Starts to read an image and returns its future; None for an image that is not
+            requested ahead, such as one on a local disk.
+
+    Yields:
+        Each item; its validated row, or the BadRow; and what `fetch` returned for each of its
+        images.
     """
     pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
     num_requested = 0  # images of the pending rows
@@ -286,7 +335,17 @@ def _read(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes
 
 
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
-    """Return the record of a finished chunk, or None if it is missing or unreadable."""
+    """Return the record of a finished chunk.
+
+    Args:
+        out: Folder of the set.
+        name: Path of the record in it, from `record_path`.
+
+    Returns:
+        `job` (digest of the settings), `class_names`, `chunk`, `shards` (their manifest entries),
+        `rows` (a list for each of RECORD_COLUMNS), `bad_rows` and `files` (signatures of the image
+        files). None if the record is missing or unreadable.
+    """
     try:
         record: dict[str, Any] = orjson.loads((out / name).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -295,8 +354,15 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing the chunk again would give this record: same lines, settings and image
-    files.
+    """Return whether packing a chunk again would give the same record: same lines, settings and
+    image files.
+
+    False also if a row could not be read for a reason that may be temporary.
+
+    Args:
+        record: Record of the chunk, from `read_chunk_record`.
+        job: Source, output folder and settings.
+        chunk: The chunk as it was scanned now.
     """
     source = to_path(job.source.address)
     out = to_path(job.out)

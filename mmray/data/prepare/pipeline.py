@@ -89,11 +89,23 @@ Log = Callable[[str, str], None]  # message, heading
 def ensure_prepared(
     source: str, cache: str, settings: Prepare, log: Log, progress: OnProgress
 ) -> AnyPath:
-    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be
-    initialized.
+    """Return the folder of a prepared set; a raw source is prepared first.
 
-    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings
-    except max_bad_fraction, so the next run finds it. Raises DataError and UsageError.
+    A raw source is prepared into CACHE/NAME-HASH, on Ray if it is initialized, otherwise in child
+    processes. The hash covers its address and all settings except max_bad_fraction, so the next run
+    finds it.
+
+    Args:
+        source: Address of a prepared set or of a raw source, `sample`, or `sample-vlm`.
+        cache: Folder for sets that are prepared here (`data.cache`).
+        settings: The `prepare` section.
+        log: Called with a message and its heading, such as `prepared`.
+        progress: Called with the progress of each stage.
+
+    Raises:
+        DataError: The source does not exist, is invalid, or has too many bad rows.
+        UsageError: The settings do not fit the source or the cache.
+        ResourceError: A failure that may be temporary.
     """
     if source in ("sample", SAMPLE_VLM):
         if isinstance(to_path(cache), RemotePath):
@@ -131,13 +143,28 @@ def prepare(
     log: Log | None = None,
     retry: bool = False,
 ) -> Manifest:
-    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be
-    initialized.
+    """Validate, clean and pack the image-text rows of a source into a prepared set.
 
-    `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns
-    the manifest. Raises DataError (invalid source, or more bad rows than `settings` allow),
-    UsageError, ResourceError for failures that may be temporary, and TrainingError if another
-    process has taken over the folder.
+    The work runs on Ray if it is initialized, otherwise in child processes. An interrupted prepare
+    resumes if it is called again with the same arguments.
+
+    Args:
+        source: Path or URI of a file or a folder.
+        out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
+        settings: The `prepare` section.
+        progress: Called with the progress of each stage; None: not reported.
+        log: Called with a message and its heading; None: not logged.
+        retry: Also pack the chunks again that have rows which an earlier prepare could not read or
+            decode.
+
+    Returns:
+        The manifest of the set, which is written to `out`.
+
+    Raises:
+        DataError: The source is invalid, or has more bad rows than the settings allow.
+        UsageError: The settings do not fit the source, or `out` has other files.
+        ResourceError: A failure that may be temporary.
+        TrainingError: Another process has taken over the folder.
     """
     if settings.holdout and settings.index_only and settings.check == "none":
         raise UsageError(
@@ -166,7 +193,15 @@ def prepare(
 def check_source(source: str, settings: Prepare, log: Log) -> None:
     """Log how `prepare` understands a source, and check its first rows; write nothing.
 
-    Raises DataError, UsageError, and ResourceError for failures that may be temporary.
+    Args:
+        source: Path or URI of a file or a folder.
+        settings: The `prepare` section.
+        log: Called with a message and its heading, such as `columns`.
+
+    Raises:
+        DataError: The source does not exist or is invalid.
+        UsageError: The settings do not fit the source.
+        ResourceError: A failure that may be temporary.
     """
     try:
         job = PrepareJob(detect_source(source, settings.format), "", settings)

@@ -31,16 +31,35 @@ _OTHER_SPLIT_HINT = "are replaced (--split)"
 
 
 def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
-    """Return the first rows of a source, at most NUM_FIRST_ROWS."""
+    """Return the first rows of a source, at most NUM_FIRST_ROWS (100), parsed but not validated.
+
+    Args:
+        source: The source, after `scan`.
+        chunks: The chunks that `scan` yielded; only the first ones are read.
+
+    Raises:
+        DataError: A chunk changed after it was scanned.
+    """
     return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
 
 
 def find_class_names(
     source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> tuple[str, ...]:
-    """Return the sorted names of classes in the column `label`; () if it has a number.
+    """Return the sorted names of the classes in the column `label`.
 
-    All rows are read only if a label of the first rows is a name. Raises DataError.
+    All rows are read only if a label of the first rows is a name.
+
+    Args:
+        source: The source, after `scan`.
+        chunks: Chunks whose labels are read.
+        first_rows: Rows from `read_first_rows`.
+
+    Returns:
+        The names of the labels 0, 1, ...; () if no label is a name, or one is a number.
+
+    Raises:
+        DataError: There are more than MAX_CLASSES names, so the labels are no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     if not any(isinstance(label, str) for label in first):
@@ -61,7 +80,18 @@ def find_class_names(
 def describe_source(
     job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> Iterator[tuple[str, str]]:
-    """Yield lines and their headings: the format, splits, columns and an example row."""
+    """Yield what `prepare` found in a source, line by line, for the user.
+
+    Args:
+        job: Source and settings.
+        source: The source, after `scan`.
+        chunks: The chunks that `scan` yielded.
+        first_rows: Rows from `read_first_rows`.
+
+    Yields:
+        (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The
+        other headings are `splits`, `ignored`, `columns`, `example` and `download`.
+    """
     total = sum(chunk.num_rows or 0 for chunk in chunks)
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     size = f"{total:,} rows" if is_counted else f"{len(chunks):,} files"
@@ -139,9 +169,21 @@ def _shorten(value: Any) -> str:
 
 
 def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
-    """Yield what `prepare` would do with a source: its description, and the first rows checked.
+    """Yield what `prepare` would do with a source: its description, and the result of checking its
+    first rows.
 
-    Nothing is written but a list of files in a temporary folder. Raises DataError.
+    Nothing is written but a list of files in a temporary folder.
+
+    Args:
+        job: Source and settings; its output folder is not used.
+
+    Yields:
+        (line, heading): the lines of `describe_source`; the number of good rows among the first
+        ones, with heading `dry run`; and each reason of bad rows with an example, with heading
+        `bad`.
+
+    Raises:
+        DataError: The source cannot be read.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, out=folder)

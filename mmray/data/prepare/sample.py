@@ -104,11 +104,20 @@ class Scene(NamedTuple):
 
 
 def generate(out: Path) -> Path:
-    """Return the JSONL of the sample set under `out`; generate the set if it does not exist (3 s on
-    one core).
+    """Return the JSONL file of the sample set, which is generated if it does not exist (3 s on one
+    core).
 
-    The set is written to a temporary folder and renamed, so an existing folder is complete. Raises
-    UsageError if `out` is not writable.
+    The set is written to a temporary folder and renamed, so an existing folder is complete.
+
+    Args:
+        out: Folder in which the set gets a folder named by VERSION.
+
+    Returns:
+        Path of sample.jsonl, whose rows have `id`, `image`, `texts` and `split`; the images are in
+        a folder next to it.
+
+    Raises:
+        UsageError: `out` is not writable.
     """
     folder = out / VERSION
     jsonl = folder / "sample.jsonl"
@@ -128,7 +137,9 @@ def generate(out: Path) -> Path:
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
-    """Return scenes of the train rows (some repeat) and of the test rows, without overlap."""
+    """Return the scenes of the 3072 training rows (some repeat) and of the 512 test rows, without a
+    scene that is in both.
+    """
     every = [
         Scene(*each)
         for each in itertools.product(SHAPES, COLORS, RADII, (*CENTERS, *COUNTS), BACKGROUNDS)
@@ -214,7 +225,16 @@ def draw_shape(
     color: tuple[int, ...],
     turn: float,
 ) -> None:
-    """Draw a filled shape, turned clockwise by `turn` radians unless it is round."""
+    """Draw a filled shape.
+
+    Args:
+        pen: Drawing context of the image, which is changed.
+        shape: One of SHAPES, such as `star`.
+        center: (x, y) in pixels.
+        radius: Approximate distance from the center to the outline in pixels.
+        color: (red, green, blue), 0 to 255.
+        turn: Clockwise rotation in radians; without effect for `circle` and `ring`.
+    """
     x, y = center
     box = (x - radius, y - radius, x + radius, y + radius)
     if shape == "circle":
@@ -230,4 +250,10 @@ def draw_shape(
 
 
 def tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
+    """Return a color with each channel changed at random by at most 10 of 255.
+
+    Args:
+        color: (red, green, blue), 0 to 255.
+        rng: Source of the random numbers.
+    """
     return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in color)

@@ -39,10 +39,17 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Yield results of `work(item)` as they complete, on Ray if it is initialized, otherwise in
-    child processes.
+    """Run a function on many items in parallel, and yield the results as they complete.
 
-    Raises MmrayError if one fails, ResourceError if workers die.
+    It runs on Ray Data if Ray is initialized, otherwise in child processes.
+
+    Args:
+        work: Picklable function of one item that returns a dict of JSON values.
+        items: Values that JSON can encode.
+
+    Raises:
+        MmrayError: A call failed; the type is that of its error if it is one of mmray.
+        ResourceError: Workers died too often.
     """
     if not items:
         return
@@ -111,11 +118,23 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
 def run_with_crash_limit(
     work: Callable[[SubprocessDecoder | None], T], out: AnyPath, name: str, item_name: str
 ) -> T:
-    """Return `work(subprocess_decoder)`, which must check each image with it first.
+    """Run a task that may kill its process, at most MAX_ATTEMPTS times over all processes.
 
-    It is None at the first attempt, and a decoder in a child process once this item has killed a
-    worker or raised MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError
-    after MAX_ATTEMPTS.
+    The file `name`.attempt counts the attempts.
+
+    Args:
+        work: Called with None at the first attempt. Once this item has killed a process or raised
+            MemoryError, called with a decoder, with which it must check each image before it
+            decodes it.
+        out: Folder of the attempt file.
+        name: Its name without the suffix; it identifies the item.
+        item_name: What is processed, for the message.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        ResourceError: The item has killed its process MAX_ATTEMPTS times.
     """
     file = out / f"{name}{ATTEMPT_SUFFIX}"
     attempts = int(file.read_bytes()) if file_size(file) else 0

@@ -40,11 +40,15 @@ class TokenCounter(Protocol):
     """
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Hex digest of what determines the counts: tokenizer, chat template, sizes of images."""
+        ...
 
     def build(self) -> RowCounter:
-        """Return the function that counts the tokens of a row without its pixels, called once in
-        each process. It raises ValueError for a row that cannot be encoded.
+        """Return the function that counts the tokens of a stored row without its pixels.
+
+        It is called once in each process. The function raises ValueError for a row that cannot be
+        encoded.
         """
         ...
 
@@ -54,12 +58,18 @@ def token_counts(
     counter: TokenCounter,
     on_rows: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
-    """Return the tokens of each row of a set, uint32 [rows]; of a mixture, set by set.
+    """Return the number of tokens of each row of a set, counting rows that have no stored counts
+    yet.
 
     Args:
-        prepared: The set; rows that have no counts yet are counted, on Ray if it is initialized.
-        counter: See `TokenCounter`.
-        on_rows: Called with the counted rows and their total.
+        prepared: The set, or a mixture, whose rows are numbered set by set.
+        counter: Counts the tokens of a row. Counts are stored in the folder of the set by its
+            digest.
+        on_rows: Called with the number of rows counted so far and the number to count.
+
+    Returns:
+        uint32 [num_rows]; 0 for a row that cannot be read or encoded. Counting runs as Ray tasks if
+        Ray is initialized, otherwise in child processes.
 
     Raises:
         ResourceError: The counts cannot be written, or tasks die.

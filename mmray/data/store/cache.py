@@ -35,9 +35,10 @@ MAX_TABLE_BYTES = 4 << 30
 
 
 def auto_folder() -> Path:
-    """Return the folder of this user in the temporary folder of the node, which is created.
+    """Create the cache folder of this user in the temporary folder of the node, and return it.
 
-    Raises OSError.
+    Raises:
+        OSError: It cannot be created, or belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / f"mmray-cache-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -48,7 +49,12 @@ def auto_folder() -> Path:
 
 
 def node_cache() -> ShardCache:
-    """Return the cache of the tables of shards (shard_table.py). Raises UsageError."""
+    """Return the cache of the tables of shards (shard_table.py) in the temporary folder of the
+    node.
+
+    Raises:
+        UsageError: The temporary folder cannot be used.
+    """
     try:
         return ShardCache(str(auto_folder() / "tables"), MAX_TABLE_BYTES)
     except OSError as error:
@@ -56,12 +62,12 @@ def node_cache() -> ShardCache:
 
 
 class ShardCache:
-    """Entries in `folder` of at most `max_bytes` in total; cheap to pickle.
+    """Files of an object store, cached in a folder of the local disk; cheap to pickle.
 
     Args:
-        folder: A folder of each node, or AUTO.
-        max_bytes: Limit of all entries, also of other sets.
-        used_bytes: How much of it a run uses at a time; the disk must have it.
+        folder: A folder of each node, or AUTO for one in its temporary folder.
+        max_bytes: Limit of all entries in the folder, also those of other sets.
+        used_bytes: How many bytes a run uses at a time; the disk must have them.
     """
 
     def __init__(self, folder: str, max_bytes: int, used_bytes: int = 0) -> None:
@@ -77,7 +83,11 @@ class ShardCache:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder on this node, which is created. Raises UsageError if it cannot be used."""
+        """The folder on this node, which is created.
+
+        Raises:
+            UsageError: It cannot be used, or the disk has less than `used_bytes`.
+        """
         try:
             is_auto = self._address == AUTO
             folder = auto_folder() if is_auto else Path(self._address).expanduser().absolute()
@@ -96,13 +106,18 @@ class ShardCache:
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
     ) -> pa.Buffer:
-        """Return an entry; a missing one is fetched once per node.
+        """Return an entry; the first process of a node that needs it fetches it.
 
         Args:
             name: File name of the entry.
-            size: Its number of bytes; an entry of another size is fetched again.
-            fetch: Reads the bytes from the object store; its errors are raised.
-            refresh: Replace a damaged entry; processes that mapped it keep their mapping.
+            size: Its size in bytes; an entry of another size is fetched again.
+            fetch: Called without arguments; returns the bytes from the object store. Its errors are
+                raised.
+            refresh: Fetch and replace the entry, because it is damaged. Processes that mapped it
+                keep their mapping.
+
+        Returns:
+            The bytes, memory-mapped unless this call fetched them.
 
         Raises:
             UsageError: The folder cannot be created.
@@ -118,7 +133,15 @@ class ShardCache:
         return entry
 
     def find(self, name: str, size: int) -> pa.Buffer | None:
-        """Return an entry, if there is one of this size; it is then the most recently used one."""
+        """Return an entry if it is in the cache; it is then the most recently used one.
+
+        Args:
+            name: File name of the entry.
+            size: Its size in bytes.
+
+        Returns:
+            The memory-mapped bytes; None if there is no entry of this size.
+        """
         try:
             os.utime(self.folder / name)  # the modification time is the time of last use
             entry = pa.memory_map(str(self.folder / name)).read_buffer()

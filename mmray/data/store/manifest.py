@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def max_pixels(self) -> int:
-        """Maximum pixels of its images when they were validated; 0: not recorded."""
+        """Maximum width x height of its images when they were validated; 0: not recorded."""
         return int(self.settings.get("max_pixels", 0))
 
     @property
@@ -82,16 +82,20 @@ class Manifest:
 
 
 def fingerprint(shards: Sequence[Shard]) -> str:
-    """Return a hex digest of the rows of these shards, in order."""
+    """Return a hex digest of the rows of these shards, in order and without dropped rows."""
     table = ShardTable.from_shards(shards)
     return table.fingerprint(table.of_split(None))
 
 
 def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
-    """Write the shards of a set and its manifest.
+    """Write the shards file of a set and then its manifest.json.
 
     The file of the shards is named by its digest, because processes that opened the set before it
     grew still read the older one.
+
+    Args:
+        folder: Folder of the set.
+        manifest: Its content.
     """
     shards = manifest.shards
     table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
@@ -133,7 +137,11 @@ def _read_older_table(folder: AnyPath) -> bytes:
 
 
 def is_prepared(folder: AnyPath) -> bool:
-    """Whether the folder has a manifest.json of mmray, of any schema version."""
+    """Return whether a folder has a manifest.json of mmray, of any schema version.
+
+    Args:
+        folder: Local folder or folder on an object store.
+    """
     if not (folder / MANIFEST).is_file():
         return False
     try:
@@ -144,9 +152,16 @@ def is_prepared(folder: AnyPath) -> bool:
 
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
-    """Read the manifest of a prepared set;
+    """Read the manifest of a prepared set.
 
-    None if there is none. Raises DataError if it is damaged or outdated.
+    Args:
+        folder: Local folder or folder on an object store.
+
+    Returns:
+        The manifest, with the table of its shards opened; None if the folder has no manifest.json.
+
+    Raises:
+        DataError: The manifest is damaged, or has a schema version that cannot be read.
     """
     if not (folder / MANIFEST).is_file():
         return None

@@ -103,8 +103,10 @@ class Media:
 
     @cached_property
     def checksum_ok(self) -> bool:
-        """Whether the bytes are the validated ones (a damaged JPEG often decodes); true for an
-        unvalidated reference. The cache of a node and the reader of a row both ask.
+        """Whether the bytes have the digest of the validated ones (a damaged JPEG often decodes).
+
+        True for an unvalidated reference. It is computed once, because the cache of a node and the
+        reader of a row both ask.
         """
         is_unvalidated = not self.sha256 and self.ref is not None
         return is_unvalidated or self.sha256 == hashlib.sha256(self.data).hexdigest()
@@ -130,12 +132,16 @@ class Row:
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether all media are the validated ones."""
+        """Whether the bytes of all images are the validated ones."""
         return all(media.checksum_ok for media in self.media)
 
     @property
     def image(self) -> bytes:
-        """Encoded bytes of the only image, for models that take one. Raises BadImage."""
+        """Encoded bytes of the only image, for models that take one image per row.
+
+        Raises:
+            BadImage: The row has no image, or several.
+        """
         if len(self.media) != 1:
             raise BadImage("image-count", f"the row has {len(self.media)} images, not one")
         return self.media[0].data
@@ -149,8 +155,13 @@ def _to_row(values: dict[str, Any]) -> Row:
 
 
 def hash_key(key: str) -> int:
-    """Return the column `key` of a training batch: a signed 64-bit hash of a row key, the same in
-    every process.
+    """Return the hash of a row key, which is the column `key` of a training batch.
+
+    Args:
+        key: Key of the row in its set, such as `shapes-00012`.
+
+    Returns:
+        A signed 64-bit integer, the same in every process.
     """
     return int.from_bytes(
         hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True
@@ -158,7 +169,12 @@ def hash_key(key: str) -> int:
 
 
 class ReadRequest(NamedTuple):
-    """Rows of one record batch: their indices in the result, and their numbers in the batch."""
+    """Rows of one record batch (8 rows of a shard).
+
+    `shard` and `batch` are its number in the table of shards and in the shard. `indices` int64 [N]
+    are where the rows belong in the result, and `rows_in_batch` int64 [N] their numbers in the
+    batch.
+    """
 
     shard: int  # its number in the table
     batch: int
@@ -185,6 +201,12 @@ class ShardReader:
 
     On an object store, nearby batches share a request. With a cache, complete shuffle blocks are
     fetched once and kept on the local disk.
+
+    Args:
+        folder: Folder of the prepared set.
+        table: Its shards, with the byte offsets of their record batches.
+        cache: Cache of this node for blocks from an object store; None: none.
+        schema: Schema of the shards.
     """
 
     def __init__(
@@ -212,14 +234,15 @@ class ShardReader:
         whole_blocks: bool = True,
         refresh: bool = False,
     ) -> None:
-        """Call `consume` with each request and its record batch.
+        """Read record batches and call a function with each.
 
         Args:
             requests: Record batches to read, in any order.
-            consume: Called from several threads on an object store.
-            whole_blocks: Fetch the block of a record batch that is not in the cache; False: only
-                the record batch.
-            refresh: Replace the entries of the cache.
+            consume: Called with a request and its pyarrow.RecordBatch. On an object store several
+                threads call it.
+            whole_blocks: If a shuffle block is not in the cache, fetch all of it into the cache;
+                False: read only the record batches of `requests`.
+            refresh: Fetch blocks again and replace their entries in the cache.
 
         Raises:
             OSError: A file cannot be read.
@@ -237,9 +260,14 @@ class ShardReader:
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
-        """Fetch the blocks of these requests that are not in the cache, one after the other.
+        """Fetch shuffle blocks that are not in the cache into it, one after the other.
 
-        Raises OSError or ValueError.
+        Args:
+            requests: Record batches of the blocks.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A shard is shorter than its table states.
         """
         fetches = list(self._plan(requests, whole_blocks=True))
         random.shuffle(fetches)
@@ -328,6 +356,13 @@ class PreparedSet:
 
     Cheap to pickle. The manifest is pickled with it, so all processes read the same rows even if
     the set grows. Thread-safe.
+
+    Args:
+        folder: Folder of the set.
+        manifest: Its manifest, from `read_manifest`.
+        split: Split whose rows are the set, such as `train`; None: all rows.
+        cache: Cache of this node for reads from an object store; None: none.
+        shuffle_block: Number of adjacent rows that the cache fetches at once.
     """
 
     def __init__(
@@ -358,9 +393,16 @@ class PreparedSet:
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """Open the set in a folder or at a URI, or a split of it: all rows if it has no splits.
+        """Open a prepared set, or a split of it.
 
-        Raises DataError.
+        Args:
+            path: Folder or URI of the set, such as `s3://bucket/set`.
+            split: Split to open, such as `val`; None: all rows. A set without splits is opened
+                completely, whatever the split is.
+
+        Raises:
+            DataError: The folder is not a complete prepared set, or has no such split.
+            UsageError: The address of the set, or that of its source, is invalid.
         """
         folder = to_path(path)
         manifest = read_manifest(folder)
@@ -381,8 +423,11 @@ class PreparedSet:
         return cls(folder, manifest, split)
 
     def with_cache(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
-        """Return this set with a cache for reads from an object store, which fetches
-        `shuffle_block` rows at once.
+        """Return this set with a cache on the local disk for reads from an object store.
+
+        Args:
+            cache: The cache; not used if the set is on a local disk.
+            shuffle_block: Number of adjacent rows that are fetched at once.
         """
         return PreparedSet(self.folder, self.manifest, self.split, cache, shuffle_block)
 
@@ -393,25 +438,27 @@ class PreparedSet:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return int(self._starts[-1])
 
     @property
     def num_bytes(self) -> int:
+        """Size of the shards of these rows in bytes."""
         return int(self._table.num_bytes[self._numbers].sum())
 
     @property
     def max_pixels(self) -> int:
-        """Maximum pixels of an image, as the set was prepared; 0: not recorded."""
+        """Maximum width x height of an image, as the set was prepared; 0: not recorded."""
         return self.manifest.max_pixels
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of these rows in this order."""
+        """Hex digest of these rows in this order; sets with the same digest have the same rows."""
         return self._table.fingerprint(self._numbers)
 
     @property
     def rows_by_num_images(self) -> dict[int, int]:
-        """Number of rows by their number of images."""
+        """Number of rows by their number of images: {1: 980, 2: 20} if 20 rows have two images."""
         if self.manifest.schema_version == version3.VERSION:
             return {1: self.num_rows}
         counts: Counter[int] = Counter()
@@ -422,12 +469,14 @@ class PreparedSet:
 
     @property
     def languages(self) -> frozenset[str]:
-        """Languages of the rows of the full set."""
+        """Languages of the rows of the full set, also outside this split, such as `de`."""
         return frozenset(self.manifest.languages)
 
     @property
     def tokenizer_json(self) -> str | None:
-        """Tokenizer trained on this set's captions, if any."""
+        """Content of the tokenizer.json that was trained on this set's captions; None if there is
+        none.
+        """
         return (
             (self.folder / TOKENIZER).read_text(encoding="utf-8")
             if self.manifest.tokenizer
@@ -435,12 +484,22 @@ class PreparedSet:
         )
 
     def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
-        """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this
-        order.
+        """Read rows by their numbers.
 
-        With a cache, `whole_blocks` fetches the blocks of these rows into it; otherwise only rows
-        that are not in it are read from the store. Raises IndexError for a number outside the set.
-        Raises OSError or ValueError with the shard name if a file is missing or damaged.
+        Args:
+            rows: Row numbers int64 [N], in any order; duplicates are allowed.
+            whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
+                False: read only rows that are not in it from the store.
+
+        Returns:
+            The N rows in the order of `rows`, with the bytes of their images, also those of an
+            index-only set, which are in its source.
+
+        Raises:
+            IndexError: A number is outside the set.
+            OSError: A file is missing or cannot be read.
+            ValueError: A shard is damaged; the message has its name. BadRow, a ValueError, for an
+                image of an index-only set that cannot be read.
         """
         out: list[Row] = self._read_batches(rows, whole_blocks=whole_blocks)
         with_refs = [(media, media.ref) for row in out for media in row.media if media.ref]
@@ -452,14 +511,24 @@ class PreparedSet:
         return out
 
     def read_without_references(self, rows: np.ndarray) -> list[Row]:
-        """Return these rows as `read` does, but without the bytes of the images of an index-only
-        set.
+        """Read rows by their numbers, without the bytes of the images of an index-only set.
+
+        Args:
+            rows: Row numbers int64 [N], in any order.
+
+        Returns:
+            The N rows in this order.
+
+        Raises:
+            IndexError: A number is outside the set.
+            OSError: A shard cannot be read.
+            ValueError: A shard is damaged; the message has its name.
         """
         return self._read_batches(rows)
 
     @property
     def image_folder(self) -> AnyPath:
-        """Folder of the source, which has the images of an index-only set."""
+        """Folder of the source, in which the images of an index-only set are."""
         return to_path(self.manifest.source["address"])
 
     @cached_property
@@ -467,11 +536,25 @@ class PreparedSet:
         return RangeReader(self.image_folder)
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Return the keys of these rows, by default of all rows; does not read images."""
+        """Return the keys of rows; images of an index-only set are not read.
+
+        Args:
+            rows: Row numbers int64 [N]; None: all rows.
+
+        Returns:
+            The N keys in this order, such as `shapes-00012`.
+        """
         return self._read_batches(np.arange(self.num_rows) if rows is None else rows, "key")
 
     def texts(self, rows: np.ndarray) -> list[list[str]]:
-        """Return the captions of these rows."""
+        """Return the captions of rows; images of an index-only set are not read.
+
+        Args:
+            rows: Row numbers int64 [N].
+
+        Returns:
+            A list of captions for each row, in this order.
+        """
         return self._read_batches(rows, "texts")
 
     def _read_batches(
@@ -511,16 +594,21 @@ class PreparedSet:
         return out
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks of these rows into the cache, if the set has one.
+        """Fetch the shuffle blocks of rows into the cache; do nothing if the set has no cache.
 
-        Raises OSError or ValueError.
+        Args:
+            rows: Row numbers int64 [N].
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A shard is shorter than its table states.
         """
         if self.is_cached:
             self._shard_reader.fetch_blocks(list(self._requests(rows)))
 
     @property
     def is_cached(self) -> bool:
-        """Whether reads go through a cache of this node."""
+        """Whether reads go through a cache on the local disk."""
         return self._cached_block_rows > 0
 
     def _requests(self, rows: np.ndarray) -> Iterator[ReadRequest]:
@@ -571,7 +659,10 @@ class PreparedSet:
 
 
 class MixtureComponent(NamedTuple):
-    """One set of a mixture: its rows, and its rows per epoch."""
+    """One set of a mixture.
+
+    `num_rows` is its number of rows, and `per_epoch` how many row positions of an epoch it fills.
+    """
 
     num_rows: int
     per_epoch: int
@@ -582,6 +673,10 @@ class PreparedMixture:
     rows) rows of each.
 
     Keys are `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
+
+    Args:
+        sets: The sets, in the order of their row numbers.
+        weights: For each set, how often an epoch takes each of its rows on average.
     """
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
@@ -596,7 +691,12 @@ class PreparedMixture:
 
     @property
     def components(self) -> tuple[MixtureComponent, ...]:
-        """Rows of each set, and its rows per epoch."""
+        """The size of each set and its share of an epoch, in the order of `sets`.
+
+        `num_rows` is the number of rows of a set, and `per_epoch` is round(weight x num_rows), at
+        least 1. With weight 2 an epoch takes each row of the set twice. With weight 0.5 it takes
+        half of the rows, and the next epoch the other half.
+        """
         return tuple(
             MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
             for each, weight in zip(self.sets, self.weights, strict=True)
@@ -604,11 +704,12 @@ class PreparedMixture:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows of all sets, each counted once, whatever the weights are."""
         return int(self._starts[-1])
 
     @property
     def max_pixels(self) -> int:
-        """Largest `max_pixels` of the sets."""
+        """Largest `max_pixels` of the sets: maximum width x height of an image."""
         return max(each.max_pixels for each in self.sets)
 
     @property
@@ -626,13 +727,25 @@ class PreparedMixture:
 
     @property
     def tokenizer_json(self) -> str | None:
-        """Tokenizer of the first set that has one."""
+        """Content of the tokenizer.json of the first set that has one; None if none has."""
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
-        """Return the rows with these numbers, in this order, as PreparedSet.read does.
+        """Read rows by their numbers, which count set by set.
 
-        Raises the same errors.
+        Args:
+            rows: Row numbers int64 [N], in any order; duplicates are allowed.
+            whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
+                False: read only rows that are not in it from the store.
+
+        Returns:
+            The N rows in the order of `rows`, with the bytes of their images and keys `SET/KEY`.
+
+        Raises:
+            IndexError: A number is outside the sets.
+            OSError: A file is missing or cannot be read.
+            ValueError: A shard is damaged, or (BadRow) an image of an index-only set cannot be
+                read.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
@@ -646,16 +759,21 @@ class PreparedMixture:
         return out  # type: ignore[return-value]  # every row belongs to a set
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks of these rows into the caches of the sets that have one.
+        """Fetch the shuffle blocks of rows into the caches of the sets that have one.
 
-        Raises OSError or ValueError.
+        Args:
+            rows: Row numbers int64 [N], which count set by set.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A shard is shorter than its table states.
         """
         for number, _, in_set in self._by_set(rows):
             self.sets[number].fetch_blocks(in_set)
 
     @property
     def is_cached(self) -> bool:
-        """Whether reads of a set go through a cache of this node."""
+        """Whether reads of at least one set go through a cache on the local disk."""
         return any(each.is_cached for each in self.sets)
 
     def _by_set(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -674,13 +792,16 @@ def read_each(
     errors: tuple[type[Exception], ...] = ROW_ERRORS,
     whole_blocks: bool = True,
 ) -> list[Row | Exception]:
-    """Return the rows with these numbers, or the error of a row that cannot be read.
+    """Read rows by their numbers; a row that cannot be read becomes an error in its place.
 
     Args:
         prepared: A set or a mixture.
-        rows: Row numbers, int64 [N].
-        whole_blocks: As of PreparedSet.read.
-        errors: Errors that belong to a row; others are raised.
+        rows: Row numbers int64 [N].
+        errors: Types of errors that belong to a row and are returned; others are raised.
+        whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
+
+    Returns:
+        The row or its error for each of the N numbers, in this order.
     """
     try:
         return list(prepared.read(rows, whole_blocks))

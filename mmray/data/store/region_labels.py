@@ -14,15 +14,19 @@ MAX_LABELS = 20_000  # the text tower embeds the name of each label in every mic
 def with_region_labels(
     model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None
 ) -> Any:
-    """Fill in `model.region_labels` from the sets, unless it is given.
+    """Fill in `model.region_labels`, the names of the box classes, from the sets, unless it is set.
 
     Args:
-        model: The `model` section; returned as it is without `regions`.
-        train_sets: Sets whose manifests have the names.
-        eval_set: A set that must not name a label differently.
+        model: The `model` section; returned unchanged if it has no `regions` or has
+            `region_labels`.
+        train_sets: Sets whose manifests have the names of their box labels.
+        eval_set: A set that must not name a label differently; None: none.
+
+    Returns:
+        The section with the name of label n at index n; "" for a number without a name.
 
     Raises:
-        UsageError: The sets have no names, different ones, or too many labels.
+        UsageError: The sets have no names, different ones, or a label of MAX_LABELS or more.
     """
     if not getattr(model, "regions", False) or model.region_labels:
         return model

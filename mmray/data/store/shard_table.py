@@ -36,9 +36,10 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with rows of one split;
+    """A file with rows of one split.
 
-    `dropped` are row numbers in it that are not part of the set (duplicates).
+    `dropped` are the numbers of rows in the file that are not part of the set (duplicates and
+    contaminated rows).
     """
 
     file: str
@@ -51,24 +52,26 @@ class Shard:
 
     @property
     def num_kept(self) -> int:
+        """Number of rows of the file that are part of the set."""
         return self.num_rows - len(self.dropped)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
+        """Return the shard of an entry in JSON, which has the fields of this class."""
         return cls(**values | {"dropped": tuple(values["dropped"])})
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """Where a process finds a table again.
+    """Where a process finds a table again after unpickling it.
 
     Args:
         folder: Folder of the set.
         name: File name in it; empty for a set of an earlier version, whose manifest.json has the
             shards.
-        sha256: Digest of the Arrow file.
+        sha256: Hex digest of the Arrow file.
         num_bytes: Its size.
-        fetch: Returns the file, without its size and digest being checked.
+        fetch: Returns the content of the file, without checking its size and digest.
     """
 
     folder: AnyPath
@@ -78,9 +81,15 @@ class TableFile:
     fetch: Callable[[], bytes]
 
     def open(self, data: bytes | None = None) -> ShardTable:
-        """Open the table, memory-mapped, in the folder of the set or in a folder of the node.
+        """Open the table, memory-mapped in the folder of the set or in the cache folder of this
+        node.
 
-        `data` is the file, if it is known. Raises DataError if the set was changed.
+        Args:
+            data: Content of the file, if it is known; None: it is read.
+
+        Raises:
+            DataError: The content has another digest, because the set was changed. A file in a
+                local folder is mapped without this check.
         """
         if self.name and isinstance(self.folder, Path):
             with open_input(self.folder / self.name, mapped=True) as file:
@@ -102,11 +111,11 @@ class TableFile:
 
 
 class ShardTable:
-    """Shards in source order; with a file cheap to pickle.
+    """The shards of a set in source order; cheap to pickle if it has a file.
 
     Args:
-        data: An Arrow IPC file with the columns of _SCHEMA in one record batch.
-        file: Where it is from; None: it is pickled with its data.
+        data: An Arrow IPC file with the columns of _SCHEMA in one record batch, a row per shard.
+        file: Where the data is from, to read it again after unpickling; None: it is pickled.
     """
 
     def __init__(self, data: pa.Buffer, file: TableFile | None = None) -> None:
@@ -128,7 +137,7 @@ class ShardTable:
 
     @classmethod
     def from_shards(cls, shards: Iterable[Shard]) -> ShardTable:
-        """Return the table of these shards, in memory."""
+        """Return the table of these shards, in memory and without a file."""
         rows = list(shards)
         names = [field.name for field in _SCHEMA if field.name not in ("dropped", "offsets")]
         columns = [
@@ -143,8 +152,10 @@ class ShardTable:
         return cls(stream.getvalue())
 
     def validate(self) -> None:
-        """Raise ValueError for values that a set must not have, because it may be damaged or from
-        an untrusted source.
+        """Raise ValueError for values that a set must not have, because it may be damaged or
+        untrusted.
+
+        File names must be inside the folder of the set, and dropped rows must exist.
         """
         self._columns.validate(full=True)
         for name in self._columns["file"].to_pylist():
@@ -178,33 +189,68 @@ class ShardTable:
 
     @property
     def num_kept(self) -> np.ndarray:
-        """Rows of each shard that are part of the set, int64 [shards]."""
+        """Number of rows of each shard that are part of the set, int64 [shards]."""
         return self.num_rows - self._dropped.lengths
 
     def of_split(self, split: str | None) -> np.ndarray:
-        """Return the numbers of the shards of a split, int64; None: of all."""
+        """Return the numbers of the shards of a split.
+
+        Args:
+            split: Name of the split, such as `train`; None: all shards.
+
+        Returns:
+            Sorted indices in this table, int64.
+        """
         if split is None:
             return np.arange(len(self))
         return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
 
     def file_name(self, number: int) -> str:
-        """Return the path of a shard in the folder of its set."""
+        """Return the path of a shard, relative to the folder of the set:
+        `shards/00000-train-1f2e3d4c.arrow`.
+
+        Args:
+            number: Index of the shard in this table.
+        """
         return str(self._columns["file"][number].as_py())
 
     def sha256(self, number: int) -> str:
-        """Return the digest of the rows of a shard."""
+        """Return the hex digest of the rows of a shard, in order.
+
+        Args:
+            number: Index of the shard in this table.
+        """
         return str(self._columns["sha256"][number].as_py())
 
     def dropped(self, number: int) -> np.ndarray:
-        """Return the row numbers in a shard that are not part of the set, sorted int64."""
+        """Return which rows of a shard are not part of the set.
+
+        Args:
+            number: Index of the shard in this table.
+
+        Returns:
+            Sorted row numbers in the shard, int64; empty if all rows are part of the set.
+        """
         return self._dropped[number]
 
     def offsets(self, number: int) -> np.ndarray:
-        """Return int64 byte offsets; record batch b of the shard ends where b + 1 starts."""
+        """Return the byte offsets of the record batches in the file of a shard.
+
+        Args:
+            number: Index of the shard in this table.
+
+        Returns:
+            int64 [batches + 1]: record batch b is at bytes offsets[b] to offsets[b + 1]
+            (exclusive).
+        """
         return self._offsets[number]
 
     def fingerprint(self, numbers: np.ndarray) -> str:
-        """Return a hex digest of the rows of these shards, in order."""
+        """Return a hex digest of the rows of some shards, in order.
+
+        Args:
+            numbers: Indices of the shards in this table, int64 [N].
+        """
         digest = hashlib.sha256()
         splits = self._columns["split"].to_pylist()
         for number in numbers.tolist():

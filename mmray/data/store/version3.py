@@ -29,8 +29,17 @@ SCHEMA = pa.schema(
 
 
 def upgrade(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row of the current schema: the image is a medium of unknown size, and
-    is before the first user's turn of a conversation.
+    """Convert a stored row of schema version 3 to the current schema.
+
+    The image becomes the only entry of `media`, of unknown size. In a conversation, an image part
+    is put before the first user message.
+
+    Args:
+        values: Values of the row by the columns of SCHEMA; `image`, `ref`, `sha256` and `messages`
+            are removed from it.
+
+    Returns:
+        Values by the columns of the current schema.
     """
     image, ref, sha256 = (values.pop(name) for name in ("image", "ref", "sha256"))
     media = {"kind": "image", "data": image, "ref": ref, "sha256": sha256}
