@@ -36,10 +36,24 @@ def quarantine_bad_rows(
     plan: SamplePlan,
     count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
-    """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to
-    MAX_BAD_ROWS.
+    """Yield the blocks unchanged; write rows that could not be read to the run's quarantine.jsonl.
 
     Each row is written and counted once, over all ranks, epochs and attempts.
+
+    Args:
+        blocks: Arrays of rows by column: `pos` int64 [R], the position in the sample order, -1 for
+            padding; `valid` bool [R], False for padding and unreadable rows; label columns int64
+            [R, ...].
+        config: Settings of the run.
+        folder: Folder of the run.
+        reader: Reads the training set; it returns why a row cannot be read.
+        plan: The sample order, from positions to row ids.
+        count_bad_row: Called with a row id; returns how many bad rows the run has so far, or 0 if
+            this one was counted before.
+
+    Raises:
+        DataError: More than MAX_BAD_ROWS rows could not be read (rows that are too long for the
+            model do not count), or a label has no class in the model.
     """
     num_too_long = 0  # a limit of the model, no fault of the data
     for block in blocks:
@@ -82,7 +96,13 @@ def _check_labels(block: Block, config: Config) -> None:
 
 
 def load_bad_rows(folder: AnyPath) -> set[int]:
-    """Rows in the run's quarantine.jsonl so far; truncated lines are ignored."""
+    """Return the row ids in the run's quarantine.jsonl; empty without the file.
+
+    Truncated lines are ignored.
+
+    Args:
+        folder: Folder of the run.
+    """
     rows = set()
     file = folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():

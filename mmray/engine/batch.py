@@ -31,16 +31,25 @@ class BatchShape:
 
     @property
     def rank_batch_size(self) -> int:
-        """Rows of one rank in a step, including padding."""
+        """Rows of one rank in a step, including padding: global batch size / world size, rounded
+        up.
+        """
         return ceil(self.global_batch_size / self.world_size)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in a step."""
+        """Micro-batches of one rank in a step: its rows / micro-batch size, rounded up."""
         return ceil(self.rank_batch_size / self.micro_batch_size)
 
     def with_world_size(self, world_size: int) -> BatchShape:
-        """Return the shape for another number of workers."""
+        """Return the shape for another number of workers, with the same global batch size.
+
+        With `auto` the micro-batch size becomes all rows of a rank, the upper limit of the search;
+        otherwise it shrinks only if a rank has fewer rows. With `micro_tokens` it does not change.
+
+        Args:
+            world_size: Number of workers.
+        """
         if self.micro_tokens is not None:
             return replace(self, world_size=world_size)
         rows = ceil(self.global_batch_size / world_size)
@@ -48,16 +57,24 @@ class BatchShape:
         return replace(self, world_size=world_size, micro_batch_size=micro_batch_size)
 
     def with_micro_batch_size(self, size: int) -> BatchShape:
-        """Return the shape with micro-batches of `size` rows, which is not searched any more."""
+        """Return the shape with another micro-batch size, which is not searched any more (`auto` is
+        False).
+
+        With `micro_tokens`, the maximum number of tokens changes in proportion.
+
+        Args:
+            size: Rows of a micro-batch; limited to the rows of a rank.
+        """
         if self.micro_tokens is not None:
             tokens = self.micro_tokens * size // self.micro_batch_size
             return replace(self, micro_batch_size=size, micro_tokens=tokens)
         return replace(self, micro_batch_size=min(size, self.rank_batch_size), auto=False)
 
     def halved(self) -> BatchShape | None:
-        """Return the shape with half the micro-batch size; None if a micro-batch has one row.
+        """Return the shape with half the micro-batch size, rounded up; None if a micro-batch has
+        one row.
 
-        It is rounded up, so that accumulation at most doubles.
+        Because of the rounding, accumulation at most doubles.
         """
         if self.micro_batch_size == 1:
             return None
@@ -88,15 +105,15 @@ class BatchShape:
 
 
 def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) -> BatchShape:
-    """Resolve the batch settings for a number of workers.
+    """Compute the batch shape of the `batch` settings for a number of workers.
 
     Args:
-        batch: The settings.
+        batch: The `batch` section: `micro`, `accumulation`, `global_` and `tokens`.
         world_size: Number of workers.
-        max_row_tokens: Most tokens of a row, for `batch.tokens`.
+        max_row_tokens: Maximum number of tokens of a row; used only with `batch.tokens`.
 
     Raises:
-        UsageError: They contradict each other.
+        UsageError: The settings contradict each other, or too few are given.
     """
     if batch.tokens is not None:
         return _resolve_by_tokens(batch, world_size, max_row_tokens)
@@ -153,8 +170,12 @@ def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> Ba
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
-    """Optimizer steps of the run: the fewest that cover its samples or epochs; one epoch by
-    default.
+    """Return the number of optimizer steps of a run: the fewest that cover its samples or epochs.
+
+    Args:
+        train: The `train` section: `steps`, `samples` or `epochs`; one epoch by default.
+        num_rows: Number of rows of an epoch.
+        global_rows: Number of rows of a step, over all workers.
     """
     if train.steps is not None:
         return train.steps

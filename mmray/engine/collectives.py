@@ -36,10 +36,13 @@ class Group:
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
-        """Return the default process group of torch.distributed, or a group of one.
+        """Return the default process group of torch.distributed; a group of one if it is not
+        initialized.
 
-        It must have a backend for the CPU and one for `device` (BACKENDS). timeout_s: of its
-        collectives from now on.
+        Args:
+            device: Device of this rank. For a GPU the process group needs a backend for the CPU
+                too, such as `cpu:gloo,cuda:nccl`.
+            timeout_s: Timeout of its collectives from now on, in seconds; None: unchanged.
         """
         if not dist.is_initialized():
             return cls(device=torch.device(device))
@@ -48,8 +51,11 @@ class Group:
         return group
 
     def set_timeout(self, process_group: Any) -> None:
-        """Set `timeout_s` of a process group of torch.distributed; new ones have torch's
-        default.
+        """Set the timeout of a process group of torch.distributed to `timeout_s` of this group, if
+        it has one.
+
+        Args:
+            process_group: The process group; a new one has torch's default.
         """
         if self.timeout_s is not None:
             # before 2.15
@@ -59,7 +65,9 @@ class Group:
             set_timeout(timedelta(seconds=self.timeout_s), process_group)
 
     def all_reduce_min(self, value: int) -> int:
-        """Minimum over ranks; a CPU collective that does not wait for the device."""
+        """Return the minimum of an int over ranks; a collective on the CPU, which does not wait for
+        a GPU.
+        """
         if self.world_size == 1:
             return value
         minimum = torch.tensor([value])
@@ -67,19 +75,26 @@ class Group:
         return int(minimum)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, written into `tensor` and returned."""
+        """Sum a tensor over ranks, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, written into `tensor` and returned."""
+        """Overwrite a tensor with rank 0's values, and return it."""
         if self.world_size > 1:
             dist.broadcast(tensor, src=0)
         return tensor
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks [world_size x B, D] in rank order from [B, D] on each."""
+        """Gather rows of all ranks.
+
+        Args:
+            rows: [B, ...], with the same B on every rank.
+
+        Returns:
+            [world_size x B, ...] in rank order, without gradient; in a group of one `rows` itself.
+        """
         if self.world_size == 1:
             return rows
         rows = rows.detach().contiguous()
@@ -88,8 +103,14 @@ class Group:
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over the
-        gradients of all ranks.
+        """Sum gradients at gathered rows over ranks, and return those at this rank's rows.
+
+        Args:
+            gradients: This rank's gradients [world_size x B, ...] at the rows that `all_gather`
+                returned.
+
+        Returns:
+            Summed gradients [B, ...] at the rows that this rank passed to `all_gather`.
         """
         if self.world_size == 1:
             return gradients
@@ -98,8 +119,13 @@ class Group:
         return local
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks in rank order, without gradient; ranks may have different numbers of
-        rows.
+        """Gather rows of all ranks, which may have different numbers of rows.
+
+        Args:
+            rows: [B, ...], where B may differ between ranks.
+
+        Returns:
+            Rows of all ranks in rank order on the device of the group, without gradient.
         """
         rows = rows.detach().to(self.device)
         if self.world_size == 1:
@@ -111,11 +137,20 @@ class Group:
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy to the host, which waits for the device and its collectives."""
+        """Copy a tensor to the host, which waits for the device and its collectives."""
         return tensor.cpu()
 
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that copies to the host and waits only for what is queued by now."""
+        """Return a function that copies a tensor to the host and waits only for what is queued by
+        now.
+
+        Args:
+            tensor: On the device of the group.
+
+        Returns:
+            A function without arguments that returns the tensor on the CPU. On a GPU, kernels that
+            are queued after this call do not delay it.
+        """
         if self.device.type != "cuda":
             return lambda: self.to_host(tensor)
         event = torch.cuda.current_stream(self.device).record_event()
@@ -129,12 +164,17 @@ class Group:
         return read
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Wait until all ranks have called this."""
         if self.world_size > 1:
             dist.barrier()
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order; for rare, small values such as error messages."""
+        """Return every rank's value in rank order.
+
+        Args:
+            value: Anything that can be pickled; meant for rare, small values such as error
+                messages.
+        """
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -143,11 +183,18 @@ class Group:
 
     @staticmethod
     def new_cpu_group(timeout_s: float) -> Any:
-        """Create a second gloo group of all ranks, for collectives of another thread."""
+        """Create a second gloo group of all ranks, for collectives of another thread.
+
+        Args:
+            timeout_s: Timeout of its collectives in seconds.
+
+        Returns:
+            A process group of torch.distributed.
+        """
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, which must be picklable, on every rank."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -156,7 +203,7 @@ class Group:
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Return True for a DTensor, of which each rank has a shard."""
+    """Return True for a DTensor, which is split or copied over ranks."""
     return hasattr(tensor, "placements")
 
 

@@ -51,7 +51,13 @@ class GradCache:
     scalars: Outputs = field(default_factory=dict)  # of the last micro-batch, without graph
 
     def add_means(self, sums: Mapping[str, Tensor], counts: Tensor) -> None:
-        """Add sums of this rank, scalars or [K], divided by the counts over all ranks."""
+        """Add this rank's part of mean losses and metrics to `means`.
+
+        Args:
+            sums: Sums over this rank's rows by name, scalars or, for K objectives, vectors [K].
+            counts: Divisors: counts over the rows of all ranks, float64 [K]. The K quotients are
+                added up.
+        """
         for name, value in sums.items():
             mean = (value.detach() / counts).sum()
             self.means[name] = self.means[name] + mean if name in self.means else mean
@@ -59,11 +65,19 @@ class GradCache:
     def backward_inputs(
         self, parts: ObjectiveParts, outputs: Outputs, index: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors at which the backward of micro-batch `index` starts, with their
-        gradients.
+        """Return where the backward of a micro-batch starts.
 
         These are its outputs with the cached gradients of the global loss, and the local loss,
-        whose gradient is 1 (None). Outputs of frozen branches are left out.
+        whose gradient is 1 (None). Outputs of frozen branches are left out. The metrics of the
+        local loss are added to `means`.
+
+        Args:
+            parts: The global and the local loss of the objective.
+            outputs: Outputs of the micro-batch by name [B, ...], with their graph.
+            index: Index of the micro-batch in the step.
+
+        Returns:
+            Tensors and their gradients, the two arguments of torch.autograd.backward.
         """
         tensors: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -92,9 +106,12 @@ def build_grad_cache(
     Args:
         state: Objective, group and loss scaler of the step.
         batch: This rank's micro-batches.
-        embeddings: Outputs of the first pass of all rows [rows, ...]; empty if there is only a
-            local loss. Then only the counts are reduced.
+        embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and the
+            scalars; empty if there is only a local loss. Then only the counts are reduced.
         stop: This rank's request to end the run, reduced with the counts.
+
+    Returns:
+        What the second pass of the step needs.
     """
     group = state.group
     parts = state.parts
@@ -220,12 +237,30 @@ def _global_loss(
 
 
 def pack(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Put columns [B, ...] next to each other in one matrix [B, width]."""
+    """Concatenate columns of rows to one matrix.
+
+    Args:
+        columns: Tensors [B, ...] by name.
+        dtype: Dtype of the matrix.
+
+    Returns:
+        [B, width], where width is the number of elements of all columns in a row.
+    """
     return torch.cat([column.flatten(1).to(dtype) for column in columns.values()], dim=1)
 
 
 def unpack(packed: Tensor, shapes: Mapping[str, torch.Size]) -> Outputs:
-    """Return a view [rows, ...] of the matrix for each packed column [B, ...]."""
+    """Return the columns of a matrix that `pack` built, as views.
+
+    Args:
+        packed: [R, width]. R may differ from the number of rows B that was packed, for example
+            after an all-gather, and further elements of a row are ignored.
+        shapes: Shape [B, ...] of each packed column by name, in order; only the dimensions after
+            the first are used.
+
+    Returns:
+        Views [R, ...] by name.
+    """
     columns = {}
     first = 0
     for name, shape in shapes.items():
@@ -268,6 +303,17 @@ def gather_outputs(
     Outputs are packed next to `valid`, in float32 at least, so that sums over ranks do not round to
     bfloat16. The counts are the first row, because on slow links the number of collectives matters
     more than their size.
+
+    Args:
+        group: All ranks.
+        embeddings: Outputs of this rank's rows by name, [rows, ...].
+        names: Names of those to gather.
+        batch: This rank's micro-batches, for `valid` and the padded number of rows.
+        counts: This rank's counts of the global and the local loss and its stop request, float64
+            vectors.
+
+    Returns:
+        The summed counts and the gathered outputs; in a group of one only the counts.
     """
     if group.world_size == 1:
         return GatheredOutputs(counts)
@@ -305,7 +351,8 @@ def compute_pairwise_loss(
     weights: Tensor,
     group: Group,
 ) -> GlobalLossResult:
-    """Compute a loss over the pairs of this rank's rows with the rows of all ranks.
+    """Compute a loss over the pairs of this rank's rows with the rows of all ranks, and its
+    gradients.
 
     Two collectives: the all-gather of the remote outputs and the reduce-scatter of their gradients,
     or two for each part of GATHERED_BYTES. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as
@@ -314,11 +361,17 @@ def compute_pairwise_loss(
 
     Args:
         objective: The loss, and which outputs it needs from all ranks.
-        leaves: Outputs of this rank's rows [B, ...] and the scalars, leaves that require gradients.
-        valid: bool [B].
-        rows: Equal on every rank, at least this rank's number of rows B.
-        weights: [K], factors of the loss sum.
+        leaves: Outputs of this rank's rows [B, ...] and the scalars by name, leaves that require
+            gradients.
+        valid: Rows that count, bool [B].
+        rows: Number of rows to which every rank pads its own, at least B; equal on every rank.
+        weights: Factors of the loss sum, float64 [K].
         group: The ranks.
+
+    Returns:
+        The loss sum of this rank's rows, sums of metrics by name, and by name the gradients, at
+        this rank's outputs [B, ...] and the scalars, of the weighted losses: of all ranks for
+        gathered outputs, otherwise of this rank.
     """
     remote_names = objective.remote_outputs
     local = {name: leaf for name, leaf in leaves.items() if name not in remote_names}
@@ -389,9 +442,19 @@ def attach_negatives(
     columns: dict[str, Any] | None,
     inputs: Batch,
 ) -> list[Batch]:
-    """Return the micro-batches with the columns that `mining` samples for their rows.
+    """Return this rank's micro-batches with the columns of hard negatives for their rows.
 
-    columns: `GatheredOutputs.columns`. inputs: of `gather_negative_inputs`.
+    Args:
+        mining: The local loss, which samples the negatives.
+        batch: This rank's micro-batches.
+        embeddings: Outputs of this rank's rows by name, [rows, ...], and the scalars.
+        columns: Outputs, `valid` and `offset` of all ranks, the attribute of GatheredOutputs; None
+            in a group of one.
+        inputs: Columns of all ranks from which negatives are copied, as `gather_negative_inputs`
+            returns them.
+
+    Returns:
+        New dicts with the columns of each micro-batch, such as `negative_ids` int64 [B, T].
     """
     if columns is None:
         columns = {name: embeddings[name] for name in mining.score_outputs}
@@ -408,11 +471,20 @@ def attach_negatives(
 
 
 def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: LocalBatch) -> Batch:
-    """Gather the input columns of all ranks from which negatives are taken, padded to `batch.rows`
-    a rank, in one collective.
+    """Gather the input columns of all ranks from which hard negatives are copied, in one
+    collective.
 
     They are integers, packed next to each other, each as wide as the widest of any rank. Captions
     are trimmed by micro-batch, so those of a rank are padded to its widest first.
+
+    Args:
+        group: All ranks.
+        mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B].
+        batch: This rank's micro-batches.
+
+    Returns:
+        Columns by name [world_size x batch.rows, ...], padded with zeros; in a group of one those
+        of its rows, without padding of rows.
     """
     columns = {}
     for name in mining.gathered_inputs:

@@ -51,13 +51,23 @@ class HeartbeatState:
         self._progress = 0
 
     def set_state(self, name: str) -> None:
-        """Enter a state for good; a new state counts as progress."""
+        """Enter a state until another one is set; a new state counts as progress.
+
+        Args:
+            name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or
+                `saving`.
+        """
         self._state = name
         self.count_progress()
 
     @contextmanager
     def state(self, name: str) -> Iterator[None]:
-        """Be in a state inside the block."""
+        """Context manager that sets a state, and restores the previous one at its end.
+
+        Args:
+            name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or
+                `saving`.
+        """
         previous = self._state
         self.set_state(name)
         try:
@@ -74,8 +84,11 @@ class Heartbeat(HeartbeatState):
     """Loop callback that sends heartbeats from a thread.
 
     Args:
-        send: Sends a heartbeat. If it returns True, all stacks are written to `folder`/stacks.
-        process_info: Rank, node and process.
+        send: Sends a heartbeat: `process_info` and `step` (int), `progress` (int, counts up),
+            `state` (str), `where` (str, `file:line in function`) and `in_collective` (bool); at the
+            end `process_info` and `ended`. If it returns True, all stacks are written to
+            `folder`/stacks.
+        process_info: `rank`, node and process, for the driver.
         folder: Folder of the run.
     """
 
@@ -95,13 +108,23 @@ class Heartbeat(HeartbeatState):
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Callback of the loop after each step."""
+        """Record a finished step; the state is then `training`.
+
+        Args:
+            step: Number of the step, counted from 1.
+            metrics: Unused.
+        """
         self._step = step
         self.set_state("training")
 
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
-        """Send heartbeats inside the block; `step` is the step at which the attempt starts."""
+        """Context manager in which a thread sends a heartbeat each second; the last one reports the
+        end.
+
+        Args:
+            step: Number of steps taken before this attempt.
+        """
         self._first_step = step
         self._step = step
         thread = threading.Thread(target=self._run, name="mmray-heartbeat", daemon=True)
@@ -182,10 +205,13 @@ class Heartbeat(HeartbeatState):
 
 
 def recorded_collectives() -> bytes | None:
-    """Return the record of torch's flight recorder of this process, pickled; None if it is empty.
+    """Return the latest collectives of this process, as torch's flight recorder has them.
 
     The recorder holds the latest 2,000 collectives of NCCL or Gloo with their stacks and states
     (`TORCH_FR_BUFFER_SIZE`).
+
+    Returns:
+        A pickled dict that torchfrtrace reads; None if no collective was recorded.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
@@ -209,12 +235,17 @@ def _waits_in_collective(frames: list[FrameSummary]) -> bool:
 
 
 def stack_of_thread(thread_id: int) -> list[FrameSummary]:
-    """The calls of a thread of this process, innermost first, at most 100; empty if no scratch file
-    can be created.
+    """Return the calls of a thread of this process, innermost first, at most 100.
 
     Reads faulthandler's text, because walking the frame objects of a running thread crashed Python
     3.11. The file is in memory if the system has memfd, because a stalled disk would stall the
     process.
+
+    Args:
+        thread_id: Number of the thread, as threading.get_ident returns it.
+
+    Returns:
+        File, line and function of each call; empty if no scratch file can be created.
     """
     try:
         in_memory = hasattr(os, "memfd_create")

@@ -54,12 +54,17 @@ def train_loop(
 
     Args:
         spec: Model, objective, settings, and what the loop calls.
-        steps: Yields this rank's CPU micro-batches of each step, starting at the first step not yet
-            taken.
-        load_checkpoint: Loads the checkpoint to resume from.
+        steps: Yields a list for each step with this rank's micro-batches on the CPU (tensors by
+            column), starting at the first step not yet taken.
+        load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
+            the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
+
+    Returns:
+        How the run ended, with its progress and the last logged metrics.
 
     Raises:
-        OutOfMemoryError: The driver restarts with smaller micro-batches, if the error has a shape.
+        OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts the
+            workers with it.
         TrainingError: Wrong or missing rows, or too many non-finite steps.
     """
     return Trainer(spec, load_checkpoint).train(steps)
@@ -110,7 +115,20 @@ class Trainer:
         self.saved_step = self.progress.step
 
     def train(self, steps: Iterable[list[Batch]]) -> LoopResult:
-        """Take the remaining steps."""
+        """Take the remaining steps.
+
+        Args:
+            steps: Yields a list for each remaining step with this rank's micro-batches on the CPU
+                (tensors by column).
+
+        Returns:
+            How the run ended, with its progress and the last logged metrics.
+
+        Raises:
+            OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts
+                the workers with it.
+            TrainingError: Wrong or missing rows, or too many non-finite steps.
+        """
         spec, plan, progress, rates = self.spec, self.spec.plan, self.progress, self.meter.rates
         batches = Prefetcher(
             steps,

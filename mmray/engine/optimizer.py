@@ -63,6 +63,13 @@ class MuonAndAdamW(Optimizer):
 
     Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so that both
     take the same learning rate and weight decay.
+
+    Args:
+        groups: Parameter groups with `params`, `weight_decay` and `is_hidden` (Muon if True).
+        lr: Learning rate.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        settings: Further arguments of Muon.
     """
 
     def __init__(
@@ -83,6 +90,11 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step of both optimizers.
+
+        Args:
+            closure: Not supported; must be None.
+        """
         groups = iter(self.param_groups)
         # assigned in each step, because load_state_dict replaces groups and state
         for optimizer in self._optimizers:
@@ -94,7 +106,13 @@ class MuonAndAdamW(Optimizer):
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters whose names match a pattern.
 
-    Raises UsageError for a pattern without matches.
+    Args:
+        module: The model, changed in place.
+        patterns: Shell patterns of parameter names, such as `image.tower.*`, or names of the
+            model's parts.
+
+    Raises:
+        UsageError: A pattern has no match, or no trainable parameter is left.
     """
     for pattern in patterns:
         for name in _matching(module, pattern, "optimizer.freeze"):
@@ -104,11 +122,22 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer that `config.kind` names over the trainable parameters, with weight decay
-    if ndim >= 2.
+    """Build the optimizer that `config.kind` names over the trainable parameters.
 
-    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it. A user's
-    class is called with (groups, lr, **settings). Raises UsageError.
+    Weights with two or more dimensions get weight decay. The last `pattern=factor` of
+    `lr_multipliers` that matches a parameter applies to it.
+
+    Args:
+        module: The model.
+        config: The `optimizer` section. A user's class in `kind`, such as `torch.optim:SGD`, is
+            called with (groups, lr=..., **settings).
+
+    Returns:
+        The optimizer; each of its parameter groups has the multiplier of the learning rate as
+        `lr_scale`.
+
+    Raises:
+        UsageError: The class cannot be imported or called, or a pattern matches no parameter.
     """
     scales: dict[str, float] = {}
     for text in config.lr_multipliers:
@@ -172,7 +201,12 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate for the next step, times the multiplier of each group."""
+    """Set the learning rate for the next step, times the multiplier of each parameter group.
+
+    Args:
+        optimizer: The optimizer; a group without `lr_scale` has the multiplier 1.
+        lr: The learning rate.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
@@ -196,7 +230,12 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
 
 
 def grad_norm(weights: list[nn.Parameter]) -> Tensor:
-    """The norm of all gradients, a scalar on the device."""
+    """Return the L2 norm of all gradients, a scalar tensor on the device; a collective if they are
+    sharded.
+
+    Args:
+        weights: The parameters; those without a gradient are skipped.
+    """
     norms = [
         get_total_norm([w.grad for w in part if w.grad is not None])
         for part in _by_tensor_type(weights)
@@ -206,13 +245,24 @@ def grad_norm(weights: list[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients down to `max_norm`."""
+    """Scale the gradients down in place, so that their norm is at most `max_norm`.
+
+    Args:
+        weights: The parameters.
+        norm: L2 norm of all their gradients, a scalar tensor.
+        max_norm: Maximum norm.
+    """
     for part in _by_tensor_type(weights):
         clip_grads_with_norm_(part, max_norm, norm)
 
 
 def steps_on_device(optimizer: Optimizer, weights: list[nn.Parameter]) -> bool:
-    """Return True if `step_on_device` supports the optimizer: fused AdamW of unsharded weights."""
+    """Return True if `step_on_device` supports the optimizer: fused AdamW of unsharded weights.
+
+    Args:
+        optimizer: The optimizer.
+        weights: Its parameters.
+    """
     is_fused = isinstance(optimizer, EagerAdamW) and optimizer.defaults["fused"]
     return is_fused and not any(is_dtensor(weight) for weight in weights)
 
@@ -220,15 +270,16 @@ def steps_on_device(optimizer: Optimizer, weights: list[nn.Parameter]) -> bool:
 def step_on_device(
     optimizer: Optimizer, weights: list[nn.Parameter], norm: Tensor, max_norm: float
 ) -> None:
-    """Take a step with clipped gradients, or none if their norm is not finite, without the host.
+    """Take a step with clipped gradients, or none if their norm is not finite, without waiting for
+    the GPU.
 
     Skipping leaves weights, moments and step counts unchanged.
 
     Args:
         optimizer: Fused AdamW, whose kernel clips in float32 while it reads the gradients.
         weights: All weights of the model.
-        norm: Scalar on the device, the norm of all gradients.
-        max_norm: Of the clipped gradients; 0: they are not clipped.
+        norm: L2 norm of all gradients, a scalar tensor on the device.
+        max_norm: Maximum norm of the gradients, which are scaled down to it; 0: no clipping.
     """
     fused: Any = optimizer
     fused.found_inf = norm.isfinite().logical_not().float()
@@ -253,12 +304,21 @@ def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
+    """Return the learning rate of a step: linear warm-up, then the schedule.
 
     Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last
     would have peak x final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`:
-    Hägele et al. 2024. A user's function is called with (step, total_steps). Raises UsageError if
-    it returns no valid factor.
+    Hägele et al. 2024.
+
+    Args:
+        step: Number of the step, counted from 0.
+        config: The `optimizer` section. A user's function in `schedule` is called with (step,
+            total_steps) and returns a factor of the learning rate.
+        total_steps: Number of steps of the run.
+
+    Raises:
+        UsageError: A user's function cannot be imported, or returns a negative, infinite or NaN
+            factor.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
@@ -286,6 +346,10 @@ class ExponentialMovingAverage(AveragedModel):
     It starts at the weights after the first step. Buffers are copied.
 
     torch's update copies the step count to the device each time, which makes the host wait.
+
+    Args:
+        model: The model, which is copied.
+        decay: Weight of the old average, 0 to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -294,6 +358,11 @@ class ExponentialMovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
+        """Add the weights of the model after a step to the average; copy its buffers.
+
+        Args:
+            model: The model that is trained.
+        """
         weight = 1 - self.decay if self.n_averaged else 1.0
         torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):

@@ -27,8 +27,9 @@ class Precision:
     device_type: str
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Scope of a forward; new each time, because weights cast under no_grad must not be reused
-        with gradients.
+        """Return a context manager for a forward; without effect in fp32.
+
+        It is new each time, because weights cast under no_grad must not be reused with gradients.
         """
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
@@ -40,16 +41,28 @@ class Precision:
 
 
 def select_precision(setting: str, device: torch.device) -> Precision:
-    """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on
-    a CPU.
+    """Resolve the setting `train.precision` for a device.
+
+    Args:
+        setting: `fp32`, `bf16`, `fp16`, or `auto`: bf16 on GPUs that support it, fp16 on older
+            ones, fp32 on a CPU.
+        device: Device of training.
     """
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
-    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same
+    """Return a 63-bit seed for the forward of one micro-batch.
+
+    It is a hash of the arguments, so that a second forward of the same micro-batch draws the same
     dropout masks.
+
+    Args:
+        seed: Seed of the run.
+        step: Number of the step.
+        rank: Rank of the worker.
+        micro_index: Index of the micro-batch in the step.
     """
     # Hashed, because neighboring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
@@ -57,7 +70,12 @@ def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed torch's generators; `deterministic`: also restrict torch to deterministic algorithms."""
+    """Seed torch's random number generators.
+
+    Args:
+        seed: The seed.
+        deterministic: Also restrict torch to deterministic algorithms.
+    """
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -66,7 +84,12 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 @contextmanager
 def fork_seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators (CPU and `device`) in the scope, and restore them afterwards."""
+    """Context manager that seeds torch's random number generators, and restores them at its end.
+
+    Args:
+        seed: The seed.
+        device: A GPU whose generator is seeded in addition to the CPU's; or the CPU.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

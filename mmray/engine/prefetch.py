@@ -30,6 +30,8 @@ CLOSE_TIMEOUT_S = 5.0  # for the thread to end, if its stream cannot be interrup
 
 
 class TokenCounts(NamedTuple):
+    """Numbers of caption tokens of a rank's rows in a step, with and without padding."""
+
     real: int  # tokens of the captions
     padded: int  # with padding
     padded_unbucketed: int  # with padding, if rows were not bucketed by length
@@ -53,12 +55,19 @@ class LocalBatch:
 
     @property
     def rows(self) -> int:
-        """Rows with invalid ones: equal on every rank, as the all-gather needs."""
+        """Number of rows with invalid ones: equal on every rank, as the all-gather needs."""
         return sum(self.sizes)
 
 
 def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) -> LocalBatch:
-    """Build a batch from micro-batches of the stream without the invalid rows."""
+    """Build a rank's batch from the micro-batches of the stream, without the invalid rows.
+
+    Args:
+        micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool, `key` and `pos`
+            int64 [B].
+        group_by_length: Whether the stream has grouped rows by length; then the padding without it
+            is computed, too.
+    """
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
     sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
@@ -98,10 +107,18 @@ def _without_invalid_rows(micro_batch: Batch) -> Batch:
 
 
 def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
-    """Split evenly into micro-batches of at most this size, equally many on every rank; views,
-    without copies.
+    """Split each micro-batch evenly into smaller ones; views, without copies.
 
-    Raises OutOfMemoryError for micro-batches that cannot be split.
+    Args:
+        batch: This rank's batch.
+        micro_batch_size: Most rows of a micro-batch; equal on every rank, so that all get equally
+            many.
+
+    Returns:
+        The batch in micro-batches of at most this size.
+
+    Raises:
+        OutOfMemoryError: The micro-batches of a vision-language model cannot be split by row.
     """
     if max(batch.sizes) <= micro_batch_size:
         return batch
@@ -139,6 +156,12 @@ class Prefetcher:
 
     Args:
         steps: The CPU micro-batches of each step. No step after the plan's last one is requested.
+        plan: The positions of the sample order that each step takes.
+        first: The first step of `steps`, counted from 0.
+        rank: Rank of this worker.
+        device: Device of training.
+        timers: Get the time of copies, as phase `transfer`.
+        group_by_length: Whether the rows of a step are sorted by length.
         interrupt_stream: Ends `steps`, also for a thread that waits for its next rows.
     """
 
@@ -191,7 +214,18 @@ def _checked_batches(
 
 
 def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
-    """Raise TrainingError at the first row that is not at its position of the sample order."""
+    """Check that the rows of a step are those of the sample order.
+
+    Args:
+        actual: Positions of the rows that arrived, int64 [N].
+        expected: Positions of this rank in this step, int64 [rank rows], -1 for padding.
+        step: Number of the step, counted from 0, for errors.
+        rank: Rank of this worker, for errors.
+
+    Raises:
+        TrainingError: The numbers of rows or a position differ; the message has the first
+            difference.
+    """
     if np.array_equal(actual, expected):
         return
     if len(actual) != len(expected):
@@ -207,7 +241,13 @@ def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: i
 
 @contextmanager
 def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> Iterator[None]:
-    """Let the GPU read the memory of this array directly, within the block."""
+    """Context manager in which the GPU can read the memory of an array directly (pinned memory).
+
+    Args:
+        pixels: The array, uint8.
+        notify: Gets a label and a line if the memory cannot be pinned; training is then only
+            slower.
+    """
     memory = torch.from_numpy(pixels)
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
@@ -231,6 +271,8 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
 
 
 class Copied(NamedTuple):
+    """A batch whose copy to the device has been queued."""
+
     batch: LocalBatch  # whose columns are views of `memory`
     memory: list[Tensor]  # on the device
     event: torch.cuda.Event  # of the copy's completion
@@ -288,7 +330,7 @@ class DeviceCopier:
         return Copied(replace(batch, micro_batches=micro_batches), memory, self._last_copy)
 
     def wait(self) -> None:
-        """Wait until the copy has read its memory."""
+        """Wait until the copy has read its memory on the host."""
         if self._last_copy is not None:
             self._last_copy.synchronize()
 

@@ -48,7 +48,13 @@ class Callback(Protocol):
     """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
-        """`step` counts from 1; `metrics` is the logged line, None if the step was not logged."""
+        """Process the end of a step.
+
+        Args:
+            step: Number of the step, counted from 1.
+            metrics: The logged line, values by name such as `train/loss`; None if the step was not
+                logged.
+        """
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class TrainState:
 
     @cached_property
     def parts(self) -> ObjectiveParts:
-        """The global and the local loss of the objective."""
+        """The global loss (over rows of all ranks) and the local loss of the objective."""
         return split_objective(self.objective)
 
 
@@ -131,10 +137,17 @@ class TrainState:
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
-    """Return `optimizer.state_dict()` by the model's parameter names, for every strategy.
+    """Return `optimizer.state_dict()` by the model's parameter names instead of numbers.
 
     Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and
     loads nothing into one whose gradients exist already, as DDP's do here.
+
+    Args:
+        module: The model, not wrapped; it may be sharded.
+        optimizer: Optimizer of its parameters.
+
+    Returns:
+        `state`, dicts of tensors by parameter name, and `param_groups`, dicts without `params`.
     """
     names = _trainable_names(module, optimizer)
     state = optimizer.state_dict()
@@ -147,7 +160,20 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: CheckpointState) -> None:
-    """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
+    """Load into an optimizer the state that `optimizer_state` returned.
+
+    Weight decay, betas and epsilon are those of the optimizer, not of the state, because a trial of
+    a sweep may resume with other values.
+
+    Args:
+        module: The model, not wrapped; it may be sharded.
+        optimizer: Optimizer of its parameters.
+        state: `state`, dicts of tensors by parameter name, and `param_groups`.
+
+    Raises:
+        ValueError: The number of parameter groups differs.
+        KeyError: The state has a parameter that the optimizer lacks.
+    """
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
     groups = [
@@ -158,8 +184,15 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
 
 
 def load_destinations(module: nn.Module) -> DestinationFn:
-    """Return where to read weights (into the module) and optimizer state (shards like those of its
-    parameter).
+    """Return the function that gives the tensors into which a checkpoint is read.
+
+    Args:
+        module: The model, not wrapped; it may be sharded.
+
+    Returns:
+        A function from the key of a saved tensor, such as `model/log_scale`, and a meta tensor of
+        its shape and dtype: weights are read into the module, optimizer state into new tensors that
+        are sharded like its parameter, others into tensors on the CPU.
     """
     weights = {
         tensor_key("model", name): weight.detach() for name, weight in module.state_dict().items()
@@ -180,7 +213,11 @@ def load_destinations(module: nn.Module) -> DestinationFn:
 
 
 def tensor_key(*path: str) -> str:
-    """The key of a tensor in a checkpoint, such as `model/NAME`."""
+    """Return the key of a tensor in a checkpoint, such as `model/log_scale`.
+
+    Args:
+        path: Keys of the nested dicts from the state to the tensor; special characters are quoted.
+    """
     return "/".join(quote(part, safe=" ") for part in path)
 
 

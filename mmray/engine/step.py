@@ -37,6 +37,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
+        """Whether the gradient norm is finite, so that the update was applied."""
         return math.isfinite(self.grad_norm)
 
 
@@ -50,6 +51,9 @@ def optimizer_step(
         batch: This rank's rows; every rank has equally many micro-batches.
         seed_of: Maps the index of a micro-batch to the seed of its random numbers.
         stop: Whether this rank requests the end of the run after this step.
+
+    Returns:
+        Metrics and gradient norm of the step, and whether any rank requested the end.
     """
     return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
 
@@ -58,6 +62,12 @@ def accumulate_gradients(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
 ) -> GradCache:
     """Add the gradient of the global batch to `grad` of the weights, multiplied by the loss scale.
+
+    Args:
+        state: Model, objective and group; the weights do not change.
+        batch: This rank's rows; every rank has equally many micro-batches.
+        seed_of: Maps the index of a micro-batch to the seed of its random numbers.
+        stop: Whether this rank requests the end of the run after this step.
 
     Returns:
         The metrics of the step, the micro-batches with their hard negatives, and the stop requests.
@@ -93,6 +103,11 @@ def first_pass(
 ) -> tuple[Outputs | None, Outputs]:
     """Embed the rows of all micro-batches without gradients, except the first micro-batch.
 
+    Args:
+        state: Model and objective.
+        batch: This rank's rows.
+        seed_of: Maps the index of a micro-batch to the seed of its random numbers.
+
     Returns:
         The outputs of the first micro-batch with their graph, for the second pass; None with hard
         negatives, because the model has not seen them yet. And the outputs that the loss over all
@@ -127,7 +142,15 @@ def first_pass(
 def forward_micro_batch(
     state: TrainState, model: nn.Module, micro_batch: Batch, seed: int, is_dummy: bool
 ) -> Outputs:
-    """Return the outputs of one micro-batch; a dummy row leaves running statistics unchanged."""
+    """Return the outputs of one micro-batch by name, [B, ...] or scalars.
+
+    Args:
+        state: Precision, device and timers.
+        model: The model, wrapped or not.
+        micro_batch: Tensors [B, ...] by column, on the device of the model.
+        seed: Seed of the random numbers of this forward.
+        is_dummy: Whether it has only a dummy row, which leaves running statistics unchanged.
+    """
     statistics = strategy.preserve_buffers(strategy.unwrap(model)) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)
     with state.timers("forward"), statistics, random_numbers, state.precision.autocast():
@@ -137,8 +160,15 @@ def forward_micro_batch(
 def apply_update(state: TrainState, cache: GradCache) -> StepResult:
     """Unscale and clip the gradients, update the weights if they are finite, and zero them.
 
-    All ranks decide alike: after the synchronizing backward their gradients are equal, and a NaN
-    or infinity of one rank is in all of them.
+    All ranks decide alike: after the synchronizing backward their gradients are equal, and a NaN or
+    infinity of one rank is in all of them.
+
+    Args:
+        state: Model and optimizer; the weights change.
+        cache: What `accumulate_gradients` returned.
+
+    Returns:
+        Metrics and gradient norm of the step, and whether any rank requested the end.
     """
     with state.timers("optimizer"):
         state.scaler.unscale_(state.optimizer)
@@ -167,5 +197,9 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
 
 
 def zero_gradients(state: TrainState) -> None:
-    """Zero the gradients; under DDP keep the tensors, which are views of its buckets."""
+    """Zero the gradients; under DDP keep the tensors, which are views of its buckets.
+
+    Args:
+        state: Model and optimizer.
+    """
     state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))

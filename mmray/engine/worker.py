@@ -74,13 +74,27 @@ def train_worker(
     device: torch.device,
     driver: DriverHandle,
 ) -> dict[str, Any]:
-    """Train from `resume_point` to the end of its plan; return the fields of result.json.
+    """Train this rank from a resume point to the end of the plan, without Ray.
 
     Args:
-        blocks: The rows of this rank. If they have a method `interrupt`, it is called from another
-            thread than the one that iterates: it must end a `next` that waits for rows. Their
-            arrays are used until the next block is requested. If they have `pixels`, an array that
-            contains the pixels of all blocks, a GPU reads them there.
+        context: Settings, folder and data of the run.
+        resume_point: The sample order, the first step, and the checkpoint to load, if any.
+        blocks: The rows of this rank, arrays by column, such as `image` uint8 [R, 3, S, S] and
+            `pos` int64 [R]. If they have a method `interrupt`, it is called from another thread
+            than the one that iterates: it must end a `next` that waits for rows. Their arrays are
+            used until the next block is requested. If they have `pixels`, an array that contains
+            the pixels of all blocks, a GPU reads them there.
+        device: Device of this rank.
+        driver: Gets reports, and requests a stop.
+
+    Returns:
+        The fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed` and
+        `skipped_steps` (int), and `metrics` and `scores`, values by name.
+
+    Raises:
+        UsageError: The settings cannot be trained.
+        TrainingError: Training failed, ran out of memory, or lost its storage.
+        DataError: Too many rows are unreadable, or a label has no class.
     """
     plan = resume_point.plan
     config = context.config
@@ -301,11 +315,23 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
 def build_model(
     config: Config, group: Group, architecture: Architecture, resumes: bool
 ) -> nn.Module:
-    """Build the model; one that will be sharded has weights on rank 0 only, or on no rank if a
-    checkpoint has them.
+    """Build the model on this rank.
 
-    architecture: as the checkpoint has it. On other ranks parameters are on the meta device. Raises
-    UsageError.
+    One that will be sharded has weights on rank 0 only, or on no rank if a checkpoint has them;
+    elsewhere its parameters are on the meta device.
+
+    Args:
+        config: Settings of the run.
+        group: All ranks; each calls this function.
+        architecture: What `architecture()` of the same model returned, as the checkpoint has it;
+            None: read the pretrained weights that the settings name, if any.
+        resumes: Whether the weights will be loaded from a checkpoint.
+
+    Returns:
+        The model, not sharded yet.
+
+    Raises:
+        UsageError: The settings are not supported, or the weights cannot be read; on every rank.
     """
     spec = config.model
     if config.train.parallel not in strategy.SHARDED or group.world_size == 1:

@@ -54,15 +54,22 @@ class DriverHandle:
     heartbeat: Heartbeat
 
     def notify(self, label: str, text: str) -> None:
-        """Report a console line."""
+        """Report a line for the console.
+
+        Args:
+            label: What it is about, such as `memory`.
+            text: The line.
+        """
         self.report({"note": text, "label": label})
 
     def stage(self, title: str) -> None:
-        """Report the next stage of the start, which ends with TRAINING."""
+        """Report the next stage of the start, such as `building the model`; the last one is
+        `training`.
+        """
         self.report({"stage": title})
 
     def phase(self, title: str) -> None:
-        """Report what all ranks do between two steps, if it takes long."""
+        """Report what all ranks do between two steps, if it takes long, such as `evaluating`."""
         self.report({"phase": title})
 
 
@@ -70,6 +77,11 @@ class DriverHandle:
 class DataBoundHint:
     """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors a data-bound run
     needs.
+
+    Args:
+        context: Settings and data of the run.
+        notify: Gets a label and the hint.
+        device: What is fed, for the hint: `GPU` or `CPU`.
     """
 
     context: WorkerContext
@@ -79,6 +91,13 @@ class DataBoundHint:
     _wait_fractions: tuple[float, ...] = ()
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
+        """Collect how long training waits for data, and report a hint if it is too long.
+
+        Args:
+            step: Number of the step, counted from 1.
+            metrics: The logged line, of which `time/data_wait_share` (0 to 1) is read; None if the
+                step was not logged.
+        """
         if metrics is not None and "time/data_wait_share" in metrics:
             self._wait_fractions += (metrics["time/data_wait_share"],)
         if step >= self._next and self._wait_fractions:
@@ -88,8 +107,13 @@ class DataBoundHint:
             self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
 
     def format_hint(self, wait_fraction: float) -> str:
-        """With w workers, rows arrive at (1 - wait) of the rate that training could use: w / (1 -
-        wait) suffice.
+        """Return the hint how to feed the device.
+
+        With w decode actors, rows arrive at (1 - wait) of the rate that training could use, so w /
+        (1 - wait) actors suffice.
+
+        Args:
+            wait_fraction: Fraction of the time that training waits for data, 0 to 1.
         """
         actors, prepared = self.context.decode_actors, self.context.reader.prepared
         sets: Any = getattr(prepared, "sets", (prepared,))
@@ -113,7 +137,12 @@ class DataBoundHint:
 
 @dataclass
 class ProgressReporter:
-    """Callback that reports logged lines and the cost of checkpoints to the driver."""
+    """Callback that reports logged lines and the cost of checkpoints to the driver.
+
+    Args:
+        report: Sends a dict to the driver.
+        checkpoints: The checkpoint manager of rank 0.
+    """
 
     report: Report
     checkpoints: CheckpointManager
@@ -121,6 +150,15 @@ class ProgressReporter:
     _is_training: bool = False
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        """Report a logged line, and the duration of a save that has ended.
+
+        Args:
+            step: Number of the step, counted from 1.
+            metrics: The logged line, values by name; None if the step was not logged.
+
+        Raises:
+            TrainingError: A save found that another process has taken over the run.
+        """
         if not self._is_training:
             self._is_training = True
             self.report({"stage": TRAINING})
@@ -133,8 +171,14 @@ class ProgressReporter:
 
 
 def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
-    """Return the fields of result.json from the loop's outcome and its last logged line, with the
-    scores in it.
+    """Return the fields of result.json.
+
+    Args:
+        metrics: The last logged line, values by name; those that start with `evaluate/` are scores.
+        outcome: Further fields, such as `status` and `steps`.
+
+    Returns:
+        `outcome`, `metrics` (all values, names without `evaluate/`), and `scores` (only those).
     """
     prefix = "evaluate/"
     scores = {

@@ -45,14 +45,18 @@ def latest_valid_checkpoint(
     """Return the newest checkpoint whose checksums match; None without one.
 
     Args:
-        folder: folder of the checkpoints.
-        log: called with a message for each newer checkpoint that is invalid.
-        rename: rename a damaged one to step-N.damaged. Pass False if another process may be
+        folder: Folder of the checkpoints, with subfolders such as `step-100`.
+        log: Called with a message for each newer checkpoint that is invalid.
+        rename: Rename a damaged one to `step-N.damaged`. Pass False if another process may be
             training in the folder.
-        trusted_from: checksums of checkpoints from this step on are not computed.
+        trusted_from: Checksums of checkpoints from this step on are not computed; they only must be
+            complete.
+
+    Returns:
+        Folder of the checkpoint.
 
     Raises:
-        StorageError: the storage cannot be read.
+        StorageError: The storage cannot be read.
     """
     for path in reversed(_step_folders(folder)):
         fault = verify(path, checksums=step_of(path) < trusted_from)
@@ -76,7 +80,11 @@ def latest_valid_checkpoint(
 def latest_complete_step(folder: AnyPath) -> int:
     """Return the step of the newest complete checkpoint, without verifying it.
 
-    Returns 0 if there is none, or if the storage fails.
+    Args:
+        folder: Folder of the checkpoints.
+
+    Returns:
+        The step; 0 if there is no checkpoint, or if the storage fails.
     """
     with suppress(StorageError):
         return max(map(step_of, _step_folders(folder, complete=True)), default=0)
@@ -84,7 +92,14 @@ def latest_complete_step(folder: AnyPath) -> int:
 
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
-    """Return the names of all checkpoints by step, also incomplete and damaged ones."""
+    """Return the folder names of all checkpoints by step, also incomplete and damaged ones.
+
+    Args:
+        folder: Folder of the checkpoints.
+
+    Returns:
+        Names such as `step-9`, `step-10` and `step-20.damaged`; empty if the folder cannot be read.
+    """
     try:
         names = [path.name for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
@@ -94,14 +109,24 @@ def list_checkpoint_names(folder: AnyPath) -> list[str]:
 
 
 def step_of(path: AnyPath) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder: 100 for `step-100`."""
     return int(path.name.removeprefix("step-"))
 
 
 def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
-    """Return the complete checkpoint with the best recorded `metric`, the newest of equals.
+    """Return the complete checkpoint with the best recorded value of a metric, the newest of
+    equals.
 
-    Returns None if no checkpoint has the metric.
+    Args:
+        folder: Folder of the checkpoints.
+        metric: Name in the `metrics` of meta.json, such as `evaluate/recall_at_1/mean`. Lower
+            values are better if a part of the name is `loss` or `median_rank`.
+
+    Returns:
+        Folder of the checkpoint; None if no checkpoint has the metric.
+
+    Raises:
+        StorageError: The storage cannot be read.
     """
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
     scored: list[tuple[float, int, AnyPath]] = []
@@ -115,9 +140,16 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
 
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
-    """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`.
+    """Delete old checkpoints, including incomplete ones.
 
-    Raises TrainingError if one cannot be deleted.
+    Args:
+        folder: Folder of the checkpoints.
+        keep: Number of the newest complete checkpoints to keep.
+        metric: Name of a metric; the checkpoint with its best value is kept, too. None: no further
+            one.
+
+    Raises:
+        TrainingError: A checkpoint cannot be deleted.
     """
     protected = set(_step_folders(folder, complete=True)[-keep:])
     best = best_checkpoint(folder, metric) if metric is not None else None
@@ -137,6 +169,12 @@ def discard(path: AnyPath) -> None:
     """Delete a checkpoint.
 
     The checksums are deleted first, so an interrupted deletion leaves an incomplete checkpoint.
+
+    Args:
+        path: Folder of the checkpoint; it need not exist.
+
+    Raises:
+        OSError: It cannot be deleted.
     """
     (path / SUMS).unlink(missing_ok=True)
     remove_tree(path)
@@ -163,9 +201,16 @@ def _step_folders(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
 
 
 def verify(path: AnyPath, checksums: bool = True) -> str | None:
-    """Return the fault of a checkpoint, None if intact (or complete, without `checksums`).
+    """Return what is wrong with a checkpoint, such as a missing file; None if it is intact.
 
-    Files are read in parallel. Raises StorageError if the storage cannot be read.
+    Files are read in parallel.
+
+    Args:
+        path: Folder of the checkpoint.
+        checksums: Compare the SHA-256 of each file; False: only check that all files exist.
+
+    Raises:
+        StorageError: The storage cannot be read.
     """
 
     def fault_of(item: tuple[str, str]) -> str | None:
@@ -193,26 +238,35 @@ def verify(path: AnyPath, checksums: bool = True) -> str | None:
 
 
 def tensor_file_names(num_shards: int) -> tuple[str, ...]:
-    """Return the names of the tensor files, by rank."""
+    """Return the names of a checkpoint's tensor files by rank, such as `shard-1-of-2.safetensors`.
+
+    Args:
+        num_shards: Number of files: 1, or under FSDP the number of ranks.
+    """
     return tuple(f"shard-{rank + 1}-of-{num_shards}.safetensors" for rank in range(num_shards))
 
 
 def num_tensor_files(path: AnyPath) -> int:
-    """Return the number of tensor files of a checkpoint: of ranks that wrote it.
+    """Return the number of tensor files of a checkpoint, one for each rank that wrote tensors.
 
-    Raises TrainingError if its checksums cannot be read.
+    Args:
+        path: Folder of the checkpoint.
+
+    Raises:
+        TrainingError: Its SHA256SUMS does not exist.
+        StorageError: The storage cannot be read.
     """
     with as_user_error(path / SUMS):
         return sum(name.endswith(".safetensors") for name in read_checksums(path))
 
 
 def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) -> None:
-    """Write SHA256SUMS after all other files of a checkpoint.
+    """Write SHA256SUMS after all other files of a checkpoint; it marks the checkpoint as complete.
 
     Args:
-        path: local folder of the checkpoint.
-        names: files in it, which are synced first.
-        others: digests by name of files that are already synced.
+        path: Local folder of the checkpoint.
+        names: Names of files in it, which are hashed and synced to disk first.
+        others: Hexadecimal SHA-256 by name of further files, which are already synced.
     """
     digests = others | {name: sha256(path / name) for name in names}
     lines = [f"{digest}  {name}\n" for name, digest in digests.items()]
@@ -228,16 +282,23 @@ def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) 
 
 
 def read_checksums(path: AnyPath) -> dict[str, str]:
-    """Return the digests by name in SHA256SUMS, without malformed lines. Raises OSError."""
+    """Return the hexadecimal SHA-256 by file name in SHA256SUMS, without malformed lines.
+
+    Args:
+        path: Folder of the checkpoint.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     lines = (path / SUMS).read_text(errors="replace").splitlines()
     pairs = [line.partition("  ") for line in lines]
     return {name: digest for digest, _, name in pairs if len(digest) == 64}
 
 
 def sha256(file: AnyPath) -> str:
-    """Return the digest of a file in hexadecimal.
+    """Return the SHA-256 of a file in hexadecimal.
 
-    An object is streamed, because it may not fit on the local disk.
+    An object of a store is streamed, because it may not fit on the local disk.
     """
 
     def digest() -> str:
@@ -264,22 +325,44 @@ def fsync(path: Path) -> None:
 
 
 def load_meta(path: AnyPath) -> dict[str, Any]:
-    """Return meta.json: step, rows consumed, config, metrics.
+    """Return meta.json of a checkpoint.
 
-    Raises TrainingError if it cannot be read.
+    Args:
+        path: Folder of the checkpoint.
+
+    Returns:
+        `step` and `rows_consumed` (int), `metrics` (the logged line of the step), `config` (all
+        settings), `architecture`, `world` (number of workers) and `versions`.
+
+    Raises:
+        TrainingError: The file does not exist or is damaged.
+        StorageError: The storage cannot be read.
     """
     return read_json(path / META)
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:
-    """Return a JSON object. Raises TrainingError if it cannot be read."""
+    """Return the JSON object in a file.
+
+    Raises:
+        TrainingError: The file does not exist or is no JSON.
+        StorageError: The storage cannot be read.
+    """
     with as_user_error(file), local_copy(file) as local:
         return json.loads(local.read_bytes())
 
 
 @contextmanager
 def as_user_error(file: AnyPath) -> Iterator[None]:
-    """Turn a read error into TrainingError, or into StorageError if the storage may recover."""
+    """Context manager that turns an error of reading a file into an error with advice.
+
+    Args:
+        file: The file that is read inside, for the message.
+
+    Raises:
+        StorageError: An OSError other than a missing file occurred, so the storage may recover.
+        TrainingError: The file does not exist or is damaged.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:

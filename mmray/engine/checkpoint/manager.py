@@ -75,7 +75,13 @@ class CheckpointManager:
         self.save_duration_s: float | None = None
 
     def log_from(self, step: int) -> MetricsLog:
-        """The log of the steps after `step`."""
+        """Open and return the metrics log of a run that starts or resumes after `step` steps.
+
+        Its pending lines are written before each checkpoint.
+
+        Raises:
+            StorageError: The log cannot be opened.
+        """
         self._log = MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
         return self._log
 
@@ -89,17 +95,18 @@ class CheckpointManager:
         that all write wait for each other anyway.
 
         Args:
-            step: the step after which the state was taken.
-            rows_consumed: rows of the sample order up to this step.
-            state: nested dicts of tensors and JSON values.
-            metrics: metrics of this step.
-            last: whether no save follows.
+            step: The step after which the state was taken.
+            rows_consumed: Rows of the sample order up to this step.
+            state: Nested dicts of tensors and JSON values: `model`, `optimizer`, `scaler`,
+                `progress` and, with an EMA of the weights, `average`.
+            metrics: Metrics of this step by name, for meta.json.
+            last: Whether no save follows.
 
         Returns:
-            Seconds that the previous save took; None if no save has ended.
+            Seconds from start to end of the newest finished save; None if no save has ended.
 
         Raises:
-            TrainingError: another process has taken over the run.
+            TrainingError: Another process has taken over the run.
         """
         from mmray.engine.checkpoint import state_io  # late: it imports DCP
 
@@ -144,12 +151,17 @@ class CheckpointManager:
         return self.save_duration_s
 
     def poll(self) -> None:
-        """Log or raise the error of a save that has ended."""
+        """Check whether a save has ended: log its StorageError, raise any other error of it."""
         if self._pending and self._pending.done():
             self._finish_pending()
 
     def close(self) -> None:
-        """Wait for the last save; raise its error, logged or not. Upload the rest of the logs."""
+        """Wait for the last save, and upload the rest of the logs.
+
+        Raises:
+            StorageError: The last save failed.
+            TrainingError: Another process has taken over the run.
+        """
         try:
             self._wait_pending()
             if self._error is not None:
@@ -214,14 +226,16 @@ FIRST_STEPS = 10
 def steps_between_checkpoints(
     step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
 ) -> int:
-    """Return the number of steps to the next checkpoint.
+    """Return the number of steps to the next checkpoint, so that saves take at most 2 % of the
+    time.
 
     Args:
-        step_s: seconds of a step; None: not measured yet.
-        stall_s: seconds for which training waited for the last save.
-        save_duration_s: seconds of a whole save, for which the next one must not wait; None: not
-            measured yet.
-        steps_taken: steps since the start or the resume.
+        step_s: Seconds of a step; None: not measured yet.
+        stall_s: Seconds for which training waited for the last save.
+        save_duration_s: Seconds of a whole save, which must end before the next one starts; None:
+            not measured yet.
+        steps_taken: Steps since the start or the resume; while nothing is measured, the number of
+            steps doubles with each save.
     """
     if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)
@@ -231,7 +245,13 @@ def steps_between_checkpoints(
 
 @dataclass
 class CheckpointSchedule:
-    """Decides at which steps a run that resumes after step `first` saves checkpoints."""
+    """Decides at which steps a run saves checkpoints.
+
+    Args:
+        every: Steps between two checkpoints; 0: none; "auto": at the steps that `saved` sets, at
+            first after 10 steps.
+        first: Step after which the run starts or resumes.
+    """
 
     every: int | Literal["auto"]
     first: int
@@ -241,11 +261,16 @@ class CheckpointSchedule:
         self._next = self.first + FIRST_STEPS
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`."""
+        """Return whether to save a checkpoint after this step (counted from 1)."""
         if self.every == "auto":
             return step >= self._next
         return self.every > 0 and step % self.every == 0
 
     def saved(self, step: int, steps: int) -> None:
-        """Record a save at `step`; with `auto` the next one is `steps` later."""
+        """Record a save; with "auto" it sets the step of the next one.
+
+        Args:
+            step: Step of this save.
+            steps: Number of steps to the next save.
+        """
         self._next = step + steps

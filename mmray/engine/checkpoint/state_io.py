@@ -109,19 +109,20 @@ def save_async(
     """Copy the state to the host and write it in a background thread.
 
     Args:
-        path: folder of the checkpoint; an existing one is replaced.
-        state: nested dicts of tensors and JSON values.
-        meta: contents of meta.json, without versions.
-        cpu_group: gloo group of the ranks that save together, each its shards; None: this process
+        path: Folder of the checkpoint; an existing one is replaced.
+        state: Nested dicts of tensors and JSON values.
+        meta: Contents of meta.json, without `versions`.
+        cpu_group: Gloo group of the ranks that save together, each its shards; None: this process
             saves alone.
-        stager: keeps its buffers from save to save, so the previous save must have ended; None:
+        stager: Keeps its buffers from save to save, so the previous save must have ended; None:
             buffers of this save.
-        before_write: rank 0 calls it in the background thread, before any rank writes and again
+        before_write: Rank 0 calls it in the background thread, before any rank writes and again
             before the checksums. Every rank raises what it raises.
-        on_complete: rank 0 calls it in the background thread when the checkpoint is complete.
+        on_complete: Rank 0 calls it in the background thread when the checkpoint is complete.
 
     Returns:
-        A future; await it inside `as_storage_error`.
+        A future that ends with the save. Its `result()` raises errors of any rank; call it inside
+        `as_storage_error`, which turns those of the storage into StorageError.
     """
     values, tensors = separate_tensors(state)
     stager = stager or HostStager()
@@ -161,7 +162,14 @@ class HostStager(AsyncStager):
         self._source: dict[str, Tensor] = {}
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the copies; of GPU tensors they are complete after `synchronize_staging`."""
+        """Copy the tensors of a state to the host.
+
+        Args:
+            state_dict: Tensors by key; a GPU copies them on a side stream.
+
+        Returns:
+            The copies by key; those of GPU tensors are complete after `synchronize_staging`.
+        """
         if self._buffers is None:
             devices = {
                 tensor.device for tensor in state_dict.values() if tensor.device.type == "cuda"
@@ -180,12 +188,12 @@ class HostStager(AsyncStager):
         return copies
 
     def synchronize_staging(self) -> None:
-        """Wait until the copies are complete."""
+        """Wait until the copies of the last `stage` are complete."""
         for stream in self._streams:
             stream.synchronize()
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Wait for the copies and free the buffers."""
         self.synchronize_staging()
         if self._hook is not None:
             self._hook.remove()
@@ -206,16 +214,21 @@ def load(
     """Return the saved state, or a part of it. Needs no process group.
 
     Args:
-        path: folder of the checkpoint.
-        destination: returns the tensor into which a tensor is read, from its key and a meta tensor
-            with its shape and dtype; None: full tensors on the CPU. Of a sharded tensor, only the
-            bytes of this rank's shard are read.
-        only: key of the part to read, such as `model`; empty: everything.
-        on_read: called after each request, of at most MAX_REQUEST_BYTES unless a tensor is larger.
+        path: Folder of the checkpoint.
+        destination: Returns the tensor into which a saved tensor is read, from its key, such as
+            `model/log_scale`, and a meta tensor with its shape and dtype; None: full tensors on the
+            CPU. Of a sharded tensor, only the bytes of this rank's shard are read.
+        only: Key of the part to read, such as `model`; empty: everything.
+        on_read: Called after each request, of at most MAX_REQUEST_BYTES unless a tensor is larger.
+
+    Returns:
+        Nested dicts of tensors and JSON values, as they were saved: `model`, `optimizer`, `scaler`,
+        `progress` and, with an EMA of the weights, `average`. With `only`, tensors of other parts
+        are absent.
 
     Raises:
-        TrainingError: a file is missing or damaged.
-        StorageError: the storage cannot be read, and may recover.
+        TrainingError: A file is missing or damaged.
+        StorageError: The storage cannot be read, and may recover.
     """
     destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
     state: CheckpointState = read_json(path / STATE)
@@ -243,9 +256,18 @@ def load(
 
 
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
-    """Return the full state dict of the model (or of `key`) on the CPU.
+    """Return the full state_dict of a checkpoint's model on the CPU.
 
-    Raises TrainingError if it cannot be read.
+    Args:
+        path: Folder of the checkpoint.
+        key: Part of the state to read: `model`, or `average` for the EMA of the weights.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        TrainingError: A file is missing or damaged.
+        StorageError: The storage cannot be read, and may recover.
     """
     return load(path, only=key)[key]
 
@@ -253,7 +275,16 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
 def separate_tensors(
     state: CheckpointState, *parents: str
 ) -> tuple[CheckpointState, dict[str, Tensor]]:
-    """Return the state without its tensors, and the tensors by key (`model/NAME`)."""
+    """Separate the tensors of a state from its other values.
+
+    Args:
+        state: Nested dicts of tensors and JSON values.
+        parents: Keys under which `state` is nested; none for a whole state.
+
+    Returns:
+        The state without its tensors, in the same nested dicts, and the tensors by their path, such
+        as `model/log_scale`.
+    """
     values: CheckpointState = {}
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -270,6 +301,15 @@ def separate_tensors(
 class CheckpointWriter(HuggingFaceStorageWriter):
     """DCP storage: a safetensors file per rank; rank 0 adds state.json, meta.json and the
     checksums.
+
+    Args:
+        path: Folder of the checkpoint.
+        values: The state without its tensors, for state.json.
+        meta: Contents of meta.json, without `versions`.
+        cpu_group: Gloo group of the ranks that save together; None: this process saves alone.
+        before_write: Called on rank 0 before any rank writes, and again before the checksums.
+        on_complete: Called on rank 0 when the checkpoint is complete.
+        wait_copied: Waits until this rank's tensors are copied to the host.
     """
 
     def __init__(
@@ -295,16 +335,40 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         self._name = files.tensor_file_names(num_files)[self.rank]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged; torch's class would create the folder, which rank 0 must clear
+        first.
+        """
         # The base class would create the folder, which rank 0 must clear first.
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, delete an earlier checkpoint of this step and create its folder.
+
+        Args:
+            plans: Tensors that each rank writes.
+
+        Returns:
+            The plans, unchanged.
+        """
         self._before_write()
         discard(self._folder)
         self._folder.mkdir(parents=True)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write this rank's tensors to its safetensors file, with the slice of each in the header.
+
+        Args:
+            plan: Tensors that this rank writes.
+            planner: Returns the data of each.
+
+        Returns:
+            A completed future with one result: name of the file, its size in bytes, and its SHA-256
+            in hexadecimal.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         self._wait_copied()
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, Any] = {}
@@ -323,6 +387,17 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, write state.json, meta.json and SHA256SUMS, which complete the checkpoint.
+
+        Args:
+            metadata: DCP's description of the tensors; unused, because the headers of the files
+                have it.
+            results: What `write_data` returned on each rank.
+
+        Raises:
+            OSError: A rank's file is missing or has another size in this folder, or a file cannot
+                be written.
+        """
         shards = [result for written in results for result in written]
         for shard in shards:
             file = self._folder / shard.index.fqn
@@ -354,9 +429,14 @@ class _SavedChunk(NamedTuple):
 
 
 class CheckpointReader(HuggingFaceStorageReader):
-    """DCP storage: reads ranges of the safetensors files.
+    """DCP storage: reads byte ranges of the safetensors files, of a local folder or an object
+    store.
 
-    The base class opens local files only, and maps them.
+    torch's class opens local files only, and maps them into memory.
+
+    Args:
+        path: Folder of the checkpoint.
+        on_read: Called after each request.
     """
 
     def __init__(self, path: AnyPath, on_read: Callable[[], None]):
@@ -397,12 +477,21 @@ class CheckpointReader(HuggingFaceStorageReader):
         return header_bytes, json.loads(self._read(name, 8, 8 + header_bytes))
 
     def read_metadata(self) -> Metadata:
-        """Read the headers of all files, once."""
+        """Return shapes, dtypes and slices of all saved tensors, from the headers of the files,
+        read once.
+        """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Read the rows (slices of the first dimension) of each item, adjacent ones in one
+        """Read slices of saved tensors into the tensors of the planner, adjacent ones in one
         request.
+
+        Args:
+            plan: Slices to read; only the rows (first dimension) of each are requested.
+            planner: Has the tensors to read into.
+
+        Returns:
+            A completed future.
         """
         items: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
@@ -451,9 +540,15 @@ class CheckpointReader(HuggingFaceStorageReader):
 
 @contextmanager
 def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
-    """Turn an error of the storage, on any rank, into StorageError.
+    """Context manager that turns an error of the storage while saving, on any rank, into
+    StorageError.
 
-    `discards`: also delete what was written of the checkpoint.
+    Args:
+        path: Folder of the checkpoint.
+        discards: Whether to delete what was written of the checkpoint.
+
+    Raises:
+        StorageError: An OSError or SafetensorError occurred inside.
     """
     try:
         with _raise_first_cause():

@@ -45,7 +45,13 @@ class Meter:
     flops_of_row: float | None = None  # of `model_flops_of_row`, counted in the first step
 
     def compute(self) -> Metrics:
-        """Return metrics since the last call, and reset."""
+        """Return the metrics of this rank since the last call, and start measuring again.
+
+        Returns:
+            Values by name, such as `time/step_s`, `throughput/samples_per_s`,
+            `throughput/tflops_per_device`, `host/cpu_percent` and `memory/peak_gib`; times and
+            rates only after the second step of the run.
+        """
         device = self.group.device
         world_size = self.group.world_size
         metrics = self.rates.compute(world_size)
@@ -75,7 +81,17 @@ MAXIMA = (
 def reduce_over_ranks(
     group: Group, sums: list[Tensor], local: Metrics
 ) -> tuple[list[float], Metrics]:
-    """Sums over ranks, and the reduced per-rank metrics, in one collective."""
+    """Reduce sums and metrics over ranks, in one collective.
+
+    Args:
+        group: All ranks; each calls this function.
+        sums: Scalar tensors of this rank.
+        local: Metrics of this rank, numbers by name; every rank has the same names.
+
+    Returns:
+        The sums over ranks, in order, and the metrics: the maximum over ranks if the name starts
+        with one of MAXIMA, such as `memory/`, otherwise the mean.
+    """
     values = torch.tensor(
         [float(value) for value in local.values()], dtype=torch.float64, device=group.device
     )
@@ -90,8 +106,16 @@ def reduce_over_ranks(
 
 
 def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
-    """Fraction of caption tokens that are padding; with length bucketing also the fraction without
-    it.
+    """Return the fraction of caption tokens that are padding.
+
+    Args:
+        token_counts: Three sums over rows: tokens of captions, with padding, and with the padding
+            that there would be without grouping by length.
+        group_by_length: Whether micro-batches group rows of similar length.
+
+    Returns:
+        `batch/padding` and, if grouped, `batch/padding_unbucketed` (without grouping), both 0 to 1;
+        {} if the counts are zero.
     """
     tokens, padded, unbucketed = token_counts
     if not padded:
@@ -101,17 +125,26 @@ def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metri
 
 
 def rows_sha(keys: Tensor) -> str:
-    """16 hex digits for a set of rows in any order: SHA-256 of the sorted int64 little-endian
-    keys.
+    """Return 16 hex digits that identify a set of rows in any order.
+
+    They are the first of the SHA-256 of the sorted int64 little-endian keys.
+
+    Args:
+        keys: Hashes of the rows' keys, int64 [N].
     """
     return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def machine_load(device: torch.device) -> dict[str, float]:
-    """CPU percent since the last call and memory in GiB; of a GPU, busy percent and memory.
+    """Return the load of this machine.
 
-    Busy percent is NaN without NVML (nvidia-ml-py) and on a MIG slice: every rank must have the
-    same keys.
+    Args:
+        device: Device of training.
+
+    Returns:
+        `host/cpu_percent` since the last call and `host/memory_gib`; on a GPU also
+        `gpu/busy_percent` and `gpu/memory_gib`. Busy percent is NaN without NVML (nvidia-ml-py) and
+        on a MIG slice, because every rank must have the same keys.
     """
     load = {
         "host/cpu_percent": psutil.cpu_percent(),
@@ -185,8 +218,12 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
 
     Args:
         model: Not wrapped in DDP. The backward adds zeros to the gradients of its weights.
-        batch: Micro-batch whose first rows are taken, so captions have the lengths of real ones.
-        precision: Scope of the forward; kernels of attention depend on it.
+        batch: Micro-batch (tensors [B, ...] by column) whose first two rows are taken, so captions
+            have the lengths of real ones; of a vision-language model all rows are taken.
+        precision: Autocast of the forward; kernels of attention depend on it.
+
+    Returns:
+        Mean number of operations of a row.
     """
     rows = batch
     if not is_flat(batch):
@@ -202,7 +239,12 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
-    """Peak FLOP/s of a GPU at this precision; NaN if it is not in the table."""
+    """Return the peak FLOP/s of a GPU's matrix products; NaN if the GPU is not in the table.
+
+    Args:
+        device: The GPU.
+        precision: Precision of training: half precision, or fp32.
+    """
     name = torch.cuda.get_device_name(device)
     # Match full words: an RTX A4000 is not an A40, nor an L40 an L4.
     peak = next(

@@ -41,7 +41,12 @@ class Throughput:
     _lap_start_s: float = field(default_factory=lambda: time.perf_counter())
 
     def lap(self, name: str = "") -> float:
-        """Return the seconds since the last call, and count them as the activity `name`."""
+        """Return the seconds since the last call of `lap` or `add`.
+
+        Args:
+            name: Activity to which they are added: `evaluate`, `checkpoint`, `log` or `callbacks`;
+                empty: none.
+        """
         now_s = time.perf_counter()
         lap_s = now_s - self._lap_start_s
         self._lap_start_s = now_s
@@ -50,7 +55,7 @@ class Throughput:
         return lap_s
 
     def add(self, wait_s: float, rows: int, tokens: int) -> None:
-        """Record a step at its end.
+        """Record a step at its end; its time starts at the last call of `lap` or `add`.
 
         Args:
             wait_s: Seconds that the step waited for its rows.
@@ -66,8 +71,17 @@ class Throughput:
         self._recent_s.append(step_s)
 
     def compute(self, world_size: int) -> dict[str, Any]:
-        """Times since the last call, percentiles of the last 500 steps; empty if there was only the
-        first step.
+        """Return times and rates since the last call.
+
+        Args:
+            world_size: Number of workers.
+
+        Returns:
+            Values by name: `time/*_s` in seconds, of a step the mean, 50th and 95th percentile (of
+            the last 500 steps), the wait for data and the phases, and the total of `checkpoint`,
+            `log` and `callbacks` between steps; `time/data_wait_share`, 0 to 1;
+            `throughput/samples_per_s` and `throughput/tokens_per_s` of all workers. Empty if there
+            was no step but the first of the run.
         """
         laps_s, phases_s = self._restart()
         if not self._steps:
@@ -103,7 +117,11 @@ class Throughput:
 class PhaseTimers:
     """Device time of a step by phase: `with timers("forward"): ...`.
 
-    `sync` is the step's own collectives; DDP's communication is part of the last backward.
+    The phases are `transfer`, `forward`, `backward`, `sync` and `optimizer`. `sync` is the step's
+    own collectives; DDP's communication is part of the last backward.
+
+    Args:
+        device: Device of training.
     """
 
     def __init__(self, device: torch.device):
@@ -125,7 +143,9 @@ class PhaseTimers:
                 self._read(name, MAX_SCOPES // 2)
 
     def pop_s(self) -> dict[str, float]:
-        """Seconds of each phase since the last call; waits for the timed work of a GPU."""
+        """Return the seconds of each phase since the last call; waits for the timed work of a
+        GPU.
+        """
         for name, scopes in self._scopes.items():
             self._read(name, len(scopes))
         phase_s = self._phase_s
@@ -133,10 +153,11 @@ class PhaseTimers:
         return phase_s
 
     def peak_gib(self) -> float:
-        """Peak memory: what torch allocated on a GPU; on a CPU the largest sample of this process's
+        """Return the peak memory in GiB: on a GPU what torch allocated, on a CPU this process's
         private memory.
 
-        The kernel's peak would include the object store's pages that blocks passed through.
+        On a CPU it is the largest of some samples. The kernel's peak would include the object
+        store's pages that blocks passed through.
         """
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 2**30

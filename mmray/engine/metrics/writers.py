@@ -36,9 +36,17 @@ class MetricsLog:
 
     Lines of later steps, from a failed attempt, are dropped, because those steps are taken again;
     `wasted_steps` is their number. A thread writes, because storage may stall. Lines that cannot be
-    written are kept and written later; `notify` (label, text) gets one warning. `check_lease`
-    raises TrainingError if another process owns the run; the thread calls it at most every ten
-    seconds, and at the end. Raises StorageError if the log cannot be opened.
+    written are kept and written later.
+
+    Args:
+        folder: Local folder of the log.
+        start_step: Number of steps taken before this attempt.
+        notify: Gets a label and a warning if lines cannot be written.
+        check_lease: Raises TrainingError if another process owns the run; the thread calls it at
+            most every ten seconds, and at the end.
+
+    Raises:
+        StorageError: The log cannot be opened.
     """
 
     def __init__(
@@ -72,9 +80,14 @@ class MetricsLog:
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write one line in the thread;
+        """Write one line to metrics.jsonl and TensorBoard, in the thread.
 
-        NaN and infinity become null. Raises what `check_lease` raised there.
+        Args:
+            metrics: `step` (int) and values by name, such as `train/loss`. NaN and infinity become
+                null in the file.
+
+        Raises:
+            TrainingError: An earlier write found that another process owns the run.
         """
         if self._lost_lease is not None:
             raise self._lost_lease
@@ -82,16 +95,25 @@ class MetricsLog:
         self._last = self._thread.submit(self._write_line, line, dict(metrics))
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file next to the log, in the thread."""
+        """Write a file next to the log, in the thread; an error is only a warning.
+
+        Args:
+            name: Name of the file, such as `examples.json`.
+            text: Its content; an existing file is replaced.
+        """
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
 
     def flush(self) -> None:
-        """Wait until the thread has written, or failed to write, what it was given."""
+        """Wait until the thread has written what it was given, or has failed to."""
         wait([self._last])
 
     def close(self) -> None:
-        """Write pending lines; a log that is not closed loses at most TensorBoard's last two
-        minutes.
+        """Write pending lines and end the thread.
+
+        A log that is not closed loses at most TensorBoard's last two minutes.
+
+        Raises:
+            TrainingError: Another process owns the run.
         """
         self._last = self._thread.submit(self._close)
         self._thread.shutdown()
@@ -191,11 +213,19 @@ def _drop_after(path: Path, start_step: int) -> int:
 
 
 class LogUploader:
-    """Uploads growing files from `local_folder` to the run's folder; `notify` gets warnings.
+    """Uploads growing files from `local_folder` to the run's folder.
 
     An object store cannot append to objects, so files grow locally and are uploaded every 10 s,
-    before each checkpoint and at the end. `check_lease` raises TrainingError if another process
-    owns the run: nothing is uploaded then. Raises StorageError if the log so far cannot be read.
+    before each checkpoint and at the end. For a run on a local disk, `local_folder` is the run's
+    folder and nothing is uploaded.
+
+    Args:
+        folder: Folder of the run.
+        notify: Gets a label and a warning if an upload fails.
+        check_lease: Raises TrainingError if another process owns the run: nothing is uploaded then.
+
+    Raises:
+        StorageError: The log so far cannot be read.
     """
 
     def __init__(
@@ -226,7 +256,12 @@ class LogUploader:
         self._thread.start()
 
     def upload_changed(self) -> None:
-        """Upload changed files. Raises OSError from the store, and what `check_lease` raises."""
+        """Upload the files that have changed since their last upload.
+
+        Raises:
+            OSError: The object store failed.
+            TrainingError: Another process owns the run.
+        """
         if not isinstance(self._folder, RemotePath):
             return
         with self._lock:
@@ -240,7 +275,12 @@ class LogUploader:
                     self._uploaded[file] = state
 
     def close(self) -> None:
-        """Upload the rest and delete the local files, unless the upload fails."""
+        """Upload the rest and delete the local files; if the upload fails, keep them and warn where
+        they are.
+
+        Raises:
+            TrainingError: Another process owns the run.
+        """
         if self._thread is None:
             return
         self._ended.set()
@@ -273,8 +313,15 @@ class LogUploader:
 def profile_steps(
     steps: int, file: Path | None, device: torch.device
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; profile `steps` steps into a Chrome trace `file`,
-    if both are given.
+    """Context manager that profiles steps with torch.profiler into a Chrome trace.
+
+    Args:
+        steps: Number of steps to profile, after two to warm up; 0: none.
+        file: The trace to write; None: none.
+        device: Device of training; on a GPU its kernels are recorded too.
+
+    Yields:
+        A function to call after each step.
     """
     if steps == 0 or file is None:
         yield lambda: None

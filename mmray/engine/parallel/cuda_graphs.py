@@ -40,16 +40,38 @@ class Recorder(Protocol):
     """Records functions whose repetitions never overlap."""
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-        """Run a function; return its result, and what returns the host's share of its time."""
+        """Run a function and measure how much of its time the host needs to launch it.
+
+        Args:
+            function: Called without arguments.
+
+        Returns:
+            Its result, and a function that returns the host's share of its time, about 1 if the
+            device waits for the host.
+        """
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run a function as it will be recorded, so that it has allocated what it keeps."""
+        """Run a function as it will be recorded, so that it has allocated what it keeps.
+
+        Args:
+            function: Called without arguments.
+        """
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run a function; return its result, and what repeats it into the same tensors."""
+        """Run a function once and record its kernels.
+
+        Args:
+            function: Called without arguments.
+
+        Returns:
+            Its result, and a function that repeats it, with the results in the same tensors.
+        """
 
     def free_fraction(self) -> float:
-        """Return the share of the device's memory that nothing uses."""
+        """Return the fraction of the device's memory, 0 to 1, that no process uses.
+
+        torch's cached memory is freed first.
+        """
 
 
 def graph_branches(
@@ -64,14 +86,16 @@ def graph_branches(
     A deep copy of a branch has no graphs.
 
     Args:
-        branches: parts of the model by name, with the transforms of `train`.
-        train: the settings, without `auto` in `precision` and `compile`.
-        batch_shape: of all steps.
-        device: of the model.
-        notify: called if a capture fails; the branch then runs without graphs.
+        branches: Parts of the model by name, with the transforms of `train` already applied.
+        train: The `train` section, without `auto` in `precision` and `compile`.
+        batch_shape: Batch shape of all steps.
+        device: Device of the model.
+        notify: Called with a label and a line if a capture fails; the branch then runs without
+            graphs.
 
     Returns:
-        A line about the branches with graphs, and why others have none; empty on a CPU.
+        A line for the console about the branches with graphs, and why others have none; empty on a
+        CPU.
     """
     if device.type != "cuda" or not branches:
         return ""
@@ -88,7 +112,12 @@ def graph_branches(
 
 
 def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
-    """Return why no branch can run as graphs with these settings; empty if some can."""
+    """Return why no branch can run as CUDA graphs with these settings; empty if some can.
+
+    Args:
+        train: The `train` section.
+        batch_shape: Batch shape of all steps.
+    """
     if train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
     if train.parallel == "branches":
@@ -103,7 +132,7 @@ def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
 
 
 def unsupported_layer(branch: nn.Module) -> str:
-    """Return why a branch cannot run as graphs; empty if it can."""
+    """Return why a branch cannot run as CUDA graphs, such as dropout; empty if it can."""
     for layer in branch.modules():
         # of BatchNorm and similar layers of timm; frozen ones are in evaluation mode
         if layer.training and any(name.startswith("running_") for name in layer._buffers):
@@ -114,7 +143,15 @@ def unsupported_layer(branch: nn.Module) -> str:
 
 
 class BranchGraphs:
-    """The call of a branch: eager at first, and from the third call of a shape on as graphs."""
+    """The call of a branch: eager at first, and from the third call with the same shapes of inputs
+    on as CUDA graphs.
+
+    Args:
+        name: Name of the branch, for messages.
+        branch: The module.
+        recorder: Captures the graphs.
+        notify: Called with a label and a line if a capture fails.
+    """
 
     def __init__(self, name: str, branch: nn.Module, recorder: Recorder, notify: Notify) -> None:
         self._name = name
@@ -133,7 +170,7 @@ class BranchGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Shapes that have been captured."""
+        """Number of input shapes that have been captured."""
         return len(self._graphs)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -205,7 +242,18 @@ class PendingBackward:
 
 
 class BranchGraph:
-    """Graphs of a branch for one shape of its inputs, and the tensors that they read and write."""
+    """Graphs of a branch for one shape of its inputs, and the tensors that they read and write.
+
+    Args:
+        call: The branch in eager or compiled code.
+        inputs: Tensors with the shapes and dtypes of the inputs.
+        weights: Trainable weights of the branch.
+        recorder: Captures the graphs.
+
+    Raises:
+        RuntimeError: An operator cannot be captured, or memory runs out.
+        TypeError: The branch does not return one tensor.
+    """
 
     def __init__(
         self,
@@ -253,16 +301,28 @@ class BranchGraph:
         output = None  # graphs of other shapes may use the memory of the activations
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the forward; return the output in memory of its own."""
+        """Run the forward.
+
+        Args:
+            inputs: Tensors with the captured shapes.
+
+        Returns:
+            The output, in memory of its own.
+        """
         for fixed, value in zip(self._inputs, inputs, strict=True):
             fixed.copy_(value)
         self._replay_forward()
         return self._output.clone()
 
     def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the weights, which the next forward overwrites.
+        """Run the backward of the last forward.
 
-        Autograd takes them as `grad` of the weights.
+        Args:
+            output_gradient: Gradient at the output of the branch.
+
+        Returns:
+            Gradients of the weights, None for an unused one. Autograd takes them as `grad`; the
+            next forward overwrites them.
         """
         self._output_gradient.copy_(output_gradient)
         self._replay_backward()
@@ -296,6 +356,15 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Run a function and measure how much of its time the host needs to launch its kernels.
+
+        Args:
+            function: Called without arguments.
+
+        Returns:
+            Its result, and a function that waits for the GPU and returns the host's share of the
+            time.
+        """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
         start.record(stream)
@@ -311,7 +380,11 @@ class CudaRecorder:
         return result, host_share
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run the function on the stream of the captures, where cuBLAS allocates its workspace."""
+        """Run a function on the stream of the captures, where cuBLAS allocates its workspace.
+
+        Args:
+            function: Called without arguments.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -319,6 +392,15 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Capture the kernels of a function as a CUDA graph.
+
+        Args:
+            function: Called once, without arguments.
+
+        Returns:
+            Its result, which no kernel has computed yet, and a function that runs the graph and
+            writes the results to the same tensors.
+        """
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that prefetches batches may allocate memory meanwhile
         with torch.cuda.graph(
@@ -328,6 +410,10 @@ class CudaRecorder:
         return result, graph.replay
 
     def free_fraction(self) -> float:
+        """Return the fraction of the GPU's memory, 0 to 1, that no process uses.
+
+        torch's cached memory is freed first.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)

@@ -49,7 +49,11 @@ class DeviceDefaults:
 
 
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
-    """Return the defaults of a GPU of this compute capability; None: of a CPU."""
+    """Return the fastest settings of a device.
+
+    Args:
+        capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
+    """
     if capability is None:
         return DeviceDefaults("fp32", "none", False, False, False)
     ampere = capability >= (8, 0)  # the first with bf16 and TF32
@@ -59,22 +63,22 @@ def device_defaults(capability: Capability | None) -> DeviceDefaults:
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Return the compute capability of a GPU; None for a CPU."""
+    """Return the compute capability of a GPU, such as (9, 0) of an H100; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def resolve_auto(
     train: Train, group: Group, notify: Callable[[str, str], None] = lambda label, text: None
 ) -> Train:
-    """Replace each `auto` of `train` by the default of the oldest device of the ranks.
+    """Replace `auto` in the `train` section by the default of the oldest device of the ranks.
 
     Args:
-        train: the settings.
-        group: all ranks, which call this together.
-        notify: called with a label and a line if blocks stay eager because a rank cannot compile.
+        train: The `train` section.
+        group: All ranks, which call this together.
+        notify: Called with a label and a line if blocks stay eager because a rank cannot compile.
 
     Returns:
-        `train` without `auto` in the settings of `DeviceDefaults`.
+        The section without `auto` in `precision` and `compile`.
     """
     capability = capability_of(group.device)
     oldest = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
@@ -101,10 +105,10 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
     """Return True if compiling saves a run more time than it takes.
 
     Args:
-        row_flops: of a forward and a backward of one row.
-        rows: of a rank in a step.
-        steps: of the run.
-        peak_flops: of the device in a second; NaN if unknown.
+        row_flops: Floating point operations of a forward and a backward of one row.
+        rows: Rows of a rank in a step.
+        steps: Steps of the run.
+        peak_flops: Peak of the device in operations per second; NaN if unknown.
     """
     peak = DEFAULT_PEAK_FLOPS if math.isnan(peak_flops) else peak_flops
     step_s = max(MIN_STEP_S, row_flops * rows / (EAGER_UTILIZATION * peak))
@@ -112,16 +116,25 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
 
 
 def limit_compile_workers() -> None:
-    """Share the cores of a node among the compile processes of its ranks, unless the user did."""
+    """Share the cores of a node among the compile processes of its ranks.
+
+    It sets TORCHINDUCTOR_COMPILE_THREADS, unless the user did.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(MAX_COMPILE_WORKERS, max(1, cores() // ranks))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
 
 
 def compile_problem(device: torch.device) -> str:
-    """Compile one small kernel with inductor, without its caches; return why it failed, if it did.
+    """Compile one small kernel with inductor, without its caches, to see whether it works.
 
     On a GPU this needs Triton, a C compiler, the headers of Python and the library of the driver.
+
+    Args:
+        device: Device of the kernel.
+
+    Returns:
+        Why it failed; empty if it worked.
     """
     try:
         from torch._inductor.utils import fresh_cache
@@ -134,8 +147,14 @@ def compile_problem(device: torch.device) -> str:
 
 
 def configure_torch(train: Train, device: torch.device) -> str:
-    """Set the global flags of torch for a device; return a line about the GPU and its settings,
-    empty for a CPU.
+    """Set the global flags of torch for a device, such as TF32.
+
+    Args:
+        train: The `train` section.
+        device: Device of training.
+
+    Returns:
+        A line for the console about the GPU and its settings; empty for a CPU.
     """
     defaults = device_defaults(capability_of(device))
     if device.type != "cuda":

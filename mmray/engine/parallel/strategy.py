@@ -34,19 +34,22 @@ def wrap_model(
     parallel: str = "ddp",
     shard_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Wrap the module for training on all ranks, with rank 0's weights; in a group of one, return
-    the module itself.
+    """Wrap the module for training on all ranks, with rank 0's weights.
 
-    A module that is already sharded is returned.
+    In a group of one, and if it is already sharded, the module itself is returned.
 
     Args:
         module: The model; on ranks other than 0 its weights are overwritten.
         group: All ranks.
-        parallel: Value of `train.parallel`.
-        shard_dtype: Dtype of the gathered weights under `fsdp` and `hsdp`.
+        parallel: Value of `train.parallel`: `ddp`, `fsdp`, `hsdp`, `branches` or `single`.
+        shard_dtype: Dtype of the gathered weights under `fsdp` and `hsdp`; None: that of the
+            weights.
+
+    Returns:
+        A DistributedDataParallel module, or the module, which `fsdp` and `hsdp` shard in place.
 
     Raises:
-        UsageError: `fsdp` or `hsdp` in fp16.
+        UsageError: `fsdp` or `hsdp` in fp16, or the ranks do not suit `hsdp`.
     """
     if parallel in SHARDED and group.world_size > 1:
         if shard_dtype == torch.float16:
@@ -88,18 +91,20 @@ def has_inner_collectives(model: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a wrapped model; only under FSDP its forward communicates, to gather
-    weights.
-    """
+    """Return the module inside a model that DDP wraps; any other model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Scope of the forward and backward of one micro-batch; DDP reduces gradients only in the last
-    one.
+    """Return a context manager for forward and backward of one micro-batch, in which gradients are
+    reduced over ranks only if it is the last.
 
     FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory
     that sharding saves. HSDP adds up the shards of other nodes only in the last one.
+
+    Args:
+        model: The model as `wrap_model` returned it.
+        last: Whether this is the last micro-batch of the step.
     """
     if is_sharded(model):
         sharded: Any = model
@@ -111,8 +116,12 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the blocks of a module, such as transformer layers: the members of its outermost
-    lists.
+    """Yield the blocks of a module, such as transformer layers.
+
+    They are the members of its outermost ModuleList and Sequential containers.
+
+    Args:
+        module: The module.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -123,10 +132,14 @@ def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
 
 @contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Scope in which forwards do not change the buffers (running statistics of BatchNorm).
+    """Context manager in which forwards do not change the buffers (running statistics of
+    BatchNorm).
 
     Forwards use copies. Restoring the old values in place would invalidate graphs that saved the
     originals.
+
+    Args:
+        module: The module, with all its submodules.
     """
     originals = [
         (submodule, dict(submodule._buffers))
@@ -148,9 +161,13 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
-    """Return the two GPUs of a worker, or the CPU twice.
+    """Return the two GPUs of a worker for `train.parallel branches`, or the CPU twice.
 
-    Raises UsageError if there is only one GPU.
+    Args:
+        device: The worker's first GPU, or the CPU.
+
+    Raises:
+        UsageError: There is only one GPU.
     """
     if device.type != "cuda":
         return device, device
@@ -163,11 +180,18 @@ def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
 
 
 def place_branches(module: nn.Module, device: torch.device) -> None:
-    """Model parallelism, one tower per GPU: move the text tower to the second; inputs and outputs
-    stay on the first.
+    """Move the text branch of a model to the second GPU; inputs and outputs of the model stay on
+    the first.
 
     Kernels are launched asynchronously, and autograd has a thread per device, so both branches run
     at the same time.
+
+    Args:
+        module: The model, with `branches()`, on the first GPU; changed in place.
+        device: The worker's first GPU, or the CPU, on which nothing moves.
+
+    Raises:
+        UsageError: There is only one GPU.
     """
     first, second = two_devices(device)
     columns = ("input_ids", "attention_mask")
@@ -208,13 +232,25 @@ def shard(
     dtype: torch.dtype | None,
     hybrid: bool = False,
 ) -> nn.Module:
-    """Shard the module in place (Zhao et al. 2023), by block, by branch, and the rest; gather
-    weights in `dtype`.
+    """Shard a module in place with FSDP2 (Zhao et al. 2023): by block, by branch, and the rest.
 
     The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
     device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into.
     Gradients are averaged in float32. Scalars such as the temperature cannot be sharded and are
-    replicated. hybrid: shard within a node, replicate across nodes.
+    replicated.
+
+    Args:
+        module: The model.
+        group: All ranks.
+        dtype: Dtype of the gathered weights in a forward; None: that of the weights.
+        hybrid: Shard within a node and replicate across nodes; otherwise shard over all ranks.
+
+    Returns:
+        The same module.
+
+    Raises:
+        UsageError: For `hybrid`, the numbers of ranks on the nodes have no common divisor of 2 or
+            more, or the ranks of a node do not follow one another.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -345,7 +381,15 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
-    """Return a function that returns the storages of unsharded weights at the time of the call."""
+    """Return a function that returns the addresses of the memory of a module's unsharded weights.
+
+    Args:
+        module: The module.
+
+    Returns:
+        A function without arguments. Of a sharded module it returns the addresses at the time of
+        the call, because weights are gathered and freed; otherwise those of now.
+    """
     slots = [
         (submodule._parameters, name)
         for submodule in module.modules()
@@ -365,6 +409,10 @@ def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
 def average_replicated_gradients(module: nn.Module, group: Group) -> None:
     """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does
     not.
+
+    Args:
+        module: The model; without effect if it is not sharded.
+        group: All ranks, which call this together.
     """
     for parameter in _replicated(module) if is_sharded(module) else ():
         if parameter.grad is not None:
@@ -373,11 +421,14 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 
 @contextmanager
 def gather_full_weights(module: nn.Module) -> Iterator[None]:
-    """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of
-    the full model.
+    """Context manager for an evaluation, in which every rank has all weights of a sharded model.
 
-    Otherwise each forward would all-gather weights, and ranks with different numbers of batches
-    would deadlock; calls that bypass a module's forward would see only this rank's shard.
+    It needs the memory of the full model. Otherwise each forward would all-gather weights, and
+    ranks with different numbers of batches would deadlock; calls that bypass a module's forward
+    would see only this rank's shard.
+
+    Args:
+        module: The model; without effect if it is not sharded.
     """
     submodules: list[Any] = [submodule for submodule in module.modules() if is_sharded(submodule)]
     for submodule in submodules:

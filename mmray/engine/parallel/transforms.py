@@ -52,9 +52,20 @@ HOOKS = {
 def apply_transforms(
     model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device
 ) -> nn.Module:
-    """Move the model to its device and apply the settings.
+    """Move the model to its device, and apply freezing, activation checkpointing and compile.
 
-    Raises UsageError with the setting at fault.
+    Args:
+        model: The model, not wrapped.
+        train: The `train` section, without `auto` in `compile`.
+        optimizer: The `optimizer` section, for `freeze`.
+        device: Device of this rank. A model that will be sharded is not moved, because all of it
+            may not fit.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: A setting does not suit the model or the device; the message names it.
     """
     freeze_parameters(model, optimizer.freeze)
     if device.type == "cpu" and any(
@@ -81,17 +92,25 @@ def apply_transforms(
 
 
 def branches_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the branches of a model by name; none if it has no method `branches`."""
+    """Return the branches of a model by name, such as `image`; {} if it has no method
+    `branches`.
+    """
     return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile each block of the branches if `train.compile` is set; a deep copy is not compiled
-    (bench/step.py).
+    """Compile each block of the branches with torch.compile if `train.compile` is set.
 
     Blocks of equal structure share a graph, so compile time does not grow with depth (as in
     torchtitan). In the image branch only the number of rows may become dynamic; other branches have
-    dynamic shapes, because captions differ.
+    dynamic shapes, because captions differ. A deep copy of the model is not compiled.
+
+    Args:
+        model: The model, changed in place.
+        train: The `train` section, without `auto` in `compile`.
+
+    Returns:
+        The same model.
     """
     if train.compile == "none":
         return model
@@ -127,7 +146,7 @@ def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: 
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Scope in which compiled blocks run eagerly, and branches without CUDA graphs."""
+    """Context manager in which compiled blocks run eagerly, and branches without CUDA graphs."""
     global _forced_eager
     # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
     compiles = "torch._dynamo" in sys.modules
@@ -156,14 +175,16 @@ def checkpoint_activations(
 ) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
-    selective: also save the outputs of matrix products, convolutions and attention, which take most
-    of the time.
-    compiles: the branch will be compiled.
-
     The recomputation draws the same dropout masks and does not update running statistics.
     torch.compile requires that it equals the forward, so blocks with running statistics are
     excluded from its graphs; so are those with dropout, because inductor would draw other masks
     than without gradients (the first pass of GradCache).
+
+    Args:
+        branch: The branch; the `forward` of its blocks is replaced in place.
+        selective: Also save the outputs of matrix products, convolutions and attention, which take
+            most of the time.
+        compiles: Whether the branch will be compiled.
     """
     for block in _blocks(branch):
         draws = may_draw_random_numbers(block)
@@ -195,7 +216,9 @@ def _recomputed(
 
 @contextmanager
 def disable_recomputation() -> Iterator[None]:
-    """Scope in which blocks with activation checkpointing save their activations."""
+    """Context manager in which blocks with activation checkpointing save their activations
+    instead.
+    """
     global _recomputation_enabled
     _recomputation_enabled = False
     try:
@@ -234,8 +257,13 @@ def _policy(
 
 
 def may_draw_random_numbers(block: nn.Module) -> bool:
-    """Return True for a positive dropout rate, and for layers of other packages, whose code may
-    have any.
+    """Return True if a forward of a module may draw random numbers.
+
+    That is so for a positive dropout rate, and for layers of packages other than torch,
+    torchvision, timm and transformers, whose code may have any.
+
+    Args:
+        block: The module.
     """
     for layer in block.modules():
         values = vars(layer) | getattr(getattr(layer, "config", None), "__dict__", {})
