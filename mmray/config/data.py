@@ -81,9 +81,9 @@ class Prepare(Section, settings_prefix="prepare"):
     )
     duplicates: Literal["image", "row", "text", "keep"] = Field(
         "image",
-        description="Quarantine rows that repeat an earlier row's images, its images and captions "
-        "(row), its images or "
-        "captions (text), or keep all, even rows with the id of another.",
+        description="Quarantine rows that repeat an earlier row's images (and conversation), its "
+        "images and captions (row), its images or captions (text), or keep all, even rows with "
+        "the id of another.",
     )
     holdout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`."

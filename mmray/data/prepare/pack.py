@@ -52,7 +52,7 @@ MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
-_RECORD_VERSION = 12
+_RECORD_VERSION = 13
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -431,7 +431,8 @@ class _ChunkPacker:
                 item.line,
                 location,
                 row.key,
-                image_digest[:32],
+                # Conversations about one image are different rows unless they are equal, too.
+                row_digest if row.messages else image_digest[:32],
                 row_digest,
                 text_digest,
                 shard,

@@ -128,11 +128,12 @@ def test_a_damaged_image_of_several_makes_the_row_invalid(tmp_path: Path) -> Non
     assert ok == [3 not in images for images in ROWS]
 
 
-def test_duplicates_are_rows_with_the_same_list_of_images(tmp_path: Path) -> None:
+def test_duplicates_have_the_same_images_and_the_same_conversation(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw")
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     again = [
-        rows[2] | {"id": "same list", "messages": chat(2)[:2]},
+        rows[2] | {"id": "other question", "messages": chat(2)[:2]},
+        rows[2] | {"id": "same images"},
         rows[2] | {"id": "other order", "images": ["3.png", "2.png", "1.png"]},
         rows[1] | {"id": "same text"},
         rows[1] | {"id": "other text", "messages": chat(1)[2:]},
@@ -141,8 +142,8 @@ def test_duplicates_are_rows_with_the_same_list_of_images(tmp_path: Path) -> Non
         file.writelines(json.dumps(row) + "\n" for row in again)
     manifest = prepare(str(source), str(tmp_path / "out"), LAX)
     faults = {fault["key"]: fault["detail"] for fault in quarantine(tmp_path / "out")}
-    assert faults == {"same list": "duplicate of row 2", "same text": "duplicate of row 1"}
-    assert manifest.num_images == {"": {"0": 2, "1": 2, "2": 2, "3": 2}}
+    assert faults == {"same images": "duplicate of row 2", "same text": "duplicate of row 1"}
+    assert manifest.num_images == {"": {"0": 2, "1": 2, "2": 2, "3": 3}}
 
 
 def test_contamination_covers_every_image_of_a_row(
