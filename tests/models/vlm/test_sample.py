@@ -16,7 +16,6 @@ def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
     config = config.replace(
         data=config.data.replace(cache=str(tmp_path / "cache")),
         run=config.run.replace(storage=str(tmp_path), name="run"),
-        train=config.train.replace(steps=140),
     )
     run = mmray.train(config)
     assert run.metrics["exact_match"] >= 0.9
