@@ -58,6 +58,12 @@ class ScriptedWorkers:
     def draining_nodes(self) -> dict[str, float]:
         return self.draining
 
+    def waits_for_resources(self, log) -> bool:
+        return False
+
+    def share_resources(self) -> None:
+        pass
+
     def num_more_workers(self) -> int:
         return self.num_more
 

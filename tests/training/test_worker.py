@@ -30,13 +30,14 @@ class HangingImport:
 @pytest.fixture
 def coordinator(monkeypatch):
     """The coordinator of rank 1; calls are made at once."""
-    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 1))
+    rank = SimpleNamespace(get_world_rank=lambda: 1, get_local_world_size=lambda: 2)
+    monkeypatch.setattr(ray.train, "get_context", lambda: rank)
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
     )
     monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
-    split = SimpleNamespace(iter_batches=lambda **_: [])
-    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda _: split)
+    blocks = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr("mmray.training.worker.rank_blocks", lambda *_: blocks)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: None)
     made = Coordinator(set())
     made.heartbeat = SimpleNamespace(remote=made.heartbeat)
@@ -48,8 +49,14 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
     monkeypatch.delitem(sys.modules, "mmray.engine.worker", raising=False)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
-    context, start = SimpleNamespace(folder=tmp_path), ResumePoint(SimpleNamespace(world_size=2), 6)
-    arguments = {"coordinator": coordinator, "context": context, "resume_point": start}
+    config = SimpleNamespace(data=SimpleNamespace(block_mb=24.0))
+    context = SimpleNamespace(folder=tmp_path, config=config, reader=None)
+    arguments = {
+        "coordinator": coordinator,
+        "context": context,
+        "resume_point": ResumePoint(SimpleNamespace(world_size=2), 6),
+        "decoders": None,
+    }
 
     def run():
         try:
