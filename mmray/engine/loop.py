@@ -74,6 +74,11 @@ class Trainer:
     """A run on one rank: the state that steps change, its progress, and what is measured.
 
     The state is restored from the checkpoint if there is one; each rank reads only its own shards.
+
+    Args:
+        spec: Model, objective, settings, and what the loop calls.
+        load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
+            the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
     """
 
     def __init__(self, spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> None:

@@ -117,7 +117,11 @@ def dry_run(
 
 
 class UnusedParametersError(Exception):
-    """Trainable parameters get no gradient; DDP would wait for it forever."""
+    """Trainable parameters get no gradient; DDP would wait for it forever.
+
+    Args:
+        names: Names of the parameters.
+    """
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
@@ -382,22 +386,24 @@ class FakeGroup(Group):
     """
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the value, as if all ranks had the same."""
+        """Return the value without communication, as if all ranks had the same."""
         return value
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Multiply a tensor by the world size in place, as if all ranks had the same, and return
-        it.
+        """Multiply a tensor by the world size in place, without communication, as if all ranks had
+        the same.
         """
         return tensor.mul_(self.world_size)
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Repeat rows [B, ...] to [world_size x B, ...], as if all ranks had the same."""
+        """Repeat rows [B, ...] to [world_size x B, ...] without communication, as if all ranks had
+        the same.
+        """
         return rows.repeat(self.world_size, *(1 for _ in rows.shape[1:]))
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Add up the world_size parts of gradients [world_size x B, ...], as if all ranks had the
-        same.
+        """Add up the world_size parts of gradients [world_size x B, ...] to [B, ...], without
+        communication.
         """
         return gradients.view(self.world_size, -1, *gradients.shape[1:]).sum(0)
 

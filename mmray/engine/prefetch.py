@@ -286,8 +286,14 @@ def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iter
 
 
 class DeviceCopier:
-    """Copies a rank's rows of a step to the device on a side stream: pixels in pinned memory at
-    once from where they are, other columns at once through pinned memory that is reused.
+    """Copies a rank's rows of a step to the GPU on a side stream.
+
+    Pixels that are in pinned memory are copied at once from where they are. Other columns are
+    copied at once through pinned memory that is reused.
+
+    Args:
+        device: The GPU.
+        timers: Get the time of the copies, as phase `transfer`.
     """
 
     def __init__(self, device: torch.device, timers: PhaseTimers):

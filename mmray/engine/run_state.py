@@ -42,10 +42,7 @@ FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 
 
 class Callback(Protocol):
-    """User code, constructed without arguments on every rank;
-
-    `on_step` is called after each step.
-    """
+    """User code that is called after each step; constructed without arguments on every rank."""
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         """Process the end of a step.

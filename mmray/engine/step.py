@@ -101,7 +101,10 @@ def accumulate_gradients(
 def first_pass(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn
 ) -> tuple[Outputs | None, Outputs]:
-    """Embed the rows of all micro-batches without gradients, except the first micro-batch.
+    """Embed the rows of all micro-batches, so that a loss can compare all rows of a step
+    (GradCache).
+
+    Only the first micro-batch keeps its autograd graph; the others are embedded without gradients.
 
     Args:
         state: Model and objective.
@@ -111,7 +114,7 @@ def first_pass(
     Returns:
         The outputs of the first micro-batch with their graph, for the second pass; None with hard
         negatives, because the model has not seen them yet. And the outputs that the loss over all
-        rows needs, of all micro-batches [rows, ...], without graph.
+        rows needs by name, of all micro-batches [rows, ...], without graph, with the scalars.
     """
     parts = state.parts
     micro_batches = batch.micro_batches

@@ -143,7 +143,15 @@ class PretrainedDualEncoder(HfModel, DualEncoder):
 
 
 class Clip(PretrainedDualEncoder):
-    """transformers' CLIPModel as two branches."""
+    """transformers' CLIPModel as two branches.
+
+    Args:
+        spec: The `model` section, of kind `clip`.
+        vocab_size: Rows of the token embedding, without pretrained weights.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them: the dict that `architecture()` of the
+            same model returned, or {} for the sizes in `spec`.
+    """
 
     hf_class = "CLIPModel"
     hf_names = (
@@ -243,7 +251,15 @@ def initialize_clip(net: Any) -> None:
 
 
 class Siglip(PretrainedDualEncoder):
-    """transformers' SiglipModel as two branches; the temperature is not clamped."""
+    """transformers' SiglipModel as two branches; the temperature is not clamped.
+
+    Args:
+        spec: The `model` section, of kind `siglip`.
+        vocab_size: Rows of the token embedding, without pretrained weights.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them: the dict that `architecture()` of the
+            same model returned, or {} for the sizes in `spec`.
+    """
 
     max_log_scale = None
     hf_class = "SiglipModel"

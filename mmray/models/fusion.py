@@ -82,7 +82,15 @@ class CrossEncoder(nn.Module):
 
 
 class Fusion(TwoTower):
-    """Two towers, cross-attention layers, and the configured heads."""
+    """Two towers, cross-attention layers, and the configured heads.
+
+    Args:
+        spec: The `model` section, of kind `fusion`.
+        vocab_size: Rows of the token embedding, without pretrained weights.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them: the dict that `architecture()` of the
+            same model returned, or {} for the sizes in `spec`.
+    """
 
     with_features = True
 

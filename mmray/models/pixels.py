@@ -117,7 +117,9 @@ def _is_patch_embedding(layer: nn.Conv2d) -> bool:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of products of `tensor` under autocast; its own without autocast."""
+    """Return the dtype of matrix products of a tensor under autocast; its own dtype without
+    autocast.
+    """
     device_type = tensor.device.type
     if tensor.is_meta or not torch.is_autocast_enabled(device_type):
         return tensor.dtype

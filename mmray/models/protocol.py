@@ -94,7 +94,11 @@ class Model(Protocol):
         """
 
     def clamp_parameters(self) -> None:
-        """Optional. Clamp weights after each optimizer step; decorate it with torch.no_grad."""
+        """Clamp weights after each optimizer step, such as the temperature; decorate it with
+        torch.no_grad.
+
+        Optional.
+        """
 
 
 # Argument of the builders. None: read pretrained weights, if the settings name any;

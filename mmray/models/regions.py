@@ -31,6 +31,10 @@ class RegionHead(nn.Module):
 
     Sources: RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921),
     RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
+
+    Args:
+        width: Channels of the feature map.
+        embed_dim: Size of the embeddings.
     """
 
     def __init__(self, width: int, embed_dim: int) -> None:

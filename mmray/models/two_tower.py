@@ -85,7 +85,15 @@ class TextBranch(nn.Module):
 
 
 class TwoTower(DualEncoder):
-    """An image and a text branch with one embedding space and a learned temperature."""
+    """An image and a text branch with one embedding space and a learned temperature.
+
+    Args:
+        spec: The `model` section, of kind `two_tower` or `fusion`.
+        vocab_size: Rows of the token embedding, without pretrained weights.
+        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
+            weights are random, because the caller loads them: the dict that `architecture()` of the
+            same model returned, or {} for the sizes in `spec`.
+    """
 
     image: ImageBranch
     text: TextBranch

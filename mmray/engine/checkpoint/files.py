@@ -140,16 +140,17 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
 
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
-    """Delete old checkpoints, including incomplete ones.
+    """Delete all checkpoints except the newest complete ones and the best.
 
     Args:
         folder: Folder of the checkpoints.
         keep: Number of the newest complete checkpoints to keep.
-        metric: Name of a metric; the checkpoint with its best value is kept, too. None: no further
-            one.
+        metric: Name of a metric in meta.json, such as `evaluate/recall_at_1/mean`; the checkpoint
+            with its best value is kept, too. None: only the newest are kept.
 
     Raises:
         TrainingError: A checkpoint cannot be deleted.
+        StorageError: The storage cannot be read.
     """
     protected = set(_step_folders(folder, complete=True)[-keep:])
     best = best_checkpoint(folder, metric) if metric is not None else None

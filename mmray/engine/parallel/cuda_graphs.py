@@ -262,11 +262,7 @@ class BranchGraph:
         weights: list[nn.Parameter],
         recorder: Recorder,
     ) -> None:
-        """Capture the forward and the backward of `call`.
-
-        Raises RuntimeError if it has operators that cannot be captured or memory runs out, and
-        TypeError if it does not return one tensor.
-        """
+        """Capture the forward and the backward of `call`."""
         device_type = inputs[0].device.type
         output: Tensor | None = None  # with its autograd graph
         self.weights = weights
@@ -348,7 +344,11 @@ class _Replay(torch.autograd.Function):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, which share memory for what only one of them needs at a time."""
+    """Captures CUDA graphs, which share memory for what only one of them needs at a time.
+
+    Args:
+        device: The GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -84,7 +84,10 @@ def _replicate(module: nn.Module) -> DistributedDataParallel:
 
 
 def has_inner_collectives(model: nn.Module) -> bool:
-    """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
+    """Return True if a forward of the model has collectives, so that no rank may skip it.
+
+    That is so if the model is sharded (FSDP) or has SyncBatchNorm.
+    """
     return is_sharded(model) or any(
         isinstance(submodule, nn.SyncBatchNorm) for submodule in model.modules()
     )
@@ -221,7 +224,7 @@ def place_branches(module: nn.Module, device: torch.device) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if `shard` was applied to the module, so that it is an FSDPModule."""
+    """Return True if FSDP2 shards this module, because `shard` was applied to it."""
     return hasattr(module, "set_reshard_after_forward")
 
 

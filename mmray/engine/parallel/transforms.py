@@ -160,7 +160,7 @@ def force_eager() -> Iterator[None]:
 
 
 def is_forced_eager() -> bool:
-    """Return True within `force_eager`."""
+    """Return True inside the context manager `force_eager`."""
     return _forced_eager
 
 

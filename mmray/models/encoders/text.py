@@ -162,7 +162,13 @@ class HfTextTower(TextEncoder):
 
 
 class TextTransformer(TextEncoder):
-    """BERT's encoder in plain torch, with its initialisation, without token types."""
+    """BERT's encoder in plain torch, with its initialisation, without token types.
+
+    Args:
+        spec: The `model.text` section: width, depth, heads and dropout.
+        vocab_size: Rows of the token embedding.
+        max_tokens: Maximum number of tokens of a text.
+    """
 
     def __init__(self, spec: TextTower, vocab_size: int, max_tokens: int) -> None:
         super().__init__()

@@ -80,9 +80,14 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
 class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
-    Images are PIL images, encoded bytes, or paths. `language` is the language of the texts, for
-    models with language tokens. Methods raise DataError with the index of the first unreadable
-    image or text.
+    Images are PIL images, encoded bytes, or paths. Methods raise DataError with the index of the
+    first unreadable image or text.
+
+    Args:
+        model: A module with `embed_image` and `embed_text`.
+        inputs: The `model.inputs` section.
+        encoder: Tokenizes the texts.
+        device: Device of the model.
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
@@ -277,7 +282,14 @@ class Embedder:
 
 
 class Generator:
-    """Answers questions about images by greedy decoding."""
+    """Answers questions about images by greedy decoding.
+
+    Args:
+        model: A generative model.
+        inputs: The `model.inputs` section.
+        encoder: Tokenizes the questions.
+        device: Device of the model.
+    """
 
     def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
         self.model = model

@@ -73,7 +73,11 @@ def _is_export_or_empty(folder: Path) -> bool:
 
 
 class Conversations:
-    """Continues conversations with images by greedy decoding."""
+    """Continues conversations with images by greedy decoding.
+
+    Args:
+        model: A vision-language model.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
