@@ -241,7 +241,7 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
         config: Config of transformers, which defines class and sizes of the encoder.
 
     Returns:
-        The model that AutoModel builds for the config, in float32.
+        The model that AutoModel builds for the config.
 
     Raises:
         UsageError: The weights cannot be read, or some are missing.

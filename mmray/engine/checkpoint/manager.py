@@ -226,8 +226,8 @@ FIRST_STEPS = 10
 def steps_between_checkpoints(
     step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
 ) -> int:
-    """Return the number of steps to the next checkpoint, so that saves take at most 2 % of the
-    time.
+    """Return the number of steps to the next checkpoint, so that saves stall training for at most 2
+    % of the time.
 
     Args:
         step_s: Seconds of a step; None: not measured yet.

@@ -260,7 +260,8 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
 
     Args:
         path: Folder of the checkpoint.
-        key: Part of the state to read: `model`, or `average` for the EMA of the weights.
+        key: Part of the state to read: `model`, or `average` for the EMA of the weights, whose
+            names start with `module.`.
 
     Returns:
         Tensors by name.

@@ -40,7 +40,8 @@ def build_image_tower(
         spec: The `model.image` section. `name` is the tower, such as `resnet50`, and `weights` are
             `none`, `pretrained`, a file, a folder or a hub name.
         image_side: Height and width of an image in pixels.
-        batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for networks with BatchNorm.
+        batch_norm: Statistics of BatchNorm: `local` (of each worker), `frozen` (the running ones of
+            the weights) or `synced` (of all workers).
         architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
             weights are random, because the caller loads them; the key `image` has the transformers
             config of the tower, if it has one, as JSON values.
