@@ -43,7 +43,12 @@ class Arrival(NamedTuple):
 
 
 def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVALS) -> float:
-    """Return rows/s summed over consumers, without each consumer's first `skip` arrivals."""
+    """Return the rows/s of consumers that receive blocks of rows at the same time, summed.
+
+    Args:
+        consumers: Arrivals of blocks of each consumer, in order of time; at least one each.
+        skip: Number of first arrivals of each consumer that do not count.
+    """
     total = 0.0
     for arrivals in consumers:
         counted = arrivals[min(skip, max(0, len(arrivals) - 2)) :]
@@ -70,6 +75,7 @@ class BaselineDataset(Dataset[Any]):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """Tokenizer that truncates captions to `max_tokens`; it pads them to it if `pad` is set."""
         tokenizer = Tokenizer.from_str(self.tokenizer_json)
         tokenizer.enable_truncation(self.max_tokens)
         if self.pad:
@@ -79,6 +85,7 @@ class BaselineDataset(Dataset[Any]):
         return tokenizer
 
     def row(self, index: int) -> tuple[Image.Image, str]:
+        """Return the image (RGB, in its own size) and the first caption of a row of the source."""
         if isinstance(self.source, list):
             file, text = self.source[index]
             return Image.open(file).convert("RGB"), text
@@ -125,7 +132,15 @@ class TunedDataset(BaselineDataset):
 
     @staticmethod
     def collate(rows: list[tuple[Tensor, list[int]]]) -> dict[str, Tensor]:
-        """Return images uint8 [B, 3, side, side], ids and mask int64 [B, longest]."""
+        """Build a batch.
+
+        Args:
+            rows: Pixels uint8 [3, side, side] and token ids of the caption, of each row.
+
+        Returns:
+            `image` uint8 [B, 3, side, side]; `input_ids` and `attention_mask` int64 [B, T], padded
+            with 0 to the longest caption.
+        """
         ids = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(ids) for _, ids in rows], batch_first=True
         )
@@ -156,8 +171,17 @@ class LoaderWorker:
         block_mb: float,
         limits: DecoderLimits,
     ) -> list[Arrival]:
-        """Consume this rank's part of mmray's stream to its end, in the micro-batches of a training
-        worker.
+        """Consume this rank's part of mmray's stream to its end, in the micro-batches of a worker.
+
+        Args:
+            reader: Reads and decodes the rows.
+            start: Order and number of the rows, and the first step.
+            consumers: Number of ranks on this node.
+            block_mb: Largest size of a block of rows in MB.
+            limits: Number of decode actors of the rank.
+
+        Returns:
+            Time and valid rows of each block.
         """
         arrivals = []
         rows = start.plan.rank_rows
@@ -172,7 +196,17 @@ class LoaderWorker:
     def loader(
         self, dataset: BaselineDataset, batch: int, workers: int, window_s: float
     ) -> list[Arrival]:
-        """Consume a DataLoader with `workers` processes."""
+        """Consume a PyTorch DataLoader over random rows for one window.
+
+        Args:
+            dataset: A baseline dataset.
+            batch: Rows of a batch.
+            workers: Processes of the DataLoader.
+            window_s: Seconds of the window, after the warm-up arrivals.
+
+        Returns:
+            Time and rows of each batch.
+        """
         seed = torch.Generator().manual_seed(self.rank)
         batches = DataLoader(
             dataset,
@@ -191,8 +225,18 @@ class LoaderWorker:
     def reader(
         self, world: int, reader: RowReader, plan: SamplePlan, window_s: float
     ) -> list[Arrival]:
-        """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper
-        bound.
+        """Read, decode and tokenize rows as the stream does, but in this process and without Ray.
+
+        Its rate is the upper limit of that of the stream.
+
+        Args:
+            world: Number of processes that do the same, each with every `world`-th chunk of rows.
+            reader: Reads and decodes the rows.
+            plan: Order of the rows.
+            window_s: Seconds of the window, after the warm-up arrivals.
+
+        Returns:
+            Time and rows of each chunk.
         """
         starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
         blocks = (reader.read_block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
@@ -202,7 +246,12 @@ class LoaderWorker:
 
 
 def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
-    """Collect arrivals until `window_s` seconds after the warm-up arrivals."""
+    """Return the arrivals until `window_s` seconds after the warm-up arrivals.
+
+    Args:
+        arrivals: Blocks of rows as they arrive; not read further afterwards.
+        window_s: Seconds.
+    """
     seen: list[Arrival] = []
     for arrival in arrivals:
         seen.append(arrival)

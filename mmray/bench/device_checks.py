@@ -64,14 +64,32 @@ CPU = torch.device("cpu")
 
 
 def tolerance(kind: str, device: torch.device) -> float:
-    """Of weights in float64 against those of a CPU; generative models have norms in float32."""
+    """Return the largest allowed difference of weights in float64 from those of a CPU.
+
+    Args:
+        kind: A key of MODELS. `generative` has norms in float32, so its tolerance is larger.
+        device: The device that is checked.
+    """
     return 1e-5 if kind == "generative" and device.type == "cuda" else 1e-9
 
 
 def steps_of(
     kind: str, first: int = 0, plan: SamplePlan = PLAN, micro_batch_size: int = MICRO_BATCH_SIZE
 ) -> Iterator[list[Batch]]:
-    """Micro-batches of each step; the last has invalid rows, and a micro-batch of only these."""
+    """Yield the synthetic micro-batches of each step, on the CPU.
+
+    The last step has rows that are not valid, and with the default sizes a micro-batch of only
+    these.
+
+    Args:
+        kind: A key of MODELS.
+        first: Index of the first step.
+        plan: Number of steps and rows.
+        micro_batch_size: Rows of a micro-batch.
+
+    Yields:
+        The micro-batches of a step: the inputs of the model, `valid` bool [B] and `pos` int64 [B].
+    """
     for step in range(first, plan.steps):
         positions = torch.from_numpy(plan.positions(step, 0))
         batch = synthetic_batch(MODELS[kind][0].inputs, VOCAB, len(positions), CPU, seed=step)
@@ -89,9 +107,16 @@ def spec_of(
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> TrainSpec:
-    """A run of a built-in kind, with the same initial weights on each device.
+    """Return a training run of a tiny model, with the same initial weights on each device.
 
-    `options` are fields of TrainSpec, `settings` those of `train`.
+    Args:
+        kind: A key of MODELS, which has the model and its objective.
+        device: The device of the model.
+        double: Whether the model is in float64 instead of float32.
+        plan: Number of steps and rows.
+        micro_batch_size: Rows of a micro-batch.
+        options: Other fields of TrainSpec, such as {"callbacks": (callback,)}.
+        settings: Fields of the section `train`, such as `precision="bf16"`.
     """
     train = config.Train(
         **{
@@ -125,7 +150,16 @@ def train(
     micro_batch_size: int = MICRO_BATCH_SIZE,
     **options: Any,
 ) -> Tensor:
-    """The final weights of a run, on the CPU; the options are those of `spec_of`."""
+    """Train a tiny model, and return its final weights in one vector on the CPU.
+
+    Args:
+        kind: A key of MODELS, which has the model and its objective.
+        device: The device of the model.
+        plan: Number of steps and rows.
+        micro_batch_size: Rows of a micro-batch.
+        options: `double` (False: float32 instead of float64), `options` (a dict of fields of
+            TrainSpec), and fields of the section `train`, such as `precision="bf16"`.
+    """
     spec = spec_of(kind, device, plan=plan, micro_batch_size=micro_batch_size, **options)
     steps = steps_of(kind, plan=plan, micro_batch_size=micro_batch_size)
     outcome = loop.train_loop(spec, steps)
@@ -134,14 +168,22 @@ def train(
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All weights in one vector on the CPU."""
+    """Return all parameters of a model in one vector on the CPU."""
     return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
 
 
 def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Return the largest differences by name.
+    """Compare pairs of tensors.
 
-    Raises AssertionError for one above the limit, or NaN.
+    Args:
+        limit: Largest allowed absolute difference.
+        pairs: Two tensors of one shape by name.
+
+    Returns:
+        The largest absolute difference of each pair by name.
+
+    Raises:
+        AssertionError: A difference is above the limit, or NaN.
     """
     differences = {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
     for name, difference in differences.items():
@@ -152,7 +194,20 @@ def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
 
 
 def check_run(kind: str, device: torch.device) -> dict[str, float]:
-    """A run equals that of a CPU, with EMA and activation checkpointing, and when it is resumed."""
+    """Check that a run equals that of a CPU, and a resumed run the whole one.
+
+    The runs have EMA and activation checkpointing.
+
+    Args:
+        kind: A key of MODELS.
+        device: The device to check.
+
+    Returns:
+        The largest differences of the weights: `from_cpu` and `resumed`.
+
+    Raises:
+        AssertionError: A difference is above the tolerance.
+    """
     states: dict[int, Any] = {}
 
     def save(step: int, state: dict[str, Any], _metrics: Any, _last: bool) -> None:
@@ -172,14 +227,36 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
-    """Accumulated micro-batches equal the whole batch in one pass."""
+    """Check that accumulated micro-batches equal the whole batch in one pass.
+
+    Args:
+        kind: A key of MODELS.
+        device: The device to check.
+
+    Returns:
+        The largest difference of the weights: `from_whole`.
+
+    Raises:
+        AssertionError: The difference is above the tolerance.
+    """
     whole = train(kind, device, micro_batch_size=PLAN.global_rows)
     return compare(tolerance(kind, device), from_whole=(train(kind, device), whole))
 
 
 def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
-    """Compiled branches equal eager ones; all micro-batches have one shape, because each compiles
-    anew.
+    """Check that compiled branches equal eager ones.
+
+    All micro-batches have one shape, because each shape is compiled anew.
+
+    Args:
+        kind: A key of MODELS.
+        device: The device to check.
+
+    Returns:
+        The largest difference of the weights: `from_eager`.
+
+    Raises:
+        AssertionError: The difference is above the tolerance.
     """
     torch._dynamo.reset()
     plan = replace(PLAN, num_rows=PLAN.steps * PLAN.global_rows)
@@ -195,10 +272,13 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
 
     Args:
         kind: A key of MODELS.
-        device: A GPU.
+        device: The device to check; on a CPU no graphs are captured.
 
     Returns:
-        The largest differences of the weights, by backend of torch.compile.
+        The largest differences of the weights, by backend of torch.compile; `none` is eager.
+
+    Raises:
+        AssertionError: A difference is above the tolerance, or graphs were not used as expected.
     """
     notes: list[str] = []
 
@@ -231,13 +311,24 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def compile_backend(device: torch.device) -> str:
-    """The backend of torch.compile for a device; on a CPU one that needs no C++ compiler."""
+    """Return the backend of torch.compile for a device; on a CPU one that needs no C++ compiler."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def check_branches(kind: str, device: torch.device) -> dict[str, float]:
-    """An image and a text branch on two devices equal a model on the CPU; in half precision weights
-    are finite.
+    """Check that image and text branch on two devices equal a model on the CPU.
+
+    In half precision the weights must be finite.
+
+    Args:
+        kind: A key of MODELS with an image and a text branch.
+        device: The first device.
+
+    Returns:
+        The largest difference of the weights: `from_cpu`.
+
+    Raises:
+        AssertionError: The difference is above the tolerance, or weights are not finite.
     """
     half = [
         train(kind, device, double=False, precision=name, parallel="branches")
@@ -248,8 +339,20 @@ def check_branches(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> dict[str, float]:
-    """Losses of bf16 are close to those of fp32, fp16 is finite, and the host waits for the device
-    once in a step.
+    """Check bf16 and fp16 against fp32, and that the host waits for the device once in a step.
+
+    The loss of bf16 must be close to that of fp32, the one of fp16 finite.
+
+    Args:
+        kind: A key of MODELS.
+        device: The device to check.
+        syncs: Counts host synchronizations in its attribute `count`; None: torch counts them.
+
+    Returns:
+        The losses of the last step: `fp32`, `bf16` and `fp16`.
+
+    Raises:
+        AssertionError: A loss, a weight or the number of synchronizations is not as expected.
     """
     losses = {}
     for name in ("fp32", "bf16", "fp16"):
@@ -296,6 +399,7 @@ class SyncCounter:
 
     @property
     def places(self) -> Counter[str]:
+        """Number of host synchronizations so far by source line, such as `engine/step.py:12`."""
         found = [
             warning
             for warning in self.caught
@@ -307,13 +411,15 @@ class SyncCounter:
 
     @property
     def count(self) -> int:
+        """Number of host synchronizations so far."""
         return self.places.total()
 
 
 @contextmanager
 def count_syncs() -> Iterator[SyncCounter]:
-    """Scope in which torch warns about each synchronization with a GPU; without CUDA there are
-    none.
+    """Return a context manager in whose block host synchronizations with a GPU are counted.
+
+    It uses the warnings of torch.cuda.set_sync_debug_mode. Without CUDA the count is 0.
     """
     if not torch.cuda.is_available():
         yield SyncCounter()
@@ -336,8 +442,15 @@ class SyncsPerStep:
         self.lines: list[dict[str, Any]] = []
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        """Record the number of host synchronizations so far, and the metrics of a logged step.
+
+        Args:
+            step: Number of steps taken.
+            metrics: Metrics of the step; None if it was not logged.
+        """
         self.counts.append(self.syncs.count)
         self.lines += [metrics] if metrics else []
 
     def per_step(self) -> list[int]:
+        """Return the number of host synchronizations in each step."""
         return [after - before for before, after in pairwise(self.counts)]

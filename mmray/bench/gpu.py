@@ -39,7 +39,18 @@ LAST_CASE_S = 15  # no case of a stage starts later than this before its limit
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the stages; return 1 if a case failed."""
+    """Run stages of GPU measurements, each in a process with a time limit, and write their results.
+
+    Writes STAGE.json and STAGE.log per stage and summary.json into the folder of `--out`, and
+    prints a line per case.
+
+    Args:
+        argv: Arguments such as `["--out", "results", "--stages", "step"]`; None: those of this
+            process.
+
+    Returns:
+        Exit status: 1 if a case failed, otherwise 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m mmray.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
@@ -83,7 +94,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
-    """Run a stage in this process; no case starts after `end_s` of the monotonic clock."""
+    """Run the cases of a stage in this process, and write their rows to STAGE.json.
+
+    Args:
+        name: Name of the stage, a key of LIMITS_S.
+        device_type: `cuda`, or `cpu` for the same code with tiny models.
+        folder: Folder of the results.
+        end_s: time.monotonic() after which no further case starts.
+
+    Raises:
+        SystemExit: torch has no GPU.
+    """
     import torch
 
     from mmray.bench import gpu_stages
@@ -101,8 +122,17 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
 
 
 def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a stage in a new process, until its limit; return its result, which is in its file
-    too.
+    """Run a stage in a new process, and kill it at its time limit.
+
+    Args:
+        name: Name of the stage, a key of LIMITS_S.
+        device_type: `cuda`, or `cpu` for the same code with tiny models.
+        folder: Folder of the results, in which STAGE.json and STAGE.log are written.
+        limit_s: Time limit in seconds.
+
+    Returns:
+        `stage` (name), `seconds`, `counts` (cases by outcome: passed, failed, skipped) and `rows`
+        (a dict per case: `case`, its measurements, or `error` or `skipped` with the reason).
     """
     file = folder / f"{name}.json"
     log = folder / f"{name}.log"
@@ -145,7 +175,12 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write in one step, so that a reader sees a whole file; NaN and infinity become null."""
+    """Write a JSON file in one step, so that a reader sees a whole file.
+
+    Args:
+        file: The file, which is replaced.
+        value: JSON data; NaN and infinity are written as null.
+    """
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -160,17 +195,26 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Return how many rows passed, failed, and were skipped."""
+    """Return how many cases `passed`, `failed` and were `skipped`.
+
+    Args:
+        rows: A dict per case; a failed one has the key `error`, a skipped one `skipped`.
+    """
     failed, skipped = (sum(key in row for row in rows) for key in ("error", "skipped"))
     return {"passed": len(rows) - failed - skipped, "failed": failed, "skipped": skipped}
 
 
 def format_counts(counts: dict[str, int]) -> str:
+    """Format numbers of cases by outcome as `5 passed, 1 failed, 0 skipped`."""
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def format_table(stage: dict[str, Any]) -> list[str]:
-    """Lines of a table: stage, case, result."""
+    """Return a line per case of a stage, such as `step  clip, 1024 rows  loop_vs_bare 0.98, ...`.
+
+    Args:
+        stage: `stage` (name) and `rows` (a dict per case), as `run_stage` returns them.
+    """
     width = max((len(row["case"]) for row in stage["rows"]), default=0)
     return [
         f"{stage['stage']}  {row['case']:{width}}  {format_result(row)}" for row in stage["rows"]
@@ -178,6 +222,11 @@ def format_table(stage: dict[str, Any]) -> list[str]:
 
 
 def format_result(row: dict[str, Any]) -> str:
+    """Format the result of a case as `name value, ...`, or as `ERROR: reason` or `SKIPPED: reason`.
+
+    Args:
+        row: `case` (name), and measurements by name, or `error` or `skipped`.
+    """
     for key in ("error", "skipped"):
         if key in row:
             return f"{key.upper()}: {row[key]}"

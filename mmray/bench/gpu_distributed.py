@@ -30,8 +30,16 @@ BYTES = 2**28
 
 
 def nccl(device: torch.device) -> Iterator[Case]:
-    """Process group, DDP with and without compressed gradients, FSDP2, and the copy of a checkpoint
-    into pinned memory.
+    """Yield cases that run distributed code in a process group of one rank.
+
+    They are the collectives, DDP, FSDP2, and the copy of a checkpoint to the host. The backend is
+    NCCL on a GPU and gloo on a CPU.
+
+    Args:
+        device: The device to check.
+
+    Yields:
+        Name of the case, and a function that runs it and returns its values by name.
     """
     yield "process group", partial(process_group, device)
     yield "ddp", partial(ddp, device)
@@ -40,7 +48,14 @@ def nccl(device: torch.device) -> Iterator[Case]:
 
 
 def process_group(device: torch.device) -> dict[str, Any]:
-    """Start the group as a worker does; the time of each collective, of 256 MiB on a GPU."""
+    """Start the process group as a worker does, and time each collective.
+
+    Args:
+        device: The device; tensors have 256 MiB on a GPU and 4 KiB on a CPU.
+
+    Returns:
+        `start_s` (seconds), `backend`, and milliseconds by collective, such as `all_reduce_ms`.
+    """
     start_s = time.perf_counter()
     folder = tempfile.mkdtemp(prefix="mmray-bench-")
     dist.init_process_group(
@@ -71,12 +86,25 @@ def process_group(device: torch.device) -> dict[str, Any]:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for queued kernels of a GPU; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def ddp(device: torch.device) -> dict[str, float]:
-    """Accumulated gradients of DDP's reducer equal those of the module alone."""
+    """Check that accumulated gradients of DDP equal those of the module alone.
+
+    Requires the process group that `process_group` starts.
+
+    Args:
+        device: The device to check.
+
+    Returns:
+        {"from_module": largest difference, relative to the largest gradient}.
+
+    Raises:
+        AssertionError: The difference is above the tolerance.
+    """
     expected = gradients(device, model_of(device))
     model = strategy._replicate(model_of(device))
     largest = expected.abs().max()
@@ -87,14 +115,36 @@ def ddp(device: torch.device) -> dict[str, float]:
 
 
 def fsdp(device: torch.device) -> dict[str, float]:
-    """Gradients of FSDP2 on a mesh of one rank equal those of the module alone."""
+    """Check that accumulated gradients of FSDP2 equal those of the module alone.
+
+    Requires the process group that `process_group` starts.
+
+    Args:
+        device: The device to check.
+
+    Returns:
+        {"from_module": largest difference}.
+
+    Raises:
+        AssertionError: The difference is above the tolerance.
+    """
     expected = gradients(device, model_of(device))
     model = strategy.shard(model_of(device), Group.current(device), None)
     return compare(tolerance(KIND, device), from_module=(gradients(device, model), expected))
 
 
 def staging(device: torch.device) -> dict[str, float]:
-    """The state of a model, copied as for a checkpoint, equals that on the device."""
+    """Check that the state of a model, copied to the host as for a checkpoint, equals the original.
+
+    Args:
+        device: The device to check.
+
+    Returns:
+        `tensors` (count) and `largest_difference`, which is 0.
+
+    Raises:
+        AssertionError: A copy differs.
+    """
     state = {name: value.detach() for name, value in model_of(device).state_dict().items()}
     stager = HostStager()
     staged = stager.stage(state)
@@ -106,12 +156,20 @@ def staging(device: torch.device) -> dict[str, float]:
 
 
 def model_of(device: torch.device) -> nn.Module:
-    """A tiny model in float64, with the same weights in each call."""
+    """Return a tiny CLIP model in float64, with the same weights in each call."""
     return device_checks.spec_of(KIND, device).model
 
 
 def gradients(device: torch.device, model: nn.Module) -> Tensor:
-    """Gradients of an accumulated step, on the CPU."""
+    """Return the gradients of a step of two micro-batches.
+
+    Args:
+        device: The device of the batches.
+        model: The model on this device, alone or wrapped by DDP or FSDP2.
+
+    Returns:
+        The gradients of all parameters in one vector on the CPU.
+    """
     for index in range(MICRO_BATCHES):
         inputs = device_checks.MODELS[KIND][0].inputs
         batch = synthetic_batch(inputs, device_checks.VOCAB, 4, device, seed=index)

@@ -42,7 +42,16 @@ NUMBERS = {
 
 
 def run(device: torch.device) -> Iterator[Case]:
-    """`mmray train` with a tiny and with a real model, and the loop alone at the same shape."""
+    """Yield cases that run `mmray train`, and its loop alone with the same batch shape.
+
+    The model is that of `sample`, and then `clip` without and with Ray.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
     numbers = NUMBERS[device.type]
     folder = Path(tempfile.mkdtemp(prefix="mmray-bench-"))
     config = clip_config(device, str(folder / "photos-prepared"))
@@ -75,7 +84,12 @@ def run(device: torch.device) -> Iterator[Case]:
 
 
 def clip_config(device: torch.device, prepared: str) -> Config:
-    """The recipe `clip` on photographs with random weights; on a CPU its model is tiny."""
+    """Return the recipe `clip` with random weights for one worker; on a CPU with a tiny model.
+
+    Args:
+        device: The device of the worker.
+        prepared: Folder of the prepared set to train on.
+    """
     numbers = NUMBERS[device.type]
     cuda = device.type == "cuda"
     config = recipes.load("clip")
@@ -102,7 +116,18 @@ def clip_config(device: torch.device, prepared: str) -> Config:
 
 
 def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
-    """Generate photographs in all cores, and prepare a set at 256 pixels with `mmray prepare`."""
+    """Generate photographs on all cores, and prepare them with `mmray prepare`.
+
+    Args:
+        folder: Folder in which `photos` and the set `photos-prepared` (256 pixels) are written.
+        num: Number of photographs.
+
+    Returns:
+        {"rows": num}.
+
+    Raises:
+        RuntimeError: `mmray prepare` failed.
+    """
     workers = min(cores(), num)
     starts = [num * part // workers for part in range(workers + 1)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
@@ -116,7 +141,15 @@ def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
 
 
 def generate(start: int, stop: int) -> list[tuple[bytes, str]]:
-    """Photographs `start` to `stop` with captions of more than WORDS words."""
+    """Return photographs with captions of more than WORDS words.
+
+    Args:
+        start: Number of the first photograph.
+        stop: Number after the last one.
+
+    Returns:
+        JPEG bytes and caption of each.
+    """
     photos = synthetic_images.synthetic_photos(stop, start)
     words = synthetic_images.WORDS.split()
     more = " ".join(words[number % len(words)] for number in range(WORDS))
@@ -124,9 +157,21 @@ def generate(start: int, stop: int) -> list[tuple[bytes, str]]:
 
 
 def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
-    """Run `mmray train`; return its rate in metrics.jsonl, and its time to the first steps.
+    """Run `mmray train`, and return what its files say about its speed.
 
-    Raises RuntimeError if it fails, and AssertionError if it restarted.
+    Args:
+        folder: Storage of the run.
+        name: Name of the run.
+        config: The recipe file.
+
+    Returns:
+        `samples_per_s` (median), `lowest`, `highest`, `first_steps_taken_s` (seconds from the
+        command to the stage `training`), `elapsed_s`, `data_wait_share` (0 to 1), `peak_gib`, and
+        recall@1 if it was evaluated.
+
+    Raises:
+        RuntimeError: The command failed.
+        AssertionError: The run was stopped or restarted.
     """
     place = ["--run.storage", str(folder), "--run.name", name]
     run_command([*TRAIN, str(config), *place], folder)
@@ -150,7 +195,15 @@ def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
 
 
 def run_command(command: list[str], folder: Path) -> None:
-    """Run a command in a folder. Raises RuntimeError with the end of its output if it fails."""
+    """Run a command in a folder, and print its output.
+
+    Args:
+        command: The program and its arguments.
+        folder: The working directory.
+
+    Raises:
+        RuntimeError: It failed; the message has the end of its output.
+    """
     # of this process, also if mmray is not installed
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -169,7 +222,15 @@ def run_command(command: list[str], folder: Path) -> None:
 
 
 def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
-    """The rate of the loop on pinned synthetic batches, with the settings of the run."""
+    """Time mmray's loop on synthetic batches, with the settings of a run.
+
+    Args:
+        config: The config of the run.
+        device: The device to measure.
+
+    Returns:
+        `samples_per_s` (median), `lowest` and `highest` of the windows.
+    """
     numbers = NUMBERS[device.type]
     rows = numbers["rows"]
     train = config.train.replace(parallel="single")

@@ -69,7 +69,13 @@ KERNEL_KINDS = {
 
 
 def recipe(name: str, device: torch.device, **train: Any) -> Config:
-    """A recipe on one worker, with random weights; on a CPU its model is tiny."""
+    """Return a recipe for one worker; on a CPU with a tiny model.
+
+    Args:
+        name: Name of a recipe, such as `clip`.
+        device: The device of the worker.
+        train: Fields of the section `train` to change, such as `precision="bf16"`.
+    """
     config = recipes.load(name)
     model = config.model if device.type == "cuda" else TINY[config.model.kind]
     settings = {
@@ -86,7 +92,16 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
 
 
 def environment(device: torch.device) -> Iterator[Case]:
-    """Versions, devices, and the rates that bound a step: products, copies in memory and to it."""
+    """Yield cases: versions, devices, and the rates that limit a step.
+
+    The rates are those of a matrix product, of a copy in the device's memory, and of a copy to it.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
 
     def machine() -> dict[str, Any]:
         packages = {
@@ -157,12 +172,21 @@ def environment(device: torch.device) -> Iterator[Case]:
 
 
 def free_gib(device: torch.device) -> float:
+    """Return the free memory in GiB of a GPU, or of the host if the device is a CPU."""
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()) / 2**30
 
 
 def checks(device: torch.device) -> Iterator[Case]:
-    """Runs on the device equal those of a CPU: accumulated, resumed, in half precision, with CUDA
-    graphs, on two GPUs, and compiled.
+    """Yield cases that check that runs on the device equal those of a CPU.
+
+    The runs are accumulated, resumed, in half precision, with CUDA graphs, on two GPUs, and
+    compiled.
+
+    Args:
+        device: The device to check.
+
+    Yields:
+        Name of the case, and a function that runs it and returns differences by name.
     """
     for check, kinds in CHECKS:
         name = check.__name__.removeprefix("check_")
@@ -180,12 +204,27 @@ class StepLog(StepTimer):
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        """Record the time since the last step, from the first step on, and keep the newest metrics.
+
+        Args:
+            step: Number of steps taken; a call with 0 starts the clock.
+            metrics: Metrics of the step; None if the step was not logged.
+        """
         super().on_step(WARMUP_STEPS + step)
         self.metrics = metrics or self.metrics
 
 
 def models(device: torch.device) -> Iterator[Case]:
-    """The model of every recipe takes two steps: eager in each precision, and compiled in bf16."""
+    """Yield cases in which the model of every recipe takes two steps.
+
+    Steps are eager in fp32, bf16 and fp16, and compiled in bf16.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
     eager_losses: dict[str, float] = {}
 
     def two_steps(name: str, precision: str, backend: str) -> dict[str, Any]:
@@ -222,7 +261,17 @@ def models(device: torch.device) -> Iterator[Case]:
 
 
 def memory(device: torch.device) -> Iterator[Case]:
-    """The micro-batch of `batch.micro auto`, its memory table, and the peak of a run with it."""
+    """Yield cases about `batch.micro auto` of the recipe `clip`.
+
+    The first case searches the micro-batch and predicts the memory; the second one measures the
+    peak memory of a run with this micro-batch.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
     rows = GLOBAL_ROWS if device.type == "cuda" else TINY_GLOBAL_ROWS
     micros: dict[str, int] = {}
 
@@ -254,27 +303,55 @@ def memory(device: torch.device) -> Iterator[Case]:
 
 
 def step(device: torch.device) -> Iterator[Case]:
-    """`mmray bench step` for `clip`: mmray's loop, the same by hand, and the best by hand."""
+    """Yield cases that time mmray's loop and two loops written by hand, for the recipe `clip`.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
 
 
 def resnet(device: torch.device) -> Iterator[Case]:
-    """`mmray bench step` for `resnet50-bert`, whose blocks take longest to compile."""
+    """Yield a case that times the loops for the recipe `resnet50-bert`, which takes longest to
+    compile.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns its values by name.
+    """
     rows = rows_of(device)[0]
     yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)
 
 
 def rows_of(device: torch.device) -> tuple[int, int]:
-    """Rows of a step in which the device computes most of the time, and in which the host limits
-    it.
+    """Return two numbers of rows of a step: the first is limited by the device, the second by the
+    host.
+
+    The second one is so small that starting kernels takes longer than running them.
     """
     cuda = device.type == "cuda"
     return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
 
 
 def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
-    """Rates of the loops of `bench step`, with their lowest and highest in the rounds."""
+    """Time mmray's loop and two loops written by hand.
+
+    Args:
+        device: The device to measure.
+        name: Name of a recipe, such as `clip`.
+        rows: Rows of a step.
+
+    Returns:
+        The ratios `loop_vs_bare` and `loop_vs_best`, and `ARM_samples_per_s` (ARM `loop`, `bare` or
+        `best`), each as a median with the lowest and highest value of the rounds (such as
+        `loop_lowest`); `loop_tflops`, `best_tflops`, `loop_mfu` and `best_mfu`.
+    """
     bench = build_bench(recipe(name, device), Group(device=device), rows)
     result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
     row: dict[str, Any] = {}
@@ -299,6 +376,13 @@ class ProfiledSteps:
         self._device, self.profile = device, profile(activities=[kind])
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS further
+        steps.
+
+        Args:
+            step: Number of steps taken, from 1.
+            metrics: Unused.
+        """
         if step in (WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -306,8 +390,16 @@ class ProfiledSteps:
 
 
 def kernels(device: torch.device) -> Iterator[Case]:
-    """Kernels by time and kind, and the largest gaps between them, where the device waits for the
-    host; host synchronizations of a step.
+    """Yield cases that profile the kernels of a step, for the recipe `clip`.
+
+    Measured are the kernels that take most time, the time by kind of kernel, the largest gaps
+    between kernels, in which the device waits for the host, and host synchronizations.
+
+    Args:
+        device: The device to measure.
+
+    Yields:
+        Name of the case, and a function that measures it and returns one or more dicts of values.
     """
 
     def profile_loop(rows: int) -> list[dict[str, Any]]:
@@ -339,7 +431,14 @@ def kernels(device: torch.device) -> Iterator[Case]:
 
 
 def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rank, name, milliseconds and launches in a step of the kernels that take most time."""
+    """Yield the kernels that take most time, in descending order.
+
+    Args:
+        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS steps.
+
+    Yields:
+        The rank from 1, and `kernel` (name), `ms_per_step` and `launches_per_step`.
+    """
     total_us: dict[str, float] = defaultdict(float)
     launches: Counter[str] = Counter()
     for start, end, name in spans:
@@ -358,7 +457,15 @@ def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def kernel_kinds(spans: list[Span]) -> dict[str, float]:
-    """Milliseconds of a step in kernels of each kind, by their names."""
+    """Return the milliseconds of a step by kind of kernel.
+
+    Args:
+        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS steps. The
+            kind follows from the name.
+
+    Returns:
+        For example {"attention_ms": 1.2, "matrix product_ms": 8.1, "other_ms": 0.4}.
+    """
     total_us: dict[str, float] = defaultdict(float)
     for start, end, name in spans:
         kinds = (
@@ -374,7 +481,16 @@ Span = tuple[float, float, str]  # start and end in microseconds, name
 
 
 def kernel_spans(events: Any, device: torch.device) -> list[Span]:
-    """Kernels and copies of a GPU; on a CPU the operators that call no others."""
+    """Return the kernels and copies of a GPU in a profile; on a CPU the operators that call no
+    others.
+
+    Args:
+        events: `events()` of a torch.profiler.profile.
+        device: The device that was profiled.
+
+    Returns:
+        Start and end in microseconds, and name, of each.
+    """
 
     def is_kernel(event: Any) -> bool:
         if device.type == "cuda":
@@ -391,8 +507,15 @@ def kernel_spans(events: Any, device: torch.device) -> list[Span]:
 
 
 def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return the share of time in any span, and the largest gaps between spans with the names on
-    both sides.
+    """Find the times in which no kernel ran.
+
+    Args:
+        spans: Start and end in microseconds, and name, of each kernel; at least one.
+        count: Number of gaps to return.
+
+    Returns:
+        The fraction of the time in which a kernel ran (0 to 1), and the largest gaps: `gap_us`, and
+        the names of the kernels `after` which and `before` which it is.
     """
     spans = sorted(spans)
     start_us, covered_until, last = spans[0]
@@ -413,7 +536,14 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
 
 
 def count_synchronizations(device: torch.device) -> dict[str, Any]:
-    """How often the host waits for the device in a step that is not logged, and where."""
+    """Count how often the host waits for the device in a step that is not logged.
+
+    Args:
+        device: The device to measure.
+
+    Returns:
+        `per_step` (count) and `places` (counts by source line); `skipped` on a CPU.
+    """
     rows = 16 if device.type == "cuda" else 4
     bench = build_bench(recipe("clip", device, log_every=100), Group(device=device), rows)
     with count_syncs() as counter:
@@ -434,10 +564,15 @@ STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
 def run_stage(
     name: str, device: torch.device, write: Callable[[list[dict[str, Any]]], None], end_s: float
 ) -> None:
-    """Run the cases of a stage and `write` all rows after each; a failed case is a row with
-    `error`.
+    """Run the cases of a stage one after another; a failed case does not end the stage.
 
-    Cases that would start after `end_s` of the monotonic clock are rows with `skipped`.
+    Args:
+        name: Name of the stage, a key of STAGES.
+        device: The device to measure.
+        write: Called with the rows of all cases so far before and after each case. A row has
+            `case`, its measurements and `seconds`, or `error` or `skipped` with the reason; the
+            current one has `running`.
+        end_s: time.monotonic() after which no further case starts; the others are skipped.
     """
     rows: list[dict[str, Any]] = []
     for case, measure in STAGES[name](device):
@@ -467,7 +602,10 @@ def run_stage(
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, first line, and the innermost line of mmray in the traceback."""
+    """Format an error as `ValueError: message (file.py:12)`.
+
+    The message is its first line, the place the innermost line of mmray in the traceback.
+    """
     frames = [
         frame
         for frame in extract_tb(error.__traceback__)[1:]

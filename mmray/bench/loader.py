@@ -70,9 +70,25 @@ def bench_loader(
     block_mb: float = 24.0,
     gpu_rate: float | None = None,
 ) -> dict[str, Any]:
-    """Return {machine, ratios, spread, rows, notes}, one row per loader (median window).
+    """Compare mmray's stream with PyTorch DataLoaders over the same images on this machine.
 
-    Raises UsageError.
+    Args:
+        notify: Called with lines of progress.
+        data: A prepared set or a raw source; None: synthetic photographs.
+        images: Number of images.
+        rounds: Number of windows per loader, in alternating order.
+        window_s: Approximate seconds per window.
+        workers: Decode actors of the stream, and DataLoader workers in total; 0: one per core.
+        block_mb: Size of a block of the stream in MB.
+        gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
+
+    Returns:
+        `machine` (dict), `ratios` (medians of the ratios of two loaders' rates by name), `spread`
+        ({median, min, max, pairs} by ratio), `rows` (per loader: `arm`, `images_per_s` and
+        `first_batch_s`, medians) and `notes` (texts about the bottleneck).
+
+    Raises:
+        UsageError: There are too few images or blocks, or an argument is invalid.
     """
     if images < GLOBAL_ROWS:
         raise UsageError(
@@ -188,7 +204,17 @@ def _build_loaders(
 
 
 def write_images(data: str | None, images: int, cache: Path) -> Path:
-    """Return a folder of image files with captions: synthetic, or sampled from the user's set."""
+    """Write image files with captions into a folder of the cache, unless they are there.
+
+    Args:
+        data: A prepared set or a raw source, from which rows are sampled; None: synthetic
+            photographs.
+        images: Number of images.
+        cache: Parent of the folder.
+
+    Returns:
+        The folder, with captions.jsonl and the image files.
+    """
     if data is None:
         folder = cache / f"photos-{synthetic_images.VERSION}-{images}"
         return synthetic_images.write_files(synthetic_images.synthetic_photos(images), folder)
@@ -205,8 +231,14 @@ def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:
 
 
 def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int) -> list[str]:
-    """Return lines on the slowest stage, and on the number of decode actors that a device of
-    `gpu_rate` needs.
+    """Return sentences about the slowest stage of the stream.
+
+    Args:
+        rates: Images/s by loader, with `stream original`, `reader original`, `stream prepared` and
+            `reader prepared`.
+        gpu_rate: Images/s that a device consumes; the sentences then have the number of decode
+            actors that it needs. None: unknown.
+        actors: Decode actors of the measured stream.
     """
     lines = []
     for name in ("original", "prepared"):
@@ -231,7 +263,15 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
 def loader_ratios(
     rounds: Sequence[Mapping[str, float]], loaders: Mapping[str, tuple[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """Return {name: {median, min, max, pairs}} of the ratio of two loaders, paired by round."""
+    """Return the ratios of the rates of two loaders, paired by round.
+
+    Args:
+        rounds: Images/s by loader of each round.
+        loaders: (loader, baseline) by name of the ratio.
+
+    Returns:
+        {median, min, max, pairs} by name; a ratio without a common round is omitted.
+    """
     out = {}
     for name, (loader, base) in loaders.items():
         pairs = [

@@ -34,9 +34,16 @@ class WorkerFailed(TrainingError):
 
 
 def select_device(config: Config) -> torch.device:
-    """Return the device type a run would choose: GPUs if there is one per worker.
+    """Return the type of device that a run would use on this machine.
 
-    Raises ResourceError.
+    Args:
+        config: The config, of which `cluster.accelerator` and `cluster.workers` are read.
+
+    Returns:
+        `cuda:0` if there is a GPU for each worker, otherwise `cpu`.
+
+    Raises:
+        ResourceError: `cluster.accelerator` is `gpu`, and there are fewer GPUs than workers.
     """
     num_gpus = torch.cuda.device_count()
     workers = config.cluster.max_workers
@@ -53,7 +60,15 @@ def select_device(config: Config) -> torch.device:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return the machine of a measurement: CPU, cores, device, load and versions."""
+    """Describe the machine of a measurement.
+
+    Args:
+        device: The device that is measured.
+
+    Returns:
+        `cpu` (model), `cores` (available), `device` (name of the GPU, or `cpu`), `load_1min` (load
+        average), `python` and `torch` (versions).
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
@@ -68,9 +83,21 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:
-    """Run `measure`, a module-level function, in new processes; return rank 0's result.
+    """Run a function in `cluster.workers` new processes of this machine, joined by
+    torch.distributed.
 
-    Raises WorkerFailed.
+    Args:
+        measure: Module-level function, called in each process with the config, its Group and a
+            temporary folder that all processes share.
+        config: Passed to `measure`; gives the number of processes.
+        device_type: `cuda` (process i has GPU i) or `cpu`; empty: as a run would choose.
+
+    Returns:
+        What `measure` returned in the process of rank 0.
+
+    Raises:
+        WorkerFailed: A process died, or `measure` raised an error in it.
+        ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
     """
     device_type = device_type or select_device(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:

@@ -74,10 +74,18 @@ def train_by_hand(
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Run `steps` steps of a loop of plain torch whose losses equal those of engine/loop.py; return
-    the last loss.
+    """Train with a loop of plain torch, whose losses equal those of mmray's loop; return the last
+    loss.
 
-    batches: on the device, one per step.
+    Args:
+        model: The model, on the device and not wrapped.
+        batches: One batch per step, on the device: `image` uint8 [B, 3, S, S], `input_ids` and
+            `attention_mask` int64 [B, T].
+        config: Settings of the optimizer, and `train.log_every`.
+        precision: Precision of the forward pass.
+        device: The device of this rank.
+        steps: Number of steps.
+        on_step: Called after each step with the number of steps taken.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in all loops
@@ -102,7 +110,15 @@ def train_by_hand(
 
 
 def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
-    """CLIP loss over the rows of all ranks; gradients flow to this rank's rows only."""
+    """Return the CLIP (softmax contrastive) loss over the rows of all ranks.
+
+    Gradients flow to this rank's rows only.
+
+    Args:
+        outputs: Outputs of the model: `image_embed` and `text_embed` float [B, D], and
+            `logit_scale` (scalar).
+        world: Number of ranks.
+    """
     image = outputs["image_embed"]
     text = outputs["text_embed"]
     if world > 1:
@@ -119,14 +135,26 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
 
 
 def copy_to(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Copy each batch in the step that uses it."""
+    """Yield each batch on a device; it is copied in the step that uses it.
+
+    Args:
+        device: The target.
+        batches: Columns by name on the CPU, of which the inputs of the model (`image`, `input_ids`,
+            `attention_mask`) are copied.
+    """
     for batch in batches:
         yield {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}
 
 
 def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Copy each batch from pinned memory on a side stream, during the step before the one that uses
-    it.
+    """Yield each batch on a GPU; it is copied during the step before the one that uses it.
+
+    The last batch is not yielded.
+
+    Args:
+        device: The GPU.
+        batches: Columns by name in pinned memory, of which the inputs of the model (`image`,
+            `input_ids`, `attention_mask`) are copied on a side stream.
     """
     stream = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
@@ -148,11 +176,17 @@ def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
-    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU
-    and before sm70.
+    """Compile each block in the model's nn.ModuleList and nn.Sequential containers, in place.
 
-    Shapes are static: by default the later stages of a ResNet would run slower code of dynamic
-    height and width.
+    Equal blocks share their code. Shapes are static, because otherwise the later stages of a ResNet
+    would run slower code of dynamic height and width.
+
+    Args:
+        model: The model.
+        device: Without effect on a CPU and on GPUs before sm70, which Triton does not support.
+
+    Returns:
+        The same model.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):  # Triton
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -169,8 +203,10 @@ def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def fast_kernels() -> Iterator[None]:
-    """Scope with TF32 products, and with the convolution algorithms that cuDNN measures as the
-    fastest.
+    """Return a context manager that enables TF32 products and cuDNN's measured choice of
+    algorithms.
+
+    The settings before are restored after the block.
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high")
@@ -183,7 +219,26 @@ def fast_kernels() -> Iterator[None]:
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
-    """Measure the loops in `pairs` rounds of windows. Raises UsageError."""
+    """Compare mmray's training loop with two PyTorch loops written by hand, on synthetic batches.
+
+    `bare` has the settings of the config. `best` has the settings that are fastest on this device.
+
+    Args:
+        config: The model and the batch; the objective must be `contrastive`.
+        pairs: Number of rounds, each with a timed window per loop.
+        window_s: Approximate seconds per window.
+
+    Returns:
+        `machine` (dict), `batch` (text), `ratios` (samples/s of mmray's loop relative to the
+        others: `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max,
+        pairs} by ratio), `tflops` and `mfu` (model TFLOP/s per device, and its share of the peak or
+        None, of `loop` and `best`), `rows` (a dict per round) and `notes` (texts).
+
+    Raises:
+        UsageError: The objective or the settings are not supported.
+        ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
+        WorkerFailed: A worker process failed.
+    """
     from mmray.training.validate import unsupported_reasons
 
     if config.objective.kind != "contrastive":
@@ -216,8 +271,20 @@ def _measure(
 
 
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
-    """Return medians over `pairs` rounds: ratios of the loops, and model TFLOP/s and MFU per device
-    of two of them.
+    """Time mmray's loop and two loops written by hand in rounds of windows.
+
+    A collective call of all ranks of the benchmark.
+
+    Args:
+        bench: Model and batches of this rank.
+        pairs: Number of rounds.
+        window_s: Approximate seconds per window.
+
+    Returns:
+        `micro` (rows of a micro-batch), `ratios` (samples/s of mmray's loop relative to the others:
+        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max, pairs} by
+        ratio), `tflops` and `mfu` (model TFLOP/s per device, and its share of the peak or None, of
+        `loop` and `best`), `rows` (a dict per round) and `notes` (texts).
     """
     rows = time_pairs(bench, pairs, window_s)
     ratios = {name: [row[name] for row in rows] for name in RATIOS}
@@ -260,6 +327,16 @@ class StepTimer:
     _last_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        """Record the time since the last recorded step, after waiting for kernels in the devices'
+        queues.
+
+        The first WARMUP_STEPS steps are not recorded. With `total_until` only the total from the
+        end of the warm-up to that step is recorded.
+
+        Args:
+            step: Number of steps taken, from 1.
+            metrics: Unused.
+        """
         if self.total_until is not None and step not in (WARMUP_STEPS, self.total_until):
             return
         for device in self.devices:
@@ -284,12 +361,21 @@ class Bench:
 
     @property
     def rank_rows(self) -> int:
+        """Rows of this rank in a step."""
         return len(self.batches[0]["valid"])
 
     def train(
         self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any
     ) -> LoopResult:
-        """Run `steps` steps of mmray's loop; `options` are fields of TrainSpec."""
+        """Run mmray's training loop on the synthetic batches.
+
+        Args:
+            model: The model, not wrapped.
+            shape: Global batch and micro-batch in rows.
+            steps: Number of steps.
+            callback: Its `on_step(step, metrics)` is called after each step.
+            options: Other fields of TrainSpec, such as `log`.
+        """
         plan = self._plan(shape, steps)
         spec = TrainSpec(
             model=model,
@@ -305,14 +391,32 @@ class Bench:
         return loop.train_loop(spec, micro_batches(plan, shape, self.group.rank, self.batches))
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
-        """Return the batch shape and the memory table of the dry run before a run."""
+        """Take the synthetic step with which a run searches its micro-batch and measures its
+        memory.
+
+        Args:
+            shape: Global batch and micro-batch in rows; with `auto`, the largest micro-batch that
+                fits is searched.
+
+        Returns:
+            The shape with the micro-batch of a run, and the memory by component in GiB.
+        """
         objective = objectives.build(self.config.objective)
         return dry_run(self.config, self.model, objective, self.group, shape, steps=1)
 
     def loop_window(self, steps: int, accumulated: bool = False) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of mmray's loop on a copy of the model.
+        """Time mmray's loop on a copy of the model.
 
-        A step has one micro-batch, or (`accumulated`) all rows of this rank in such micro-batches.
+        Args:
+            steps: Number of steps; the first WARMUP_STEPS are not timed.
+            accumulated: Whether a step has all rows of this rank, in several micro-batches;
+                otherwise it has one micro-batch.
+
+        Returns:
+            Seconds of the timed steps, and the last logged loss.
+
+        Raises:
+            OutOfMemoryError: The micro-batch does not fit into memory.
         """
         world = self.group.world_size
         rows = self.rank_rows if accumulated else self.micro
@@ -326,8 +430,13 @@ class Bench:
         return sum(timer.times_s), metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the bare loop on a copy of the model, a
-        micro-batch per step.
+        """Time the loop written by hand with the settings of the config, on a copy of the model.
+
+        Args:
+            steps: Number of steps of one micro-batch; the first WARMUP_STEPS are not timed.
+
+        Returns:
+            Seconds of the timed steps, and the last loss.
         """
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
@@ -338,8 +447,15 @@ class Bench:
         return self._window_by_hand(model, batches, precision, steps)
 
     def best_window(self, steps: int, rows: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows`
-        in one pass.
+        """Time the loop written by hand with the fastest settings of the device, on a copy of the
+        model.
+
+        Args:
+            steps: Number of steps; the first WARMUP_STEPS are not timed.
+            rows: Rows of this rank in a step, which are computed in one pass.
+
+        Returns:
+            Seconds of the timed steps, and the last loss.
         """
         device = self.group.device
         spec = self.config.model
@@ -357,8 +473,9 @@ class Bench:
             return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
     def best_rows(self) -> int:
-        """Rows that fit in one pass of the best loop: all of this rank, or a half, a quarter, ...
-        of them.
+        """Return the number of rows that fit in one pass of `best_window`.
+
+        It is all rows of this rank in a step, or if they do not fit a half, a quarter, ... of them.
         """
         rows = self.rank_rows
         while True:
@@ -373,7 +490,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def flops_of_row(self) -> float:
-        """FLOPs of the model for a forward and a backward of one row."""
+        """Return the FLOPs of the model for a forward and a backward pass of one row."""
         batch = next(copy_to(self.group.device, self._rows(self.micro)))
         precision = select_precision(self.config.train.precision, self.group.device)
         flops = model_flops_of_row(self.model.to(self.group.device), batch, precision)
@@ -381,7 +498,11 @@ class Bench:
         return flops
 
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of the device in its own precision; None for a CPU and an unknown GPU."""
+        """Return the peak FLOP/s of the device in the precision that `train.precision` `auto` has
+        on it.
+
+        None for a CPU and an unknown GPU.
+        """
         device = self.group.device
         peak = (
             peak_flops(device, select_precision("auto", device))
@@ -415,7 +536,11 @@ class Bench:
         )
 
     def copy_of_model(self, shape: BatchShape) -> nn.Module:
-        """Return a copy of the model with compiled blocks and CUDA graphs, for one window."""
+        """Return a copy of the model with compiled blocks and CUDA graphs, if the config has them.
+
+        Args:
+            shape: Global batch and micro-batch in rows, which the graphs are captured for.
+        """
         model = compile_branches(deepcopy(self.model), self.config.train)
         self._use_graphs(model, shape)
         return model
@@ -432,8 +557,17 @@ class Bench:
 def micro_batches(
     plan: SamplePlan, shape: BatchShape, rank: int, batches: list[Batch]
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of each step as slices of `batches` in rotation; the last may
-    be smaller.
+    """Yield the micro-batches of this rank for each step, as slices of the same few batches.
+
+    Args:
+        plan: Number of steps, and the positions of a rank's rows in a step.
+        shape: Rows of a micro-batch; the last one of a step may be smaller.
+        rank: This rank.
+        batches: Synthetic batches with equal numbers of rows, used in rotation.
+
+    Yields:
+        The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]
+        (position of the row in the run) and `valid` bool [B] replaced.
     """
     size = len(batches[0]["image"])  # of a micro-batch, or of a step
     for step in range(plan.steps):
@@ -455,10 +589,18 @@ def build_bench(
     log: MetricsLog | None = None,
     rank_rows: int | None = None,
 ) -> Bench:
-    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic
-    batches.
+    """Build the model of a config as a worker does, and synthetic batches for this rank.
 
-    rank_rows: rows of this rank in a step, by default `micro`.
+    Args:
+        config: Settings of model and training. The model has random weights.
+        group: This rank and its process group.
+        micro: Rows of a micro-batch.
+        log: Receives the metrics of mmray's loop; None: they are not written.
+        rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
+
+    Returns:
+        The resolved config, the group, the model (not wrapped), four batches on the CPU (in pinned
+        memory if the device is a GPU), `micro` and `log`.
     """
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
@@ -481,10 +623,20 @@ def build_bench(
 
 
 def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Return one row per round; all ranks run the same windows, timed on rank 0.
+    """Time a window of each loop per round, in alternating order.
 
-    With more than one micro-batch in a step of the config, `accumulated` is mmray's loop on whole
-    steps, and the best loop is compared with it: both see the global batch.
+    All ranks run the same windows, timed on rank 0. The loops are `loop` (mmray's), `bare` and
+    `best` (by hand). If `micro` is less than the rows of this rank, `accumulated` is mmray's loop
+    on whole steps, and `best` is compared with it, because both see the global batch.
+
+    Args:
+        bench: Model and batches of this rank.
+        pairs: Number of rounds.
+        window_s: Approximate seconds per window.
+
+    Returns:
+        A dict per round: `pair` (number), the ratios `loop_vs_bare` and `loop_vs_best`, and
+        `NAME_samples_per_s` and `NAME_loss` of each loop.
     """
     log_every = bench.config.train.log_every
     group = bench.group

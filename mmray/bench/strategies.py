@@ -59,9 +59,27 @@ def bench_strategies(
     only: tuple[str, ...] = (),
     notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`.
+    """Time every parallel strategy and precision that this machine supports.
 
-    Raises UsageError.
+    All have the same model and global batch, with at least two workers where the strategy has
+    several.
+
+    Args:
+        config: The model and the batch.
+        steps: Timed steps, after 3 warm-up steps.
+        only: Names of the strategies to run, such as `fsdp bf16`, in addition to `ddp fp32`; empty:
+            all.
+        notify: Called with a line of progress after each strategy.
+
+    Returns:
+        `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
+        `fsdp_bf16_vs_ddp`), and `rows`. A row has `strategy`, `workers`, `samples_per_s`,
+        `step_p50_s`, `step_p95_s`, `communication_share` (0 to 1), `peak_gib`, `loss`,
+        `loss_vs_ddp` (relative difference) and `error`. If the strategy failed, `error` is the
+        reason and measurements are None.
+
+    Raises:
+        UsageError: A name in `only` is unknown.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     if unknown := [name for name in only if name not in STRATEGIES]:
@@ -134,6 +152,12 @@ class ProfiledTimer(StepTimer):
     _profile_start_s: float = 0.0
 
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
+        """Record the time of a step; profile the steps after `last_timed_step`.
+
+        Args:
+            step: Number of steps taken, from 1.
+            metrics: Logged metrics of the step, with `memory/peak_gib` at `last_timed_step`.
+        """
         super().on_step(step)
         if step == self.last_timed_step:
             self.metrics = metrics or {}
@@ -156,7 +180,14 @@ class ProfiledTimer(StepTimer):
 
 
 def communication_us(events: Any) -> float:
-    """Return the microseconds of a profile during which any collective ran."""
+    """Return the microseconds of a profile during which at least one collective ran.
+
+    Collectives that overlap in time count once.
+
+    Args:
+        events: `events()` of a torch.profiler.profile. Collectives are the events whose name starts
+            with `gloo:`, `nccl:` or `ncclDevKernel`.
+    """
     collectives = (
         event.time_range
         for event in events
@@ -195,7 +226,16 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
 
 
 def rank_share(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Return this rank's rows of a global batch; the last row is repeated as padding."""
+    """Return the rows of one rank of a global batch.
+
+    Args:
+        batch: Columns by name, with `image`; each is [global rows, ...].
+        rank: The rank.
+        world: Number of ranks.
+
+    Returns:
+        Columns [ceil(global rows / world), ...]. The last row of the batch is repeated as padding.
+    """
     num_rows = len(batch["image"])
     rows_per_rank = -(-num_rows // world)
     rows = torch.arange(rank * rows_per_rank, (rank + 1) * rows_per_rank).clamp(max=num_rows - 1)

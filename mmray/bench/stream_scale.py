@@ -41,6 +41,15 @@ class SleepingReader:
     subprocess_decoder = None
 
     def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+        """Sleep for DECODE_S, and return a block of undefined pixels.
+
+        Args:
+            plan: Unused.
+            positions: Positions of the rows in the run, int64 [B].
+
+        Returns:
+            `image` uint8 [B, 3, 32, 32] and `pos`, the positions.
+        """
         time.sleep(DECODE_S)
         return {"image": np.empty((len(positions), 3, SIDE, SIDE), np.uint8), "pos": positions}
 
@@ -73,18 +82,28 @@ class RankGroup:
                     return
 
     def counts(self) -> list[int]:
-        """Return the blocks that each rank has received."""
+        """Return how many blocks each rank of this process has received."""
         return list(self._blocks)
 
     def stop(self) -> None:
+        """Stop the ranks after their next block, and wait for them."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
 
 
 def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
-    """Return {machine, rows, notes}; the row of `consumers` ranks has the rate, and the CPU time of
-    a block in each kind of process in ms.
+    """Measure how the stream scales with the number of ranks, with a sleep in place of decoding.
+
+    Args:
+        consumers: Number of ranks, each with one decode actor.
+        window_s: Seconds of the measurement, after each rank has received two blocks.
+
+    Returns:
+        `machine` (dict), `rows` with one dict, and `notes` (texts). The row has `consumers`,
+        `images_per_s`, `expected` (images/s that the sleep allows), `first_s` (seconds to the first
+        blocks), CPU milliseconds per block in each kind of process (`decoder_ms`, `rank_ms`,
+        `head_ms`, `raylet_ms`), and `head_cores` (CPU cores that the head uses).
     """
     plan = SamplePlan(
         num_rows=10**8,

@@ -30,8 +30,14 @@ WORDS = (
 
 
 def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
-    """Yield the JPEG images `start` to `num` with captions of 5 to 30 words; image i depends on i
-    only.
+    """Generate images with the spectrum of photographs and captions of 5 to 30 random words.
+
+    Args:
+        num: Number after the last image.
+        start: Number of the first image. An image depends on its number only.
+
+    Yields:
+        JPEG bytes of 500 x 375 pixels, and the caption.
     """
     height = 4 * HEIGHT
     width = 4 * WIDTH
@@ -60,7 +66,15 @@ def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
 
 
 def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
-    """Yield images and first captions of `num` rows, evenly spaced over the set."""
+    """Yield rows that are evenly spaced over a prepared set.
+
+    Args:
+        prepared: The set.
+        num: Number of rows; fewer if the set has fewer.
+
+    Yields:
+        The encoded bytes of the image as stored in the set, and the first caption.
+    """
     rows = np.unique(
         np.linspace(0, prepared.num_rows - 1, min(num, prepared.num_rows)).astype(np.int64)
     )
@@ -69,7 +83,15 @@ def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
 
 
 def write_files(items: Iterable[tuple[bytes, str]], folder: Path) -> Path:
-    """Write image files, then a JSONL of their captions, into `folder`, unless it is complete."""
+    """Write image files and then captions.jsonl into a folder; without effect if it is complete.
+
+    Args:
+        items: Encoded bytes and caption of each image.
+        folder: The folder, which is created.
+
+    Returns:
+        The same folder.
+    """
     if not (folder / CAPTIONS).exists():
         folder.mkdir(parents=True, exist_ok=True)
         lines = []
@@ -82,6 +104,6 @@ def write_files(items: Iterable[tuple[bytes, str]], folder: Path) -> Path:
 
 
 def read_captions(folder: Path) -> list[tuple[str, str]]:
-    """Return (image path, caption) of each row of such a folder."""
+    """Return (path of the image file, caption) of each row in a folder of `write_files`."""
     rows = (json.loads(line) for line in (folder / CAPTIONS).read_text().splitlines())
     return [(str(folder / row["image"]), row["text"]) for row in rows]
