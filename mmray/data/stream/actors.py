@@ -56,8 +56,12 @@ def rank_blocks(
     """Start the decode actors of this process's rank, and return its blocks.
 
     Args:
-        ranks_on_node: Ranks of the run on this node, which share its object store.
-        block_mb: Size of a block, at most; blocks of a small object store are smaller.
+        reader: Reads and encodes rows of the training set.
+        start: The rows of each step, and the first step.
+        rank: The rank of this process.
+        ranks_on_node: Number of ranks of the run on this node, which share its object store.
+        block_mb: Maximum size of a block in MB; blocks of a small object store are smaller.
+        limits: Number of actors, and the nodes that may have them.
         notify: Called with lines for the log.
         must_yield: Returns whether another reservation waits for resources of the cluster.
     """
@@ -72,7 +76,7 @@ def rank_blocks(
 
 
 def object_stores() -> dict[str, float]:
-    """Return the bytes of the object store of each node, by its ID."""
+    """Return the size of the object store of each alive node: bytes by node ID."""
     return {
         node["NodeID"]: float(node["Resources"].get("object_store_memory", 0.0))
         for node in ray.nodes()
@@ -118,12 +122,16 @@ def _future_of(reference: Any) -> Future[Any]:
 
 
 class ActorPool:
-    """The decode actors that a rank owns; Ray ends them with it.
+    """The decode actors that a rank owns, as the pool of an OrderedMap; Ray ends them with the
+    rank.
 
     Args:
-        decoder: Pickled once for all actors.
+        decoder: Decodes a block by its number; pickled once for all actors.
+        limits: Number of actors, and the nodes that may have them.
         own_node: ID of the rank's node.
-        share_bytes: Of the node's object store, for blocks of this rank.
+        share_bytes: Bytes of the node's object store for blocks of this rank.
+        notify: Called with lines for the log.
+        must_yield: Returns whether another reservation waits for resources of the cluster.
     """
 
     def __init__(
@@ -156,21 +164,30 @@ class ActorPool:
 
     @property
     def workers(self) -> list[_Actor]:
+        """The actors that have started and are not known to be lost."""
         return [actor for actor in self._actors if actor.node]
 
     @property
     def max_in_flight(self) -> int:
+        """Largest number of blocks that are requested and not yet returned."""
         wanted = max(2 * len(self.workers), self._blocks.blocks_per_step) + 1
         return min(self._max_blocks, wanted)
 
     def node_limit(self, node: str) -> int:
+        """Return the largest number of blocks of this rank in the object store of a node.
+
+        Args:
+            node: ID of the node of a started actor.
+        """
         return self._node_limits[node]
 
     def is_loss(self, error: BaseException) -> bool:
         # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
+        """Return whether an error means that an actor was lost, not that its work failed."""
         return isinstance(error, ray.exceptions.RayError)
 
     def replace(self, worker: Any) -> None:
+        """Kill an actor that was lost; another one is started after a delay."""
         ray.kill(worker.handle)  # it may be alive and unreachable
         if worker in self._retiring:
             self._retiring.remove(worker)
@@ -180,9 +197,15 @@ class ActorPool:
         self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
 
     def compute_here(self, item: int) -> Decoded:
+        """Decode a block in this process, because no actor does it in time."""
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:
+        """Start and end actors, at most every UPDATE_S.
+
+        Args:
+            waited_s: Seconds that the rank has waited for blocks in total so far.
+        """
         now_s = time.monotonic()
         if now_s < self._next_update_s:
             return

@@ -31,10 +31,15 @@ class BlockFetcher:
         return BlockFetcher, (self._prepared,)
 
     def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
-        """Fetch the blocks that are needed one window after these positions.
+        """Fetch, in the background, the shuffle blocks that are needed one window after some
+        positions.
 
-        In the first window of a process also the blocks of the positions, which were not fetched
-        ahead.
+        Errors are ignored here; the process that reads these rows raises them.
+
+        Args:
+            plan: The sample order of the run.
+            positions: Positions in the run that are read now, int64 [P], without PADDING.
+            in_first_window: Also fetch the blocks of `positions`, which were not fetched ahead.
         """
         if self._requests is None:
             self._requests = SimpleQueue()

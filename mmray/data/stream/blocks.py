@@ -10,11 +10,15 @@ Block = dict[str, np.ndarray]
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:
-    """Return the rows of all parts in one block.
+    """Concatenate the rows of several blocks.
 
     Args:
-        parts: Blocks with the same columns. Columns of tokens are padded to the same width.
-        pixels: Memory for the column `image`; None: new memory.
+        parts: Blocks {column name: array [R, ...]} with the same columns. Columns of tokens [R, T]
+            are padded with zeros to the same T.
+        pixels: Memory for the column `image` of the result, uint8; None: new memory.
+
+    Returns:
+        One block; the only part itself if there is one.
     """
     if len(parts) == 1:
         return parts[0]
@@ -32,7 +36,15 @@ def _concatenate(columns: list[np.ndarray], out: np.ndarray | None) -> np.ndarra
 
 
 def pad_columns(rows: np.ndarray, width: int) -> np.ndarray:
-    """[R, T] -> [R, width] by appending zeros, if it is narrower."""
+    """Append columns of zeros to an array, if it has fewer than `width`.
+
+    Args:
+        rows: Array [R, T].
+        width: Number of columns of the result, if T is smaller.
+
+    Returns:
+        Array [R, max(T, width)].
+    """
     if rows.shape[1] >= width:
         return rows
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))

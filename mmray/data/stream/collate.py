@@ -20,8 +20,9 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
 def is_flat(batch: Batch) -> bool:
-    """Return whether columns are those of all rows of a micro-batch together, so that it cannot be
-    sliced by row (data/vlm/collate.py). It has only valid rows.
+    """Return whether a micro-batch cannot be sliced by row, because its columns join all rows.
+
+    Such a batch is from data/vlm/collate.py: it has `target_index`, and only valid rows.
     """
     return "target_index" in batch
 
@@ -36,18 +37,24 @@ def iter_micro_batches(
     memory: PixelMemory | None = None,
     extra: Sequence[ExtraColumns] = (),
 ) -> Iterator[list[Batch]]:
-    """Yield a rank's micro-batches of each step; the last of a step may be smaller.
+    """Yield the micro-batches of a rank for each step; the last of a step may be smaller.
 
     Args:
-        blocks: Decoded rows in sample order.
+        blocks: Blocks of this rank's rows in sample order, from `RowReader.read_block`.
         rank_rows: Rows of a rank in a step.
-        micro_batch_size: Rows of a micro-batch.
-        group_by_length: Sort the rows of a step, longest caption first.
-        token_multiple: Captions are padded to the longest of the micro-batch, rounded up to this.
-        max_tokens: The most tokens to which captions are padded.
+        micro_batch_size: Rows of a micro-batch, B.
+        group_by_length: Sort the rows of a step, most tokens first.
+        token_multiple: Captions are padded to the longest of the micro-batch, rounded up to a
+            multiple of this.
+        max_tokens: Maximum number of tokens to which captions are padded.
         memory: For pixels that must be moved; then those of a step are valid until the next step is
             requested. None: new memory for each step.
         extra: The columns of the blocks besides those of every model.
+
+    Yields:
+        A list of micro-batches: `image` uint8 [B, 3, S, S]; `input_ids` and `attention_mask` int64
+        [B, T]; `key`, `label` and `pos` int64 [B]; `valid` bool [B]. Generative models also have
+        `labels` int64 [B, T] and `image_pos` int64 [B]; further columns are those of `extra`.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
@@ -63,9 +70,12 @@ def iter_micro_batches(
 
 
 class PixelMemory:
-    """Memory for the pixels of one step, used again by the next; pinned for copies to a GPU.
+    """Memory for the pixels of one step, used again by the next.
 
     New memory for each step would cost a page fault every 4 KiB.
+
+    Args:
+        pin: Use page-locked (pinned) memory, from which copies to a GPU are faster.
     """
 
     def __init__(self, pin: bool) -> None:
@@ -76,11 +86,11 @@ class PixelMemory:
         """Return memory for pixels, which is reused by later calls.
 
         Args:
-            use: Name; calls with another name get other memory.
-            shape: Of the array.
+            use: Name of the purpose; calls with another name get other memory.
+            shape: Shape of the array.
 
         Returns:
-            An array, uint8, with arbitrary content.
+            Array uint8 of this shape with arbitrary content.
         """
         num_bytes = math.prod(shape)
         memory = self._memory.get(use)
@@ -150,7 +160,15 @@ def _batch(
 
 
 def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
-    """Return the columns of a batch that only some models have (data/columns.py)."""
+    """Return the columns of a micro-batch that only some models have (data/columns.py).
+
+    Args:
+        rows: Columns of a block for the rows of the micro-batch, [B, ...].
+        extra: The kinds of columns.
+
+    Returns:
+        Tensors by name, such as `boxes`, `box_labels` and `box_mask`.
+    """
     return {
         name: torch.from_numpy(column)
         for columns in extra
@@ -159,16 +177,29 @@ def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
 
 
 def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
-    """Return input_ids and attention_mask int64 [B, T] of right-padded ids [B, T] and their numbers
-    [B].
+    """Return the token columns of a micro-batch.
+
+    Args:
+        ids: Right-padded token ids [B, T] of any integer type.
+        num_tokens: Number of tokens of each row, without padding [B].
+
+    Returns:
+        `input_ids` int64 [B, T], and `attention_mask` int64 [B, T]: 1 for tokens, 0 for padding.
     """
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "attention_mask": mask.long()}
 
 
 def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Return the columns of generative models: labels int64 [B, T], -100 for tokens without loss;
-    image_pos [B].
+    """Return the columns of a micro-batch that only generative models have.
+
+    Args:
+        rows: Columns of a block: `input_ids` int32 [B, T], `loss_mask` bool [B, T] and `image_pos`
+            int32 [B]. Without `loss_mask` the result is empty.
+        longest: Number of tokens L to which the columns are cut.
+
+    Returns:
+        `labels` int64 [B, L]: the token ids, -100 for tokens without loss; `image_pos` int64 [B].
     """
     if "loss_mask" not in rows:
         return {}

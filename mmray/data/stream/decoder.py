@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 
 class Decoded(NamedTuple):
+    """A decoded block; `crashed` is whether an image ended the child process that decoded it."""
+
     block: Block
     crashed: bool  # an image ended the child process that decoded it
 
 
 class BlockDecoder:
-    """Decodes blocks by number.
+    """Decodes blocks by number, in a data process.
 
     Args:
+        reader: Reads and encodes rows of the training set.
+        blocks: The positions of each block.
         slots: Memory for pixels, shared with the training process; blocks then have no column
             `image`. None: new memory for each block.
     """
@@ -44,10 +48,15 @@ class BlockDecoder:
         self._subprocess_decoder: SubprocessDecoder | None = None
 
     def __call__(self, number: int, careful: bool) -> Decoded:
-        """Return the block with this number.
+        """Read and decode a block.
 
-        careful: decode each image in a child process first, which identifies one that ends its
-        decoder.
+        Args:
+            number: Number of the block in `blocks`.
+            careful: Decode each image in a child process first, to find one that crashes its
+                decoder.
+
+        Returns:
+            The block as `reader.read_block` returns it, and whether an image crashed.
         """
         if careful and self._subprocess_decoder is None:
             self._subprocess_decoder = SubprocessDecoder()

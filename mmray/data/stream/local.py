@@ -38,7 +38,11 @@ class LocalBlocks:
     overwrite them. The processes start at once. Iterating raises ResourceError if they keep dying.
 
     Args:
-        block_mb: Size of a part of a step that one process decodes at a time.
+        reader: Reads and encodes rows of the training set.
+        start: The rows of each step, and the first step.
+        block_mb: Maximum size of a block in MB; a block may be a part of a step that one process
+            decodes at a time.
+        num_processes: Number of data processes.
         warn: Called with a line for the log if a process died.
     """
 
@@ -80,7 +84,10 @@ class LocalBlocks:
 
     @property
     def pixels(self) -> np.ndarray | None:
-        """The memory that contains the pixels of all blocks, if they have the same shape."""
+        """The shared memory with the pixels of all blocks, uint8 [num_slots, rows, 3, S, S].
+
+        None if rows have pixels of different shapes.
+        """
         return None if self._slots is None else self._slots.pixels
 
     def __iter__(self) -> Iterator[Block]:
@@ -99,7 +106,10 @@ class LocalBlocks:
             num_blocks += 1
 
     def interrupt(self) -> None:
-        """End the blocks, also for a thread that waits for the next one."""
+        """Kill the data processes and end the iteration; may be called from another thread.
+
+        A thread that waits for the next block gets StopIteration, so its loop over the blocks ends.
+        """
         self._parts.interrupt()
 
     def close(self) -> None:

@@ -23,7 +23,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(value: np.ndarray) -> np.ndarray:
-    """Hash uint64 to uint64, any shape (finalizer of splitmix64; Steele, Lea, Flood 2014)."""
+    """Hash each number (finalizer of splitmix64; Steele, Lea, Flood 2014).
+
+    Args:
+        value: uint64 of any shape.
+
+    Returns:
+        uint64 of the same shape.
+    """
     z = value + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -31,8 +38,17 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
-    """Keyed bijection of 0..size-1 by a Feistel network over Z_a x Z_b with a*b >= size; uint64 of
-    equal shape. `size` may differ by index.
+    """Permute the numbers 0..size-1 pseudo-randomly: return the image of each index.
+
+    It is a Feistel network over Z_a x Z_b with a * b >= size, so no permutation is stored.
+
+    Args:
+        index: Indices below `size`, uint64 of any shape.
+        size: Number of elements; one for all indices, or uint64 in the shape of `index`.
+        shuffle_key: Key that selects the permutation, uint64 in the shape of `index`.
+
+    Returns:
+        uint64 in the shape of `index`. Different indices of one key and size have different images.
     """
     return _cycle_walk(_feistel, index, size, shuffle_key)
 
@@ -40,11 +56,19 @@ def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) 
 def permute_blocks(
     index: np.ndarray, size: int, shuffle_key: np.ndarray, rows_per_block: int
 ) -> np.ndarray:
-    """Keyed bijection of 0..size-1 that permutes blocks of adjacent rows; rows keep their place in
-    a block.
+    """Permute blocks of adjacent numbers of 0..size-1; numbers keep their place in a block.
 
     The last block may be shorter. Indices of the rows that it lacks are mapped again, so they
     become the rows of one other block.
+
+    Args:
+        index: Indices below `size`, uint64 [P].
+        size: Number of rows.
+        shuffle_key: Key that selects the permutation, uint64 [P].
+        rows_per_block: Rows of a block; 1 permutes single rows.
+
+    Returns:
+        The row of each index, uint64 [P].
     """
     if rows_per_block == 1:
         return permute(index, size, shuffle_key)
@@ -107,6 +131,11 @@ class BlockShuffle:
     permuted, and each lane takes a contiguous slice of that list. In a slice, the rows of a window
     of blocks are permuted. So the ranks of a node, whose columns are adjacent, read their own
     slices, whatever the number of workers is.
+
+    Args:
+        lanes: Number of lanes.
+        rows_per_block: Adjacent rows of a block.
+        blocks_per_window: Blocks whose rows are mixed with each other.
     """
 
     lanes: int
@@ -120,13 +149,22 @@ class BlockShuffle:
     def epoch_index(
         self, positions: np.ndarray, num_rows: int, global_rows: int, shuffle_key: np.ndarray
     ) -> np.ndarray:
-        """Return the index [P] int64 of positions in the list of permuted blocks of their epoch.
+        """Return which row of the permuted blocks each position of the run takes.
+
+        List all rows of an epoch block after block, with the blocks in permuted order. The result
+        is an index in this list; `permute_blocks` with the same key maps it to a row of the set.
+
+        A run counts positions through all of its epochs: position p is in epoch p // num_rows, in
+        step p // global_rows, and in column p % global_rows of that step.
 
         Args:
-            positions: int64 [P], not negative.
-            num_rows: Rows of an epoch.
-            global_rows: Rows of a step; position p is in column p % global_rows.
-            shuffle_key: uint64 [P], one key for each epoch.
+            positions: Positions in the run, int64 [P], not negative.
+            num_rows: Number of rows of an epoch.
+            global_rows: Number of rows of a step, over all workers.
+            shuffle_key: Key of the epoch of each position, uint64 [P].
+
+        Returns:
+            int64 [P], each in 0..num_rows-1. The positions of one epoch have different indices.
         """
         lane, first_column, num_columns = _even_part(
             positions % global_rows, self.lanes, global_rows
@@ -168,8 +206,18 @@ def _even_part(
 def hash_choice(
     seed: int, pass_index: np.ndarray, row_hash: np.ndarray, num_choices: np.ndarray
 ) -> np.ndarray:
-    """Return a choice 0..num_choices-1 for each row (all int64, one shape), determined by the first
-    three arguments.
+    """Choose one of several alternatives for each row, such as one of its captions.
+
+    The choice is a pure function of the first three arguments. All arrays are int64 [R].
+
+    Args:
+        seed: Seed of the run.
+        pass_index: How often each row was seen before.
+        row_hash: `hash_key` of each row.
+        num_choices: Number of alternatives of each row, at least 1.
+
+    Returns:
+        A number in 0..num_choices-1 for each row.
     """
     return (_sample_hash(seed, pass_index, row_hash) % num_choices.astype(np.uint64)).astype(
         np.int64
@@ -177,8 +225,17 @@ def hash_choice(
 
 
 def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
-    """Return numbers in [0, 1) for each row: float64 [R, count], determined by the first three
+    """Return pseudo-random numbers for each row, which are a pure function of the first three
     arguments.
+
+    Args:
+        seed: Seed of the run.
+        pass_index: How often each row was seen before, int64 [R].
+        row_hash: `hash_key` of each row, int64 [R].
+        count: Numbers per row.
+
+    Returns:
+        float64 [R, count], uniform in [0, 1).
     """
     columns = splitmix64(np.arange(1, count + 1, dtype=np.uint64))
     numbers = splitmix64(_sample_hash(seed, pass_index, row_hash)[:, None] ^ columns)
@@ -193,8 +250,16 @@ def _sample_hash(seed: int, pass_index: np.ndarray, row_hash: np.ndarray) -> np.
 
 
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Map positions in an epoch to int64 indices in which the rows of the first set come first,
-    then the next.
+    """Spread the rows of each set of a mixture evenly over an epoch.
+
+    Args:
+        components: The sets, with their number of rows per epoch, `per_epoch`.
+        positions: Positions in the epoch, int64 of any shape.
+
+    Returns:
+        int64 in the same shape: indices in a list of the epoch in which the `per_epoch` rows of the
+        first set come first, then those of the next. Positions that follow each other take rows of
+        the sets in proportion.
     """
     epoch_index = np.empty(positions.size, np.int64)
     remaining = np.arange(positions.size)
@@ -215,7 +280,18 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The rows of each step of a run at one world size."""
+    """The rows of each step of a run at one world size.
+
+    Args:
+        num_rows: Rows of an epoch.
+        global_rows: Rows of a step, over all workers.
+        world_size: Number of workers.
+        seed: Seed of the shuffle.
+        steps: Steps of the run.
+        shuffle: Whether rows are shuffled.
+        components: Sets of a mixture; their `per_epoch` add up to `num_rows`.
+        block_shuffle: Shuffle of blocks of adjacent rows; None: full shuffle.
+    """
 
     num_rows: int  # of an epoch
     global_rows: int  # of a step, over all workers
@@ -233,23 +309,45 @@ class SamplePlan:
         return -(-self.global_rows // self.world_size)
 
     def rows_start(self, step: int) -> int:
-        """Return the position of the first row of a step: rows consumed by all steps before it."""
+        """Return the position of the first row of a step, which is the number of rows of all steps
+        before it.
+        """
         return step * self.global_rows
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Return the positions [rank_rows] int64 of a rank's rows in a step, followed by
-        PADDING.
+        """Return the positions of a rank's rows in a step.
+
+        Args:
+            step: Number of the step, from 0.
+            rank: The rank.
+
+        Returns:
+            Positions in the run, int64 [rank_rows]; PADDING (-1) follows if the rank has fewer
+            rows.
         """
         index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
         return np.where(index < self.global_rows, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the row ids of positions; PADDING is unchanged."""
+        """Return which rows of the set some positions take.
+
+        Args:
+            positions: Positions in the run, int64 [P], or PADDING.
+
+        Returns:
+            Row numbers in the set, int64 [P]; PADDING is unchanged.
+        """
         return self.row_ids_and_pass_indices_at(positions)[0]
 
     def row_ids_and_pass_indices_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `row_ids_at`, and how often each row was seen before its position, which seeds
-        augmentation.
+        """Return which rows of the set some positions take, and how often each was seen before.
+
+        Args:
+            positions: Positions in the run, int64 [P], or PADDING.
+
+        Returns:
+            Row numbers in the set, int64 [P], PADDING for PADDING. And how often each row was seen
+            before its position, int64 [P], 0 for PADDING; it seeds augmentation.
         """
         known = np.maximum(positions, 0)
         epoch, index = np.divmod(known, self.num_rows)
@@ -270,8 +368,13 @@ class SamplePlan:
     def one_window_later(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions one window later in the same lanes, as far as the run has them.
 
-        Their rows are in the blocks of the next window, which a reader fetches ahead. Empty for a
-        full shuffle, because all of its rows are far apart.
+        Their rows are in the blocks of the next window, which a reader fetches ahead.
+
+        Args:
+            positions: Positions in the run, int64 [P], or PADDING.
+
+        Returns:
+            int64, at most P. Empty for a full shuffle, because all of its rows are far apart.
         """
         if self.block_shuffle is None or not self.shuffle:
             return positions[:0]
@@ -280,8 +383,10 @@ class SamplePlan:
 
     @property
     def window_positions(self) -> int:
-        """Positions in which the lanes take about a window each, in whole steps; without a block
-        shuffle an epoch.
+        """Number of positions in which the lanes take about a window of blocks each, in whole
+        steps.
+
+        Without a block shuffle, the number of rows of an epoch.
         """
         if self.block_shuffle is None or not self.shuffle:
             return self.num_rows
@@ -331,6 +436,13 @@ class BlockPlan:
     of one step.
 
     Blocks are assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
+    These blocks are units of work of a data process, not the blocks of a BlockShuffle.
+
+    Args:
+        plan: The rows of each step.
+        first_step: The first step of the stream.
+        steps_per_block: Steps whose rows a block has.
+        blocks_per_step: Blocks into which the rows of one rank in a step are divided.
     """
 
     plan: SamplePlan
@@ -340,10 +452,16 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Return blocks of about `block_mb`, or down to a quarter of it if the rows of a step are
-        not divisible.
+        """Return the plan with blocks of about a given size.
 
-        They are larger if there is no divisor (a prime number of rows).
+        If the rows of a step are not divisible, blocks are down to a quarter of the size. They are
+        larger if there is no divisor (a prime number of rows).
+
+        Args:
+            plan: The rows of each step.
+            first_step: The first step of the stream.
+            row_bytes: Approximate bytes of a row in a block.
+            block_mb: Wanted size of a block in MB.
         """
         fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
         if fitting_rows >= plan.rank_rows:
@@ -356,12 +474,19 @@ class BlockPlan:
 
     @property
     def count(self) -> int:
+        """Number of blocks of all ranks."""
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
         return groups * self.blocks_per_step * self.plan.world_size
 
     def positions(self, block: int) -> np.ndarray:
-        """Return the positions [rows] of a block; blocks of all ranks for the same steps have the
-        same length.
+        """Return the positions of the rows of a block.
+
+        Args:
+            block: Number of the block; block b belongs to rank b % world_size.
+
+        Returns:
+            Positions in the run, int64 [R], or PADDING. Blocks of all ranks for the same steps have
+            the same length.
         """
         group, rank = divmod(block, self.plan.world_size)
         group, slice_index = divmod(group, self.blocks_per_step)
@@ -373,8 +498,12 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Start of a worker group: the plan at its size, the first step, and the checkpoint folder to
-    load.
+    """Where a group of workers starts.
+
+    Args:
+        plan: The rows of each step, at the size of the group.
+        step: The first step that the group takes.
+        checkpoint: Folder of the checkpoint to load; None: start with initial weights.
     """
 
     plan: SamplePlan

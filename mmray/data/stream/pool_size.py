@@ -43,7 +43,12 @@ class _Window:
 
 
 class PoolSize:
-    """Chooses the number of processes between `minimum` and `maximum`.
+    """Chooses the number of data processes of a rank between `minimum` and `maximum`.
+
+    Args:
+        minimum: Number at the start, and the least.
+        maximum: The largest number.
+        now_s: The present time, in seconds of any clock that does not jump.
 
     Attributes:
         target: The number that the rank should have.
@@ -62,11 +67,11 @@ class PoolSize:
         """Choose the target again.
 
         Args:
-            now_s: The present time.
+            now_s: The present time, of the same clock as before.
             waited_s: Seconds that the rank has waited for blocks since its start.
-            num_running: Processes that have started; without those that were requested before, no
-                further ones are requested.
-            must_yield: Another run waits for resources: give back all above the minimum.
+            num_running: Number of processes that have started. Further ones are requested only if
+                all requested ones run.
+            must_yield: Another run waits for resources: give back all processes above the minimum.
         """
         if must_yield:
             self.target = self._minimum

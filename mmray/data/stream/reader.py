@@ -48,6 +48,10 @@ class SetReader:
     """Reads the rows of a prepared set in the sample order; base of the readers of model inputs.
 
     Cheap to pickle; files are opened on first use.
+
+    Args:
+        prepared: The set or mixture.
+        max_pixels: Maximum width x height of an image.
     """
 
     def __init__(self, prepared: PreparedSet | PreparedMixture, max_pixels: int) -> None:
@@ -63,11 +67,17 @@ class SetReader:
     def read_rows(
         self, plan: SamplePlan, positions: np.ndarray
     ) -> tuple[list[Row | None], np.ndarray, np.ndarray, np.ndarray]:
-        """Read the rows at `positions` [R] of the sample order.
+        """Read the rows at some positions of the sample order.
+
+        Args:
+            plan: The sample order of the run.
+            positions: Positions in the run, int64 [R]; PADDING for no row.
 
         Returns:
-            The rows, None for padding and for an unreadable row; int64 [R]: row ids, how often each
-            row was seen before its position, and the hashes of their keys, 0 for no row.
+            - The rows, R entries; None for padding and for an unreadable row.
+            - Row numbers in the set, int64 [R]; PADDING for padding.
+            - How often each row was seen before its position, int64 [R].
+            - `hash_key` of each row, int64 [R]; 0 for no row.
         """
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
@@ -97,7 +107,17 @@ class SetReader:
 
 
 class RowReader(SetReader):
-    """Reads rows of a prepared set as inputs of a model that takes one image a row."""
+    """Reads rows of a prepared set as inputs of a model that takes one image a row.
+
+    Args:
+        prepared: The set or mixture.
+        inputs: The `model.inputs` section.
+        tokenizer_json: Content of the run's tokenizer.json.
+        max_pixels: Maximum width x height of an image before it is resized.
+        augment: The `augment` section; None for none.
+        image_cache_mb: Keep all decoded images in memory, if they need at most this and are not
+            augmented.
+    """
 
     def __init__(
         self,
@@ -126,26 +146,30 @@ class RowReader(SetReader):
 
     @property
     def pixel_shape(self) -> tuple[int, int, int]:
-        """Shape of the pixels of a row."""
+        """Shape of the pixels of a row: (3, S, S)."""
         return (3, self.inputs.image_side, self.inputs.image_side)
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
     ) -> Block:
-        """Return the arrays of the rows at `positions` [R] of the sample order.
+        """Read, decode and encode the rows at some positions of the sample order.
 
-        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash
-        of the row's key); label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative
-        models also get loss_mask bool [R, T] and image_pos int32 [R] (data/text/chat.py); further
-        columns are those that the model's inputs ask for (data/columns.py). A row with a bad image
-        keeps its label, input_ids and loss_mask but has valid=False, key 0, num_tokens 1, zero
-        pixels and no values in further columns. Padding and unreadable rows also have label -1 and
-        an empty text.
+        A row with a bad image keeps its label, input_ids and loss_mask, but has valid False, key 0,
+        num_tokens 1, zero pixels and no values in further columns. Padding and unreadable rows also
+        have label -1 and an empty text.
 
         Args:
-            plan: The sample order.
-            positions: int64 [R], PADDING for no row.
-            pixels: Memory for `image`; None: new memory.
+            plan: The sample order of the run.
+            positions: Positions in the run, int64 [R]; PADDING for no row.
+            pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
+
+        Returns:
+            - `image` uint8 [R, 3, S, S].
+            - `input_ids` int32 [R, T] and `num_tokens` int32 [R].
+            - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
+            - `valid` bool [R]; `pos` int64 [R], the positions.
+            - Of generative models also `loss_mask` bool [R, T] and `image_pos` int32 [R].
+            - The columns of data/columns.py that the model's inputs ask for, such as `boxes`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
@@ -188,8 +212,15 @@ class RowReader(SetReader):
         )
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Return the row, if it can be read, and reason and detail of why it cannot be used (for
-        the quarantine).
+        """Read a row again that was not valid, and return why it cannot be used, for the
+        quarantine.
+
+        Args:
+            row_id: Number of the row in the set.
+
+        Returns:
+            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
+            `temporary` if nothing is wrong now.
         """
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
@@ -205,7 +236,17 @@ class RowReader(SetReader):
         return stored, "temporary", "readable at the second attempt"
 
     def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
-        """Return the image of a row, augmented by `uniforms` [NUM_UNIFORMS]. Raises BadImage."""
+        """Return the model input of the image of a row.
+
+        Args:
+            row_id: Number of the row in the set, for the cache of images.
+            row: The stored row, with one image.
+            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS]; None: no
+                augmentation.
+
+        Raises:
+            BadImage: The row has not one image, or it cannot be decoded.
+        """
         if self.image_cache is not None and row_id in self.image_cache:
             return self.image_cache[row_id]
         if self.subprocess_decoder is not None:
@@ -224,7 +265,18 @@ class RowReader(SetReader):
 def row_columns(
     rows: list[Row | None], row_hash: np.ndarray, positions: np.ndarray, valid: np.ndarray
 ) -> Block:
-    """Return the columns that describe the rows of a block: `key`, `label`, `valid`, `pos`."""
+    """Return the columns that describe the rows of a block.
+
+    Args:
+        rows: R rows; None for no row.
+        row_hash: `hash_key` of each row, int64 [R].
+        positions: Positions in the run, int64 [R].
+        valid: Whether each row can be used, bool [R].
+
+    Returns:
+        `key` int64 [R], 0 for a row that is not valid; `label` int64 [R], -1 for none; `valid` bool
+        [R]; `pos` int64 [R].
+    """
     labels = [NO_LABEL if row is None or row.label is None else row.label for row in rows]
     return {
         "key": np.where(valid, row_hash, 0),

@@ -48,13 +48,19 @@ SAMPLE_ROWS = 8
 def resolve_block_shuffle(
     data: Data, sets: Sequence[PreparedSet], global_rows: int, num_workers: int
 ) -> BlockShuffle | None:
-    """Return the shuffle of a run over these sets; None for a full shuffle.
+    """Return the shuffle of a run over these sets.
+
+    With `data.shuffle_blocks` `auto`, sets on disks and sets that fit into the cache of a node are
+    shuffled fully. Other sets are shuffled in blocks of adjacent rows.
 
     Args:
-        data: Settings of the run.
-        sets: The sets of its mixture.
-        global_rows: Rows of a step.
+        data: The `data` section.
+        sets: The training sets of the run.
+        global_rows: Rows of a step, over all workers.
         num_workers: Largest number of workers.
+
+    Returns:
+        The block shuffle; None for a full shuffle, and without a shuffle.
     """
     if not data.shuffle:
         return None
@@ -82,7 +88,12 @@ def resolve_block_shuffle(
 
 
 def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
-    """Return the rows that the cache of a node reads at once, in whole record batches."""
+    """Return how many adjacent rows the cache of a node reads at once, in whole record batches.
+
+    Args:
+        row_bytes: Average bytes of a row.
+        local_cache_gb: Size of the cache, `data.local_cache_gb`.
+    """
     wanted = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
     most = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
     return _in_record_batches(min(wanted, most) / row_bytes)
@@ -119,7 +130,16 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
 def with_local_cache(
     data: Data, prepared: PreparedSet, shuffle: BlockShuffle | None
 ) -> PreparedSet:
-    """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
+    """Return the set with the cache of `data.local_cache`, if it is on an object store.
+
+    Args:
+        data: The `data` section.
+        prepared: The set; returned unchanged if it is on a disk or is not cached.
+        shuffle: The block shuffle of the run, whose blocks are cached; None: a full shuffle.
+
+    Raises:
+        UsageError: The set only refers to its images, and `data.local_cache` is set.
+    """
     if not _is_cached(data, prepared) or isinstance(prepared.folder, Path):
         return prepared
     max_bytes = data.local_cache_gb * 1e9

@@ -17,9 +17,15 @@ import numpy as np
 
 
 class PixelSlots:
-    """`num_slots` slots for the pixels of `rows` rows each: uint8 [num_slots, rows, *pixel_shape].
+    """A ring of slots for pixels, in memory that the processes of a run share.
 
-    An instance that is an argument of a new child process refers to the same memory there.
+    `pixels` is the array uint8 [num_slots, rows, *pixel_shape]. An instance that is an argument of
+    a new child process refers to the same memory there.
+
+    Args:
+        num_slots: Number of slots.
+        rows: Rows of a slot.
+        pixel_shape: Shape of the pixels of a row, (3, S, S).
     """
 
     def __init__(self, num_slots: int, rows: int, pixel_shape: tuple[int, ...]) -> None:

@@ -18,6 +18,8 @@ class RankBlocks:
     """Iterates the blocks of a rank, in order, each until the next one is requested.
 
     Args:
+        blocks: The positions of each block of all ranks.
+        rank: The rank whose blocks are iterated.
         pool: Processes that run a BlockDecoder. It is closed with the stream.
         late_s: Seconds after which a block is requested from another process too; None: never.
     """
@@ -40,7 +42,10 @@ class RankBlocks:
             yield decoded.block
 
     def interrupt(self) -> None:
-        """End the blocks, also for a thread that waits for the next one."""
+        """Kill the data processes and end the iteration; may be called from another thread.
+
+        A thread that waits for the next block gets StopIteration, so its loop over the blocks ends.
+        """
         self._map.interrupt()
 
     def close(self) -> None:

@@ -154,12 +154,13 @@ class TokenPlan(SamplePlan):
     """The rows of each step, rank and micro-batch by tokens; steps have the rows of a SamplePlan.
 
     Args:
-        num_tokens: uint32 [rows of the set], see data/prepare/token_counts.py; of a mixture, set by
-            set.
-        max_row_tokens: Rows with more are not used: they count as 0 tokens.
-        max_tokens: `batch.tokens`, the most tokens of a micro-batch.
-        padded: See `assign_rows`.
-        ranks_per_group: See `assign_rows`.
+        num_tokens: Tokens of each row of the set, uint32 [num_rows], from `token_counts`; of a
+            mixture, set by set.
+        max_row_tokens: Rows with more tokens are not used: they count as 0 tokens.
+        max_tokens: `batch.tokens`, the maximum number of tokens of a micro-batch.
+        padded: Whether rows are padded to the longest of the micro-batch; otherwise they are
+            packed.
+        ranks_per_group: Ranks that share their rows of a step, such as those of a node; None: all.
     """
 
     num_tokens: np.ndarray = field(compare=False)
@@ -169,16 +170,30 @@ class TokenPlan(SamplePlan):
     ranks_per_group: int | None = None
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Return the positions int64 of a rank's rows in a step, micro-batch by micro-batch.
+        """Return the positions of a rank's rows in a step, micro-batch by micro-batch.
 
-        PADDING follows, so that all ranks have equally many.
+        Args:
+            step: Number of the step, from 0.
+            rank: The rank.
+
+        Returns:
+            Positions in the run, int64 [P]. PADDING follows the rows, so that P is equal on all
+            ranks.
         """
         micro_batches, width = self._micro_batches(step, rank)
         rows = self.rows_start(step) + np.concatenate(micro_batches)
         return np.pad(rows, (0, width - len(rows)), constant_values=PADDING)
 
     def micro_batch_sizes(self, step: int, rank: int) -> list[int]:
-        """Return the positions of each micro-batch; the last one has the padding too."""
+        """Return the number of positions of each micro-batch of a rank in a step.
+
+        Args:
+            step: Number of the step, from 0.
+            rank: The rank.
+
+        Returns:
+            Sizes that add up to the length of `positions`; the last one includes the padding.
+        """
         micro_batches, width = self._micro_batches(step, rank)
         sizes = [len(rows) for rows in micro_batches]
         sizes[-1] += width - sum(sizes)

@@ -30,15 +30,15 @@ RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 class RowCollator:
-    """Builds micro-batches of a model.
+    """Builds micro-batches of a model from encoded rows.
 
     Args:
         family: Names and layouts of the model's inputs.
-        image_token_id: Token that image features replace.
-        dummy: Row with an image and without targets, appended to a micro-batch without images: the
-            vision encoder runs in each, its gradient is zero, and no rank waits for another.
-        packed: Rows end to end in one sequence; otherwise right-padded.
-        rope_index: Positions of a row, for models with several planes of them.
+        image_token_id: Token id that image features replace.
+        dummy: Row with an image and without targets, appended to a micro-batch without images. So
+            the vision encoder runs in each, its gradient is zero, and no rank waits for another.
+        packed: Put rows end to end in one sequence; False: pad them on the right.
+        rope_index: Computes the positions of a row, for models with several planes of them.
     """
 
     def __init__(
@@ -58,10 +58,19 @@ class RowCollator:
     def __call__(self, rows: Sequence[EncodedRow]) -> Batch:
         """Return the model's inputs for rows in this order; without rows, those of the dummy.
 
-        input_ids int64 [1, T] or [B, T]; targets int64 [N], the tokens to predict, and target_index
-        int64 [N], the positions in the flattened ids that predict them; cu_seqlens int32 [R + 1],
-        where rows start, if packed; position_ids int64 [1, T], or [4, B, T] with the planes text,
-        time, height, width; the inputs of the vision encoder.
+        Args:
+            rows: B encoded rows.
+
+        Returns:
+            - `input_ids` int64 [1, T] if packed, otherwise [B, T] padded on the right.
+            - `targets` int64 [N]: the tokens to predict, and `target_index` int64 [N]: the
+              positions in the flattened `input_ids` that predict them.
+            - `cu_seqlens` int32, only if packed: where each row starts, and the end of the last.
+            - `position_ids` int64 [1, T], or [4, B, T] with the planes text, time, height, width.
+              Only if packed or if the family has several planes.
+            - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
+              tokens.
+            - The inputs of the vision encoder, such as `pixel_values`, of all rows together.
         """
         rows = list(rows)
         if not any(row.images for row in rows):
@@ -141,17 +150,20 @@ def iter_row_batches(
     micro_batch_size: int,
     collate: RowCollator,
 ) -> Iterator[list[Batch]]:
-    """Yield a rank's micro-batches of each step: the columns of its rows, `key`, `label`, `valid`,
-    `pos`, `num_tokens` [R], and the inputs of the model, which has only the valid ones.
+    """Yield the micro-batches of a rank for each step.
 
     Args:
-        blocks: Rows in sample order (data/vlm/reader.py).
+        blocks: Blocks of this rank's rows in sample order, from `ConversationReader.read_block`.
         plan: The rows of each step.
-        first_step: The first step of `blocks`.
+        first_step: The step of the first block.
         rank: This rank.
         micro_batch_size: Rows of a micro-batch; the last of a step may be smaller. A TokenPlan has
             its own sizes.
         collate: Builds the inputs of a micro-batch.
+
+    Yields:
+        A list of micro-batches: `key`, `label`, `valid`, `pos` and `num_tokens` [R] of its rows,
+        and the inputs of the model for the valid ones, as `RowCollator` returns them.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []
@@ -180,9 +192,16 @@ def iter_row_batches(
 
 
 def rope_index_of(config: Any) -> RopeFn:
-    """Return the function that computes the positions of a row as the model of this config does.
+    """Return the function that computes the positions of a row as transformers' model does.
 
     It runs on the CPU, because it reads the sizes of images.
+
+    Args:
+        config: transformers' config of a model that has `get_rope_index`.
+
+    Returns:
+        Function of token ids int64 [T] and the row's inputs of the vision encoder; it returns int64
+        [3, T] with the planes time, height, width.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 

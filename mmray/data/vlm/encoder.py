@@ -36,7 +36,12 @@ SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_t
 
 
 class RowError(ValueError):
-    """A row that the model cannot be trained on: `reason` is a short word."""
+    """A row that the model cannot be trained on, which is then quarantined.
+
+    Args:
+        reason: A short word, such as `tokens` (too many) or `image`.
+        detail: A sentence for the user.
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -63,10 +68,13 @@ class ProcessorEncoder:
     """Encodes conversations with the processor of a model.
 
     Args:
-        weights: Folder saved by transformers, or a name of the hub.
-        max_tokens: Longer rows are errors, because cutting one may cut an image.
-        max_pixels: Most pixels of an image after resizing; None: the processor's.
-        min_pixels: Fewest pixels; None: the processor's.
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        max_tokens: Maximum number of tokens of a row. Longer rows are errors, because cutting one
+            may cut an image.
+        max_pixels: Maximum width x height of an image after resizing; None: the processor's
+            default.
+        min_pixels: Minimum width x height of an image after resizing; None: the processor's
+            default.
         without_torch: Do not import torch, in a process that will not need it.
 
     Raises:
@@ -118,17 +126,20 @@ class ProcessorEncoder:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def encode(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
-        """Encode one row.
+        """Encode one row for training.
 
         Args:
-            messages: {role, content}, where content is a text or a list of parts
-                {"type": "image"} and {"type": "text", "text": ...}.
+            messages: {"role", "content"}, where content is a text or a list of parts {"type":
+                "image"} and {"type": "text", "text": "..."}.
             images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
 
+        Returns:
+            Token ids [T], the mask of the assistant's tokens, and the inputs of the vision encoder.
+
         Raises:
-            RowError: The row has no answer, too many tokens, or images that do not match its
-                image parts.
-            UsageError: The chat template does not tell which tokens are the assistant's.
+            RowError: The row has no answer, too many tokens, or images that do not match its image
+                parts.
+            UsageError: The chat template does not determine which tokens are the assistant's.
         """
         conversation = self._as_parts(messages)
         _check_images(conversation, images)
@@ -148,7 +159,20 @@ class ProcessorEncoder:
         return EncodedRow(input_ids, loss_mask, self._image_columns(inputs) if images else {})
 
     def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
-        """Encode a conversation whose next message is the assistant's. Raises as `encode`."""
+        """Encode a conversation up to where the model generates the assistant's next message.
+
+        Args:
+            messages: {"role", "content"}, where content is a text or a list of parts {"type":
+                "image"} and {"type": "text", "text": "..."}.
+            images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
+
+        Returns:
+            Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The
+            length is not limited.
+
+        Raises:
+            RowError: The images do not match the image parts, or the processor refuses one.
+        """
         conversation = self._as_parts(messages)
         _check_images(conversation, images)
         text, _ = self._render(conversation, add_generation_prompt=True)
@@ -161,19 +185,20 @@ class ProcessorEncoder:
         )
 
     def encode_dummy(self) -> EncodedRow:
-        """Encode a row with the smallest image and without targets.
+        """Encode a prompt with one blank image of 28 x 28 pixels and without targets.
 
-        A micro-batch without images contains it, so that the vision encoder always runs.
+        It is added to a micro-batch without images, so that the vision encoder always runs.
         """
         blank = np.zeros((28, 28, 3), np.uint8)
         return self.encode_prompt([{"role": "user", "content": [{"type": "image"}]}], [blank])
 
     def count_tokens(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of a row without its pixels.
+        """Return the number of tokens of a row without reading its pixels.
 
         Args:
-            messages: As of `encode`.
-            sizes: (width, height) of each image.
+            messages: {"role", "content"}, where content is a text or a list of parts {"type":
+                "image"} and {"type": "text", "text": "..."}.
+            sizes: (width, height) in pixels of the image of each image part, in order.
         """
         text, _ = self._render(self._as_parts(messages))
         texts = [self._replacement(size, len(sizes)) for size in sizes]
@@ -181,7 +206,9 @@ class ProcessorEncoder:
         return len(self._tokenize(expanded[0])["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens without special tokens."""
+        """Return the text of generated token ids, without special tokens and white space at its
+        ends.
+        """
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
 
     # --- templates
@@ -378,9 +405,18 @@ def _torch_hidden() -> Iterator[None]:
 
 
 def load_processor(weights: str, config: dict[str, Any]) -> Any:
-    """Load a processor whose image processor is the one in numpy.
+    """Load the processor of a model with an image processor in numpy and without a video processor,
+    which would need torch.
 
-    It has no video processor, because those need torch. Raises UsageError.
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        config: Content of its config.json; `model_type` determines the class.
+
+    Returns:
+        A transformers.ProcessorMixin with `tokenizer`, `image_processor` and `chat_template`.
+
+    Raises:
+        UsageError: The processor cannot be loaded.
     """
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer

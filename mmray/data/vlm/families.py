@@ -85,7 +85,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def read_config(weights: str) -> dict[str, Any]:
-    """Return config.json of a folder or of a model of the hub.
+    """Return the content of config.json of a model.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub, from which the
+            file is downloaded.
 
     Raises:
         UsageError: It cannot be read.
@@ -107,7 +111,11 @@ def read_config(weights: str) -> dict[str, Any]:
 
 
 def find_family(config: dict[str, Any], weights: str) -> Family:
-    """Return the family of a config.json.
+    """Return the family that a model belongs to.
+
+    Args:
+        config: Content of its config.json; `model_type` determines the family.
+        weights: Name or folder of the model, for the message.
 
     Raises:
         UsageError: The model is not supported.
@@ -125,6 +133,10 @@ def is_packable(config: dict[str, Any], family: Family) -> bool:
     """Return whether the rows of a model can be packed: full causal attention in all layers.
 
     The function for packed rows (models/vlm/attention.py) has neither windows nor soft caps.
+
+    Args:
+        config: Content of the model's config.json.
+        family: Its family, from `find_family`.
     """
     text = config.get("text_config") or {}
     layers = text.get("layer_types") or ()
@@ -137,10 +149,19 @@ def is_packable(config: dict[str, Any], family: Family) -> bool:
 def budget_arguments(
     family: Family, image_processor: Any, max_pixels: int | None, min_pixels: int | None
 ) -> dict[str, Any]:
-    """Return the arguments of the image processor for these numbers of pixels of an image.
+    """Return the arguments of transformers' image processor that limit the size of an image.
+
+    Args:
+        family: The model's family; its `budget` determines which arguments are supported.
+        image_processor: The model's image processor, whose defaults are used.
+        max_pixels: Maximum width x height after resizing; None: the processor's default.
+        min_pixels: Minimum width x height after resizing; None: the processor's default.
+
+    Returns:
+        Such as {"size": {"shortest_edge": 1024, "longest_edge": 4096}}; {} if both limits are None.
 
     Raises:
-        UsageError: The family has no such setting.
+        UsageError: The family does not support a given limit.
     """
     given = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {name: value for name, value in given.items() if value is not None}

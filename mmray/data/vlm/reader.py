@@ -34,6 +34,11 @@ class ConversationReader(SetReader):
     """Reads rows of a prepared set as inputs of a vision-language model; used like a RowReader.
 
     The processor is loaded on first use.
+
+    Args:
+        prepared: The set or mixture.
+        spec: The `model` section, with the weights whose processor encodes the rows.
+        max_pixels: Maximum width x height of an image before it is resized.
     """
 
     # A block has no column `image` of a fixed shape, which processes could share.
@@ -55,25 +60,31 @@ class ConversationReader(SetReader):
 
     @cached_property
     def encoder(self) -> ProcessorEncoder:
+        """The processor of the model, which is loaded on first use."""
         return ProcessorEncoder(*self._arguments)
 
     @property
     def row_bytes(self) -> int:
-        """Approximate bytes of a row in a block, at most."""
+        """Approximate maximum bytes of a row in a block."""
         return BYTES_PER_TOKEN * self._arguments[1]
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
     ) -> Block:
-        """Return the arrays of the rows at `positions` [R] of the sample order.
-
-        key, label and pos int64 [R], valid bool [R]; num_tokens int32 [R]; record [R], the bytes of
-        each row, from which `unpack_rows` reads. An unreadable row has valid=False and no bytes.
+        """Read and encode the rows at some positions of the sample order.
 
         Args:
-            plan: The sample order.
-            positions: int64 [R], PADDING for no row.
-            pixels: Not used.
+            plan: The sample order of the run.
+            positions: Positions in the run, int64 [R]; PADDING for no row.
+            pixels: Not used; RowReader has it.
+
+        Returns:
+            - `key`, `label` and `pos` int64 [R]: hash of the row key, label (-1: none) and
+              position.
+            - `valid` bool [R]: False for padding and for a row that cannot be read or encoded.
+            - `num_tokens` int32 [R].
+            - `record` object [R]: the encoded row as bytes for `unpack_rows`; b"" if it is not
+              valid.
         """
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
@@ -96,7 +107,14 @@ class ConversationReader(SetReader):
         }
 
     def images_of(self, row: Row) -> list[Image.Image]:
-        """Decode the images of a row. Raises BadImage."""
+        """Decode the images of a stored row.
+
+        Returns:
+            RGB images of PIL, in the order of `row.media`.
+
+        Raises:
+            BadImage: An image cannot be decoded, or has more than `max_pixels`.
+        """
         images = []
         for media in row.media:
             if self.subprocess_decoder is not None:
@@ -105,11 +123,11 @@ class ConversationReader(SetReader):
         return images
 
     def encode_row(self, row: Row, choice: int = 0) -> EncodedRow:
-        """Return the inputs of a row.
+        """Return the model inputs of a stored row.
 
         Args:
-            row: A row with its images.
-            choice: Number of the caption, if the row has no messages.
+            row: A row with the bytes of its images.
+            choice: Index of the caption to use, if the row has no messages.
 
         Raises:
             BadImage: An image cannot be decoded.
@@ -119,8 +137,15 @@ class ConversationReader(SetReader):
         return self.encoder.encode(messages, self.images_of(row))
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Return the row, if it can be read, and reason and detail of why it cannot be used (for
-        the quarantine).
+        """Read a row again that was not valid, and return why it cannot be used, for the
+        quarantine.
+
+        Args:
+            row_id: Number of the row in the set.
+
+        Returns:
+            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
+            `temporary` if nothing is wrong now.
         """
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
@@ -154,7 +179,11 @@ def _aligned(data: bytes) -> bytes:
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
-    """Return the rows of a block; None for a row that is not valid."""
+    """Return the encoded rows of a block from `ConversationReader.read_block`.
+
+    Returns:
+        One entry per row, in order; None for a row that is not valid.
+    """
     return [_unpack_row(data) if data else None for data in block["record"]]
 
 

@@ -42,9 +42,16 @@ TEMPLATE = (
 
 
 def generate_conversations(out: Path) -> Path:
-    """Return the JSONL of the sample set under `out`; generate the set if it does not exist.
+    """Return the JSONL file of the sample conversations, which are generated if they do not exist.
 
-    Raises UsageError if `out` is not writable.
+    Args:
+        out: Folder in which the set gets a folder named by VERSION.
+
+    Returns:
+        Path of sample-vlm.jsonl, whose rows have `id`, `images`, `messages` and `split`.
+
+    Raises:
+        UsageError: `out` is not writable.
     """
     return _generate(out, "sample-vlm.jsonl", _write_conversations)
 
@@ -52,7 +59,13 @@ def generate_conversations(out: Path) -> Path:
 def generate_model(out: Path) -> Path:
     """Return a folder with the config and processor of a Qwen3-VL of 0.5 million parameters.
 
-    It has no weights, so they are random. Raises UsageError if `out` is not writable.
+    It has no weights, so a run starts with random ones.
+
+    Args:
+        out: Folder in which the model gets a folder named by VERSION.
+
+    Raises:
+        UsageError: `out` is not writable.
     """
     return _generate(out, "config.json", _write_model).parent
 

@@ -15,14 +15,16 @@ from mmray.data.vlm.encoder import ProcessorEncoder
 
 @dataclass(frozen=True)
 class ProcessorCounter:
-    """The token counts of a model's rows; cheap to pickle.
+    """Counts the tokens of rows with the processor of a model; cheap to pickle.
 
     Args:
-        weights: Folder saved by transformers, or a name of the hub.
-        max_pixels: Most pixels of an image after resizing; None: the processor's.
-        min_pixels: Fewest pixels; None: the processor's.
-        question: The user's message of a row that has only captions. Of several captions the
-            longest counts.
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        max_pixels: Maximum width x height of an image after resizing; None: the processor's
+            default.
+        min_pixels: Minimum width x height of an image after resizing; None: the processor's
+            default.
+        question: User message of a row that has only captions. Of several captions the longest
+            counts.
     """
 
     weights: str
@@ -37,7 +39,7 @@ class ProcessorCounter:
         return hashlib.sha256(f"{digest} {self.question}".encode()).hexdigest()
 
     def build(self) -> RowCounter:
-        """Return the function that counts the tokens of a row."""
+        """Load the processor, and return the function that counts the tokens of a stored row."""
         encoder = self._encoder(without_torch=True)
 
         def count(row: Row) -> int:
