@@ -71,7 +71,12 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker ran out of memory. `retry_shape`: the BatchShape to restart with, if any."""
+    """A worker ran out of memory.
+
+    Args:
+        message: The message for the user.
+        retry_shape: The BatchShape to restart with; None: a restart does not help.
+    """
 
     def __init__(self, message: str, retry_shape: Any = None):
         super().__init__(message, retry_shape)
@@ -79,7 +84,12 @@ class OutOfMemoryError(TrainingError):
 
 
 class DeviceError(TrainingError):
-    """A GPU, its memory or its link failed; `node` is its node in Ray, empty for this machine."""
+    """A GPU, its memory or its link failed.
+
+    Args:
+        message: The message for the user.
+        node: ID of the node of the GPU in Ray; empty for this machine.
+    """
 
     def __init__(self, message: str, node: str = ""):
         super().__init__(message, node)

@@ -106,11 +106,16 @@ class _Entry(Generic[Item, Result]):
 class OrderedMap(Generic[Item, Result]):
     """Iterates the results of `items`, in order, computed by the processes of a pool.
 
-    Items are submitted ahead of the results that were requested, each to the process with the
-    fewest. Items of a lost process are submitted to others with `careful`. With `late_s`, an item
-    is late after `late_s` seconds or LATE_FACTOR times the median: it is then submitted to another
-    process too, and the first result counts; without another process, the caller's process computes
-    it. Iterating raises what the work raises.
+    Items are submitted before their results are requested, each to the process with the fewest
+    items. Items of a lost process are submitted to others with `careful`. An item that is late is
+    submitted to another process too, and the first result counts. If there is no other process, the
+    caller's process computes it. Iterating raises what the work raises.
+
+    Args:
+        pool: The processes.
+        items: Arguments of the work.
+        late_s: An item is late after this many seconds or LATE_FACTOR times the median time of an
+            item, whichever is longer; None: items are never late.
 
     Attributes:
         careful: Submit all further items with `careful`.

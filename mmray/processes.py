@@ -33,8 +33,9 @@ _start_lock = threading.Lock()
 class ChildDied(Exception):
     """A child process ended before it had sent its result.
 
-    `exit_code` is negative for a signal, and None if the process closed its connection but did not
-    end.
+    Args:
+        name: Name of the process in the message, such as `worker`.
+        exit_code: Negative for a signal; None: the process closed its connection but did not end.
     """
 
     def __init__(self, name: str, exit_code: int | None) -> None:
@@ -68,7 +69,11 @@ def describe_signal(number: int) -> str:
 
 
 class Channel:
-    """The end of a child process's connection to its parent; several threads may use it."""
+    """The end of a child process's connection to its parent; several threads may use it.
+
+    Args:
+        connection: The child's end of a pipe.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -116,16 +121,15 @@ class Channel:
 
 
 class ChildProcess:
-    """A process that runs `target(channel, *args)`, a module-level function, and sends what it
-    returns or raises.
+    """A process that runs `target(channel, *args)`, and sends what it returns or raises.
 
     The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
     killed. Its connection ends with it, so its death is noticed at once.
 
     Args:
-        name: Of the process in messages: "the `name` process was ended by SIGKILL".
-        target: What the process runs. `channel` is a Channel to this process.
-        args: Pickled for the process.
+        name: Name of the process in messages, such as `worker`.
+        target: Module-level function that the process runs; `channel` is its Channel to the parent.
+        args: Further arguments of `target`, which are pickled.
     """
 
     def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
@@ -293,9 +297,12 @@ class ChildPool(Generic[Item, Result]):
     ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.
 
     Args:
-        work: Pickled once per process.
-        on_crash: Called with the number of processes that died before one is replaced; raises to
-            end the map.
+        work: The function, which is pickled once per process. `careful` is True if the item may
+            have killed a process before.
+        num_processes: Number of processes.
+        max_in_flight: Largest number of items that are submitted and whose result was not iterated.
+        on_crash: Called with the number of processes that died so far before one is replaced;
+            raises to end the map.
     """
 
     def __init__(

@@ -48,7 +48,13 @@ GOALS = {
 
 
 class Rung(NamedTuple):
-    """The value of a trial's goal after a number of samples."""
+    """The value of a trial's goal after a number of samples.
+
+    Attributes:
+        samples: Samples (rows) trained.
+        value: Samples/s, held-out loss or mean recall@1, by the goal of the sweep.
+        elapsed_s: Seconds of the trial so far, over all its starts.
+    """
 
     samples: int
     value: float
@@ -56,7 +62,12 @@ class Rung(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """The held-out value of an evaluation during training."""
+    """The held-out value of an evaluation during training.
+
+    Attributes:
+        samples: Samples (rows) trained before.
+        value: Held-out loss or mean recall@1, by the goal of the sweep.
+    """
 
     samples: int
     value: float
@@ -69,14 +80,22 @@ class TrialRow:
     None: not measured, or without meaning for this row.
 
     Attributes:
-        settings: The searched settings and their values.
+        trial: Name of the trial such as `t001`, or of a batch shape such as `s001`.
+        status: Such as `running`, `finished` or `failed`.
+        settings: The searched settings and their values, such as {"optimizer.lr": 0.001}.
         error: Why the trial did not finish.
-        micro, accumulation, workers, global_rows: Batch shape in rows; `global` in the file.
+        micro: Rows of a micro-batch.
+        accumulation: Micro-batches of a worker in a step.
+        workers: Number of workers.
+        global_rows: Rows of the global batch; `global` in the file.
+        samples_per_s: Training speed in rows per second.
         step_p50_s: Median of the seconds of a step.
         peak_gib: Largest peak memory of a worker.
         elapsed_s: Seconds with workers, over all starts of the trial.
-        run: Folder of the run, relative to the sweep's.
+        run: Folder of the run, relative to the folder of the sweep.
         is_recipe: Whether the settings are the recipe's own.
+        rungs: The reached rungs, ascending.
+        curve: The held-out values of all evaluations.
     """
 
     trial: str
@@ -144,8 +163,12 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best trial and the reason; for batch shapes, the best one of each global batch (as text),
-    too.
+    """The best trial and the reason.
+
+    Attributes:
+        best: Name of the trial.
+        why: Sentences for the user.
+        per_global: For batch shapes: name of the best one by rows of the global batch, as text.
     """
 
     best: str

@@ -36,7 +36,12 @@ Source = list[tuple[str, str]] | PreparedSet  # (image file, caption) of each ro
 
 
 class Arrival(NamedTuple):
-    """A block of rows received by a consumer; the clock is wall time in seconds."""
+    """A block of rows received by a consumer.
+
+    Attributes:
+        at_s: Wall time in seconds.
+        rows: Number of rows.
+    """
 
     at_s: float
     rows: int
@@ -58,7 +63,14 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVA
 
 
 class BaselineDataset(Dataset[Any]):
-    """Rows of `source` as image and encoded caption."""
+    """Base of the PyTorch datasets that `bench loader` compares with the stream.
+
+    Args:
+        source: (image file, caption) of each row, or a prepared set.
+        tokenizer_json: Content of tokenizer.json.
+        side: Height and width of an image in pixels.
+        max_tokens: Longer captions are truncated.
+    """
 
     pad = False  # captions to `max_tokens`
 
@@ -94,7 +106,16 @@ class BaselineDataset(Dataset[Any]):
 
 
 class TextbookDataset(BaselineDataset):
-    """Rows: image float32 [3, side, side], normalized; input_ids and attention_mask int64 [512]."""
+    """Dataset as in tutorials.
+
+    A row has `image` float32 [3, side, side], normalized, and `input_ids` and `attention_mask`
+    int64 [512].
+
+    Args:
+        source: (image file, caption) of each row, or a prepared set.
+        tokenizer_json: Content of tokenizer.json.
+        side: Height and width of an image in pixels.
+    """
 
     pad = True
 
@@ -116,9 +137,9 @@ class TextbookDataset(BaselineDataset):
 
 
 class TunedDataset(BaselineDataset):
-    """Rows: image uint8 [3, side, side] and unpadded caption ids;
+    """Dataset with little work per row; `TunedDataset.collate` builds the batch.
 
-    `TunedDataset.collate` builds the batch.
+    A row is an image uint8 [3, side, side] and the ids of the unpadded caption.
     """
 
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:
@@ -155,8 +176,10 @@ class TunedDataset(BaselineDataset):
 
 @ray.remote(num_cpus=0)
 class LoaderWorker:
-    """A process that runs one window per method call and returns its arrivals; batches are
-    dropped.
+    """A process that receives rows for one window per method call; rows are dropped.
+
+    Args:
+        rank: Number of the process, from 0.
     """
 
     def __init__(self, rank: int) -> None:

@@ -393,7 +393,11 @@ CHECKS: tuple[tuple[Callable[..., dict[str, float]], tuple[str, ...]], ...] = (
 
 @dataclass
 class SyncCounter:
-    """Host synchronizations so far, and the lines of Python that caused them."""
+    """Host synchronizations with a GPU so far, and the lines of Python that caused them.
+
+    Attributes:
+        caught: Warnings of torch, one per synchronization, among others.
+    """
 
     caught: list[warnings.WarningMessage] = field(default_factory=list)
 
@@ -434,7 +438,11 @@ def count_syncs() -> Iterator[SyncCounter]:
 
 
 class SyncsPerStep:
-    """A callback that keeps the synchronizations of each step, and the logged metrics."""
+    """Callback of a training loop that records host synchronizations and logged metrics by step.
+
+    Args:
+        syncs: Counts host synchronizations in its attribute `count`.
+    """
 
     def __init__(self, syncs: Any) -> None:
         self.syncs = syncs

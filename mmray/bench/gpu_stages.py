@@ -199,7 +199,11 @@ def checks(device: torch.device) -> Iterator[Case]:
 
 @dataclass
 class StepLog(StepTimer):
-    """Callback: seconds of each step, from the first."""
+    """Callback of a training loop that records the seconds of each step, from the first.
+
+    Attributes:
+        metrics: The newest logged metrics.
+    """
 
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -367,7 +371,11 @@ def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
 
 
 class ProfiledSteps:
-    """Callback: a profile of the last steps of a run."""
+    """Callback of a training loop that profiles PROFILED_STEPS steps after the warm-up.
+
+    Args:
+        device: The device whose kernels, or on a CPU operators, are recorded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # Not the operators that start kernels: recording each delays the next kernel, and so widens

@@ -317,8 +317,12 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
 
 @dataclass
 class StepTimer:
-    """Callback: seconds of each step after the warm-up, or of all of them together, synchronized
-    with the devices.
+    """Callback of a training loop that records the seconds of steps after the warm-up.
+
+    Args:
+        devices: Devices whose queued kernels are waited for.
+        total_until: Record only the total of all steps until this one; None: record each step.
+        times_s: Filled with the seconds.
     """
 
     devices: tuple[torch.device, ...]
@@ -350,7 +354,16 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class Bench:
-    """Model and synthetic batches of one rank."""
+    """Model and synthetic batches of one rank.
+
+    Attributes:
+        config: The config, without `auto` in `train`.
+        group: This rank and its process group.
+        model: The model, not wrapped.
+        batches: Columns by name on the CPU, each with at least `micro` rows.
+        micro: Rows of a micro-batch.
+        log: Receives the metrics of mmray's loop; None: they are not written.
+    """
 
     config: Config
     group: Group

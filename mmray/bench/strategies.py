@@ -140,8 +140,13 @@ def _time_row(
 
 @dataclass
 class ProfiledTimer(StepTimer):
-    """Callback: step times until `last_timed_step`, its metrics and peak memory, and a profile
-    after it.
+    """Callback of a training loop that records step times, and then profiles PROFILED_STEPS steps.
+
+    Attributes:
+        last_timed_step: Step after which the profile starts.
+        metrics: Metrics of that step.
+        peak_gib: Peak memory of all devices until then.
+        communication_share: Fraction of the profiled time in which a collective ran.
     """
 
     last_timed_step: int = 0

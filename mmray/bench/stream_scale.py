@@ -55,7 +55,12 @@ class SleepingReader:
 
 
 class RankGroup:
-    """A process with several ranks, one in each thread."""
+    """A process with several ranks, one in each thread, which receive blocks of rows until `stop`.
+
+    Args:
+        plan: Order and number of the rows.
+        ranks: The ranks of this process.
+    """
 
     def __init__(self, plan: SamplePlan, ranks: range) -> None:
         self._plan = plan

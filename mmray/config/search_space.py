@@ -24,7 +24,13 @@ MAX_CORNERS = 1000  # more are not checked before the first trial
 
 @dataclass(frozen=True)
 class Range:
-    """Uniform or log-uniform distribution between two bounds."""
+    """Uniform or log-uniform distribution of a setting.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        log: Whether the distribution is log-uniform.
+    """
 
     low: float
     high: float
@@ -44,7 +50,13 @@ def round_sampled(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Space:
-    """Searched settings in the order given: {`section.field`: listed values or a range}."""
+    """Settings that a sweep searches.
+
+    Attributes:
+        axes: By setting, in the order given: its listed values, or a range.
+        num_samples: Configurations to sample; None: the grid of the listed values.
+        seed: Seed of the random choice of configurations.
+    """
 
     axes: dict[str, tuple[Any, ...] | Range]
     num_samples: int | None = None  # configurations to sample; None: the grid of the listed values

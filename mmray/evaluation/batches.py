@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 
 
 class EvalRow(NamedTuple):
+    """A decoded held-out row.
+
+    Attributes:
+        pixels: Transformed image, uint8 [3, S, S].
+        columns: Further inputs of the model by name, such as boxes, each [1, ...].
+        texts: Its captions (text), or conversations (lists of messages) of a generative model.
+        label: Class of the row; -1: none.
+        image_hash: Equal for equal images.
+    """
+
     pixels: np.ndarray
     columns: Block  # [1, ...], further columns of the model
     texts: list[Any]
@@ -44,7 +54,13 @@ class EvalDataset:
     """Held-out rows and the settings that turn them into model inputs; base class of the
     evaluators.
 
-    on_rows: called with the rows of each batch when it is done, to show progress.
+    Args:
+        prepared: The set with the held-out rows.
+        inputs: Image size, preprocessing and tokenization of the model.
+        tokenizer_json: Content of tokenizer.json.
+        settings: Metrics to compute, rows of a batch, and the limit of rows.
+        max_pixels: Images with more pixels are not decoded.
+        on_rows: Called with the number of rows of each batch when it is done, to show progress.
     """
 
     def __init__(
@@ -92,13 +108,22 @@ class EvalDataset:
 
 @dataclass
 class EvalBatches:
-    """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
+    """Batches of one rank's part of the held-out rows; can be iterated repeatedly.
 
-    A batch: image uint8 [B, 3, S, S]; row, label (-1: no label) and image_hash int64 [B];
-    input_ids, attention_mask int64 [C, T], all captions of these rows; caption_row int64 [C], the
-    row of each; text_hash int64 [C], equal for equal captions; labels and image_pos for
-    generative models (data/stream/collate.py); further columns of the model (data/columns.py).
-    Unreadable rows are listed in `skipped`; a failing object store raises OSError.
+    A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
+    set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
+    `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
+    for equal captions) int64 [C]. Generative models also get `labels` int64 [C, T] and `image_pos`
+    int64 [C], and some models further columns, such as boxes.
+
+    Iterating raises OSError if an object store fails.
+
+    Args:
+        data: The rows and the settings of the model inputs.
+        rank: This rank.
+        world_size: Number of ranks, which divide the rows.
+        limit: Only the first `limit` rows of the set are used; None: all.
+        skipped: Filled with a message per unreadable row.
     """
 
     data: EvalDataset

@@ -35,14 +35,20 @@ READ_ROWS = 64  # rows of a set read at once
 
 
 class HeldOutRow(NamedTuple):
+    """A held-out row and its index in the set."""
+
     number: int
     row: Row
 
 
 class ConversationEvaluator:
-    """Scores a vision-language model on one set of held-out rows; same interface as `Evaluator`.
+    """Computes loss, perplexity and the scores of generated answers of a vision-language model.
 
-    on_rows: called with the rows of each batch when it is done, to show progress.
+    Args:
+        config: The config of the run.
+        prepared: The set with the held-out rows.
+        max_pixels: Images with more pixels are not decoded.
+        on_rows: Called with the number of rows of each batch when it is done, to show progress.
     """
 
     def __init__(

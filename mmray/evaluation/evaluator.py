@@ -29,7 +29,10 @@ Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_v
 
 
 class Evaluator(EvalDataset):
-    """Scores a model that embeds images and texts on one set of held-out rows."""
+    """Computes retrieval and classification metrics of a model that embeds images and texts.
+
+    Its arguments, such as the set of held-out rows, are those of EvalDataset.
+    """
 
     def score(
         self,

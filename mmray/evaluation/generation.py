@@ -156,7 +156,10 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, f
 
 
 class GenerationEvaluator(EvalDataset):
-    """Scores a model with `logits` on one set of held-out rows; same interface as `Evaluator`."""
+    """Computes loss, perplexity and the scores of generated answers of a model with `logits`.
+
+    Its arguments, such as the set of held-out rows, are those of EvalDataset.
+    """
 
     @torch.no_grad()
     def score(

@@ -30,7 +30,13 @@ NUM_RETRIEVED = 5
 
 
 class HeadHits(NamedTuple):
-    """Correct predictions of a head of the model."""
+    """Number of correct predictions of a classification head.
+
+    Attributes:
+        hits: Counts in the top 1, in the top 5, and with a valid label, int64 [3].
+        num_classes: Number of classes.
+        unit: What is counted: `rows` or `boxes`.
+    """
 
     hits: Tensor  # int64 [3], `topk_hits`
     num_classes: int

@@ -25,7 +25,16 @@ FEW_POINTS = 25
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its title, and a text summary for screen readers."""
+    """A chart of a page.
+
+    Attributes:
+        name: Identifier in the page, such as `loss`.
+        title: Heading.
+        summary: Text for screen readers.
+        plot: The figure as JSON data of Plotly: `data` and `layout`.
+        height: Height in pixels.
+        wide: Whether it takes the whole width of the page.
+    """
 
     name: str
     title: str

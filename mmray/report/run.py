@@ -20,8 +20,16 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run folder; fields of missing files are empty, because a run may end at any
-    time.
+    """Content of a run folder; what is missing is empty, because a run may end at any time.
+
+    Attributes:
+        folder: The folder.
+        config: Content of config.yaml, {section: {field: value}}.
+        data: Content of data.json, the identity of the data.
+        environment: Content of environment.json, such as versions.
+        result: Content of result.json.
+        examples: Content of examples.json, hits and misses of the newest evaluation.
+        lines: The lines of metrics.jsonl by step, each with `step` and values by name.
     """
 
     folder: AnyPath

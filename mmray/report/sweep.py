@@ -12,10 +12,13 @@ from mmray.sweep_files import BATCH_SETTINGS, GOALS, SWEEP, TRIALS, Goal, Recomm
 
 
 class Column(NamedTuple):
-    """A column of the table of trials: a field of `TrialRow`, or the searched setting of that
-    name.
+    """A column of the table of trials.
 
-    `digits` are decimals; None: three significant digits.
+    Attributes:
+        field: Name of a searched setting, such as `optimizer.lr`, or a field of `TrialRow`.
+        title: Heading.
+        digits: Digits after the point; None: about three significant digits.
+        scale: Factor of the shown value.
     """
 
     field: str
@@ -45,10 +48,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """A sweep and its trials in order.
+    """Content of the folder of a sweep.
 
     Attributes:
+        folder: The folder.
         summary: Content of sweep.json.
+        trials: The rows of trials.jsonl, one per trial.
     """
 
     folder: AnyPath

@@ -17,7 +17,13 @@ MAX_OPEN_OBJECTS = 4096
 
 
 class ByteRange(NamedTuple):
-    """One request for bytes start..stop of a file, and the indices of the spans in it."""
+    """A request for a range of bytes of a file.
+
+    Attributes:
+        start: First byte.
+        stop: The byte after the last.
+        span_indices: Indices of the ranges to read that are in it.
+    """
 
     start: int
     stop: int
@@ -52,6 +58,9 @@ class RangeReader:
     """Reads byte ranges of the files in a folder and keeps recently used ones open.
 
     Thread-safe, and cheap to pickle.
+
+    Args:
+        folder: A folder on a local disk or a store.
     """
 
     def __init__(self, folder: AnyPath) -> None:

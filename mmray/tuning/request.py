@@ -12,7 +12,12 @@ from mmray.errors import UsageError
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a sweep over all its commands; None: no limit."""
+    """Limits of a sweep over all its commands; None: no limit.
+
+    Attributes:
+        seconds: Longest time in seconds.
+        gpu_seconds: Largest sum over the trials of their seconds times their GPUs.
+    """
 
     seconds: float | None = None
     gpu_seconds: float | None = None
@@ -60,13 +65,17 @@ class SweepRequest:
     """What a search shall do.
 
     Attributes:
-        base: The recipe, with its own length (steps, samples or epochs), for best.yaml.
-        length: Section `train` with the length of a trial; without any it is that of the recipe.
-        goal: A key of `GOALS`.
-        recipe_rows: Global batch of the recipe if accumulation is searched; `base` has none then.
+        base: The recipe, with its own training length (steps, samples or epochs), for best.yaml.
+        length: Section `train` with the training length of a trial; without any it is that of the
+            recipe.
+        space: Lists and ranges by searched setting.
+        goal: `throughput`, `loss` or `recall`.
+        recipe_rows: Rows of the recipe's global batch if accumulation is searched; `base` has none
+            then.
         concurrency: Trials at a time; None: one on a single machine, as many as fit on a cluster.
         searcher: `random` or `optuna`.
         scheduler: `halving` or `asha`.
+        budget: Limit of the time or the GPU-hours.
     """
 
     base: Config

@@ -23,7 +23,12 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
 
 class TrialOutcome(NamedTuple):
-    """How a trial ended, and its error or the reason."""
+    """How a trial ended.
+
+    Attributes:
+        status: Such as `finished`, `paused` or `failed`.
+        error: The reason, if it did not finish.
+    """
 
     status: Status
     error: str | None = None

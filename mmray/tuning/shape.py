@@ -33,7 +33,14 @@ SUFFICIENT = 0.95
 
 
 class Visit(NamedTuple):
-    """A timed batch shape: median seconds of a step of the slowest rank, largest peak of a rank."""
+    """A timed batch shape.
+
+    Attributes:
+        global_rows: Rows of the global batch.
+        micro: Rows of a micro-batch.
+        step_s: Median seconds of a step of the slowest rank.
+        peak_gib: Largest peak memory of a rank.
+    """
 
     global_rows: int
     micro: int
@@ -42,7 +49,13 @@ class Visit(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A batch shape that does not fit into memory."""
+    """A batch shape that does not fit into memory.
+
+    Attributes:
+        global_rows: Rows of the global batch.
+        micro: Rows of a micro-batch.
+        reason: The error message.
+    """
 
     global_rows: int
     micro: int
@@ -51,7 +64,14 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class ShapeTask:
-    """Global batches to measure, and what earlier worker groups measured."""
+    """Global batches to measure, and what earlier worker groups measured.
+
+    Attributes:
+        config: Settings of the workers.
+        global_rows: Rows of each global batch, ascending.
+        visits: Batch shapes that were timed.
+        failures: Batch shapes that did not fit into memory.
+    """
 
     config: Config
     global_rows: tuple[int, ...]
@@ -71,11 +91,13 @@ class ShapeTask:
 
 @dataclass
 class Measurements:
-    """Timed batch shapes of a worker group.
+    """Measured batch shapes.
 
     Attributes:
         workers: Number of ranks.
         limit_gib: Memory that each rank may use.
+        visits: Batch shapes that were timed, in order of time.
+        failures: Batch shapes that did not fit into memory.
     """
 
     workers: int

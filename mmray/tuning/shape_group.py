@@ -29,9 +29,16 @@ from mmray.tuning.shape import Measurements, ShapeTask
 
 
 class ShapeGroup:
-    """As many workers as fit, at most the largest number of the config.
+    """A Ray worker group that measures batch shapes: as many workers as fit, at most the configured
+    ones.
 
-    Raises ResourceError if too few ever fit.
+    Args:
+        config: Settings of the workers and of the cluster.
+        scratch: Folder for files of Ray Train.
+        reporter: Receives log lines.
+
+    Raises:
+        ResourceError: Fewer workers than the minimum can ever start.
     """
 
     def __init__(self, config: Config, scratch: AnyPath, reporter: RunReporter) -> None:

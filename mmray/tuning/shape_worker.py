@@ -128,7 +128,13 @@ def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
 
 @dataclass
 class Stepper:
-    """Takes steps of all ranks, with their communication, on synthetic batches."""
+    """Takes training steps on synthetic batches, with the communication of all ranks.
+
+    Attributes:
+        config: Settings of the run.
+        state: Wrapped model, optimizer and objective.
+        group: All ranks.
+    """
 
     config: Config
     state: TrainState

@@ -148,13 +148,13 @@ class SweepReporter(RunReporter, Protocol):
 
 
 class SweepState:
-    """The rows of a running sweep by trial, its time and its stop.
+    """The rows of the trials of a running sweep, its time and its stop.
 
     Ray Tune calls it in its thread; signal handlers call `on_signal`.
 
     Attributes:
-        rows: Rows by trial, also of earlier commands.
-        stop_reason: `stopped` by the user, or `budget`.
+        rows: Rows by name of the trial, also of earlier commands.
+        stop_reason: `stopped` by the user, or `budget`; None: not stopped.
     """
 
     def __init__(
@@ -169,7 +169,12 @@ class SweepState:
         """Read the rows and the time of earlier commands.
 
         Args:
+            folder: The folder of the sweep.
+            plan: What every trial trains and measures.
+            reporter: Receives the progress of the trials.
+            budget: Limit of the time or the GPU-hours; None: no limit.
             summary: Entries of sweep.json that do not change.
+            clock: Returns seconds, as time.monotonic does.
         """
         self.folder = folder
         self.plan = plan

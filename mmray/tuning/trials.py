@@ -41,8 +41,12 @@ class Trial:
     """A combination of settings with its config, or the reason why it is infeasible.
 
     Attributes:
-        settings: The searched settings and their values as JSON data.
-        shape: Batch shape; None if the trial is infeasible.
+        name: For example `t001`.
+        settings: The searched settings and their values as JSON data, such as {"optimizer.lr":
+            0.001}.
+        config: The recipe with these settings.
+        shape: Global batch, micro-batch and workers; None if the trial is infeasible.
+        infeasible: The reason; None if the trial is feasible.
     """
 
     name: str
@@ -57,9 +61,10 @@ class TrialData:
     """The prepared data of all trials.
 
     Attributes:
-        sets: By `data_key`: folders of the prepared sets, as settings `train` and `eval`.
-        num_rows: Rows of the largest set.
-        held_out_rows: Held-out rows of the set that has most.
+        sets: By `data_key`: folders of the prepared sets, {"train": folder, "eval": folder or
+            None}.
+        num_rows: Number of rows of the largest set.
+        held_out_rows: Number of held-out rows of the set that has most.
     """
 
     sets: dict[str, dict[str, str | None]] = field(default_factory=dict)
@@ -240,6 +245,7 @@ class TrialResources:
     """How many trials run at a time, and what each may use.
 
     Attributes:
+        num_concurrent: Number of trials at a time.
         decode_actors: Largest number of decode actors of a trial; None: as a run alone.
         cpus_per_worker: CPUs of a worker if the setting is `auto`; None: as a run alone.
     """
@@ -255,13 +261,16 @@ class SweepPlan:
 
     Attributes:
         base: The recipe, to which trials add their settings.
-        goal: A key of `GOALS`.
+        space: Lists and ranges by searched setting.
+        goal: `throughput`, `loss` or `recall`.
         rungs: Samples after which trials are compared; the last is the length of a full trial.
-        recipe_rows: Global batch of the recipe: the unit of its warm-up, and the batch of the
-            held-out loss.
+        recipe_rows: Rows of the recipe's global batch: the unit of its warm-up, and the number of
+            rows among which the held-out loss is computed.
+        data: The prepared data of all trials.
         folder: Folder of the sweep.
         local: Whether the worker is a process of this machine, as in `mmray train`, without Ray
             Train.
+        resources: How many trials run at a time, and what each may use.
     """
 
     base: Config
