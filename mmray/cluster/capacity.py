@@ -21,17 +21,23 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Node:
-    """Resources (total or free) and labels of a node; labels None: unknown until the node
-    starts.
+    """A node of the cluster.
+
+    Args:
+        resources: Amount by name, such as {"CPU": 16, "GPU": 1}; total or free, as the caller
+            needs.
+        labels: Ray's labels of the node; None: unknown until the node starts.
     """
 
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
     def matches_labels(self, selector: LabelSelector) -> bool:
-        """Return whether the node satisfies this label selector;
+        """Return whether the node satisfies a label selector; True if its labels are unknown.
 
-        True while its labels are unknown.
+        Args:
+            selector: Condition by label key, as in Ray: {"role": "gpu"}, {"role": "!gpu"}, {"zone":
+                "in(a,b)"} or {"zone": "!in(a,b)"}. All conditions must hold.
         """
         if self.labels is None:
             return True
@@ -45,7 +51,11 @@ class Node:
         return True
 
     def fits(self, bundle: Resources) -> bool:
-        """Return whether the node has all of these resources."""
+        """Return whether the node has all of some resources.
+
+        Args:
+            bundle: Amount by name, such as {"CPU": 4, "GPU": 1}.
+        """
         return all(
             self.resources.get(name, 0) + TOLERANCE >= amount for name, amount in bundle.items()
         )
@@ -53,8 +63,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Pool:
-    """A node type of an autoscaling cluster, with at most `max_nodes` nodes including existing
-    ones.
+    """A node type of an autoscaling cluster.
+
+    Args:
+        name: Name of the pool, such as `gpu-workers`.
+        resources: Resources of one of its nodes, by name.
+        max_nodes: Maximum number of its nodes, including existing ones.
+        labels: Labels of its nodes; None: unknown.
     """
 
     name: str
@@ -65,7 +80,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Demand:
-    """Resources of one run."""
+    """Resources of one run.
+
+    Args:
+        workers: Number of training workers.
+        per_worker: Resources of each worker, such as {"CPU": 4, "GPU": 1}.
+        data_cpus: Number of single CPUs for data.
+        worker_label_selector: Labels of the nodes for workers; {}: any node.
+        data_label_selector: Labels of the nodes for data; {}: any node.
+    """
 
     workers: int
     per_worker: Resources
@@ -74,7 +97,11 @@ class Demand:
     data_label_selector: LabelSelector = field(default_factory=dict)
 
     def with_cpus(self, more: float) -> Demand:
-        """Return the demand with more CPUs for each worker."""
+        """Return the demand with more CPUs for each worker.
+
+        Args:
+            more: Number of CPUs to add to each worker.
+        """
         cpus = self.per_worker.get("CPU", 0.0) + more
         return replace(self, per_worker=self.per_worker | {"CPU": cpus})
 
@@ -96,7 +123,7 @@ class Demand:
 def missing_capacity(
     demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()
 ) -> str | None:
-    """Return None if the demand fits the cluster, otherwise what is missing and what fits.
+    """Return what is missing for a demand to fit a cluster, as a message for the user.
 
     Args:
         demand: Resources of the workers and of the data.
@@ -104,7 +131,8 @@ def missing_capacity(
         pools: Node pools that the autoscaler can grow; empty for a cluster of fixed size.
 
     Returns:
-        None, or a message with the missing resources and what to change.
+        None if the demand fits the nodes, or the nodes with all pools at their maximum. Otherwise
+        the missing resources, what the cluster has, and what to change.
     """
     largest = max_cluster(demand, nodes, pools)
     if fits(demand, nodes) or fits(demand, largest):
@@ -193,10 +221,11 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
 
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
-    """Return how many workers of the demand fit together with its data CPUs.
+    """Return how many workers of a demand fit together with its data CPUs.
 
     Args:
-        demand: Its number of workers is the largest one to return.
+        demand: Resources of the workers and of the data; its number of workers is the largest
+            result.
         nodes: Nodes with their free resources.
     """
     # if more fit, fewer fit: bisect for the first count that does not fit
@@ -207,7 +236,7 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the largest cluster that the autoscaler can start for this demand.
+    """Return the largest cluster that the autoscaler can start for a demand.
 
     Args:
         demand: Limits the nodes of a pool, because each hosts at least one worker or data CPU.
@@ -229,11 +258,14 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
 
 
 def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:
-    """Return the label selector extended to exclude these nodes.
+    """Return a label selector that excludes some nodes.
 
     Args:
         node_ids: Ray's hexadecimal node IDs.
-        selector: The label selector to extend; nodes that it excludes stay excluded.
+        selector: The label selector to extend; nodes that it excludes stay excluded. None: empty.
+
+    Returns:
+        The conditions of `selector`, with {"ray.io/node-id": "!in(ID,ID)"}.
     """
     before = (selector or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
     return {
@@ -243,12 +275,12 @@ def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None
 
 
 def format_resources(resources: Resources) -> str:
-    """Format as `1 CPU and 1 GPU`."""
+    """Format resources for a message, such as `1 CPU and 1 GPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
 
 
 def format_label_selector(selector: LabelSelector) -> str:
-    """Format as ` labeled role=gpu`; empty without labels."""
+    """Format a label selector for a message, such as ` labeled role=gpu`; "" if it is empty."""
     return f" labeled {', '.join(map('='.join, selector.items()))}" if selector else ""
 
 

@@ -42,8 +42,13 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def needs_ray(cluster_config: Cluster) -> bool:
-    """Return False if one worker without settings of a cluster is asked for, which a process of
-    this machine can be.
+    """Return whether a run needs Ray.
+
+    True if this process is connected to Ray, or if several workers or settings of a cluster are
+    given. Otherwise a process of this machine can be the worker.
+
+    Args:
+        cluster_config: The `cluster` section.
     """
     return ("ray" in sys.modules and sys.modules["ray"].is_initialized()) or asks_for_cluster(
         cluster_config
@@ -51,7 +56,11 @@ def needs_ray(cluster_config: Cluster) -> bool:
 
 
 def asks_for_cluster(cluster_config: Cluster) -> bool:
-    """Return whether there are several workers or settings of a cluster."""
+    """Return whether the settings ask for several workers or for a cluster.
+
+    Args:
+        cluster_config: The `cluster` section. RAY_ADDRESS also counts.
+    """
     cluster_only = (
         cluster_config.address,
         os.environ.get("RAY_ADDRESS"),
@@ -62,8 +71,19 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
 @contextmanager
 def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> Iterator[None]:
-    """Connect to Ray for tasks of prepare, if it is asked for; otherwise they run in processes of
-    this machine. Waits until a CPU is free, if the cluster cannot grow.
+    """Context manager that connects to Ray for tasks of `mmray prepare`, if the settings ask for
+    it.
+
+    Otherwise these tasks run in child processes. If the cluster cannot grow, it waits until a CPU
+    is free.
+
+    Args:
+        cluster_config: The `cluster` section.
+        log: Called with a line and its label, while it waits.
+
+    Raises:
+        ResourceError: The cluster cannot be reached, can never have a CPU for data, or has none
+            within `cluster.queue_timeout_s`.
     """
     if not needs_ray(cluster_config):
         yield
@@ -85,8 +105,22 @@ def ray_session(
     decode_actors: int = 1,
     while_starting: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a
-    thread meanwhile.
+    """Context manager that connects to a Ray cluster, or starts Ray on this machine, and
+    disconnects at the end.
+
+    Without effect on the connection if this process is already connected.
+
+    Args:
+        cluster_config: The `cluster` section; without `address` and RAY_ADDRESS, Ray is started
+            here.
+        decode_actors: Number of decode actors of a run, for which a Ray that is started here has
+            CPUs.
+        while_starting: Runs in a thread while Ray starts; its errors are raised. It must not import
+            Ray.
+
+    Raises:
+        ResourceError: Ray cannot be reached or started, or fails in the block.
+        UsageError: The address is one of Ray Client.
     """
     # Read when Ray is imported. The run reports a lost worker itself; Ray's driver prints it
     # whatever `_start` sets.
@@ -189,8 +223,12 @@ def _shorten_temp_dir() -> None:
 def python_path(working_dir: Path, before: str) -> str:
     """Return PYTHONPATH for all processes of a local Ray, with the working directory first.
 
-    It is left out if a file in it, such as random.py, would replace a module of Python or Ray in
-    these processes, which then do not start. Ray adds it in workers after their start.
+    The directory is left out if a file in it, such as random.py, would replace a module of Python
+    or Ray in these processes, which then do not start. Ray adds it in workers after their start.
+
+    Args:
+        working_dir: The working directory of the driver.
+        before: The value of PYTHONPATH; "" if it is not set.
     """
     modules = {each.stem for each in working_dir.glob("*.py")}
     modules |= {each.parent.name for each in working_dir.glob("*/__init__.py")}
@@ -201,8 +239,15 @@ def python_path(working_dir: Path, before: str) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ResourceError if nothing listens at `host:port` (Ray would try for minutes), UsageError
-    for Ray Client.
+    """Check that Ray can be reached at an address, because Ray itself would try for minutes.
+
+    Args:
+        address: `host:port`, for example `10.0.0.5:6379`. Other values, such as `auto`, are not
+            checked.
+
+    Raises:
+        ResourceError: Nothing listens at the address.
+        UsageError: It is an address of Ray Client (`ray://...`).
     """
     if address.startswith("ray://"):
         raise UsageError(
@@ -226,8 +271,14 @@ def check_reachable(address: str) -> None:
 
 
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
-    """Return the logical CPUs of a local cluster: at least enough for the workers and their data,
-    which share cores.
+    """Return the number of logical CPUs with which Ray is started on this machine.
+
+    It is at least enough for the workers and their data, which share cores.
+
+    Args:
+        cluster_config: The `cluster` section.
+        decode_actors: Number of decode actors of the run.
+        available_cores: Cores of this machine that this process may use.
     """
     workers = cluster_config.max_workers
     cpus = max(1, cluster_config.resolve_cpus(available_cores))

@@ -49,12 +49,14 @@ def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
 
 
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
-    """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one
-    started here).
+    """Run all checks of `mmray doctor`: this machine, the storage of runs, and the Ray cluster.
 
     Args:
-        address: Of the Ray cluster.
+        address: Address of the Ray cluster; None: RAY_ADDRESS, otherwise Ray is started here.
         storage: Folder or URI for runs.
+
+    Yields:
+        The result of each check, as soon as it is known.
     """
     yield _check_packages()
     yield from _check_torch()
@@ -109,9 +111,16 @@ def _check_torch() -> Iterator[Finding]:
 
 
 def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
-    """Compare the GPUs that the driver lists with those that torch can use;
+    """Compare the GPUs that the driver lists with the GPUs that torch can use.
 
-    `visible` is CUDA_VISIBLE_DEVICES.
+    Args:
+        listed: Number of GPUs that nvidia-smi lists.
+        usable: Names of the GPUs that torch can use, such as `NVIDIA H100 80GB HBM3`.
+        visible: Value of CUDA_VISIBLE_DEVICES; None: not set.
+
+    Returns:
+        `ok` if torch can use all. Otherwise a warning if CUDA_VISIBLE_DEVICES hides some, else an
+        error.
     """
     if listed <= len(usable):
         return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
@@ -128,13 +137,23 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
 
 
 def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
-    """Report the CPUs of this machine, and how many affinity and quotas leave to this process."""
+    """Report how many CPUs of this machine this process may use; always `ok`.
+
+    Args:
+        usable: CPUs that affinity and quotas leave to this process.
+        logical: Logical CPUs of the machine.
+        physical: Physical cores of the machine; None: unknown.
+    """
     cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
     return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
 
 
 def check_memory(available_gib: float) -> Finding:
-    """Check the free memory of this machine."""
+    """Check the free memory of this machine: a warning below 2 GiB.
+
+    Args:
+        available_gib: Free memory in GiB.
+    """
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
     return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
 
@@ -142,6 +161,13 @@ def check_memory(available_gib: float) -> Finding:
 def check_shm(size_gib: float, memory_gib: float) -> Finding:
     """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by
     default.
+
+    Args:
+        size_gib: Size of /dev/shm in GiB.
+        memory_gib: Memory of the machine in GiB.
+
+    Returns:
+        A warning if /dev/shm is smaller than a quarter of the memory.
     """
     fix = (
         f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow "
@@ -152,7 +178,15 @@ def check_shm(size_gib: float, memory_gib: float) -> Finding:
 
 
 def check_disk(what: str, folder: Path) -> Finding:
-    """Check the free disk space; Ray stops spilling objects above 95 %."""
+    """Check the free space of a disk; Ray stops spilling objects above 95 %.
+
+    Args:
+        what: Name of the check, such as `disk of run.storage`.
+        folder: A folder on the disk, which need not exist.
+
+    Returns:
+        A warning if less than 5 GiB or 5 % of the disk are free.
+    """
     existing = next(
         path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
     )
@@ -163,7 +197,18 @@ def check_disk(what: str, folder: Path) -> Finding:
 
 
 def check_storage(address: str) -> Finding:
-    """Write, read and delete a file in the folder, or at the address, of runs."""
+    """Check that this machine can write, read and delete files where runs are stored.
+
+    Args:
+        address: Folder or URI for runs (`run.storage`).
+
+    Returns:
+        `ok` with the time it took. A failure is not raised but returned as a finding with level
+        `error`.
+
+    Raises:
+        UsageError: The URI is invalid.
+    """
     start_s = time.monotonic()
     try:
         check_shared(address, [])
@@ -179,7 +224,15 @@ def check_storage(address: str) -> Finding:
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
-    """Check RAY_AUTH_MODE, which must be equal on the head and every client."""
+    """Check Ray's token authentication, which must be set equally on the head and on every client.
+
+    Args:
+        mode: Value of RAY_AUTH_MODE; None: not set.
+        file: File of the token, ~/.ray/auth_token.
+
+    Returns:
+        An error if the mode is `token` without a token, a warning if other users can read the file.
+    """
     name = "authentication"
     has_token = file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
     if mode == "token" and not has_token:
@@ -254,8 +307,15 @@ def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
-    """Warn if a node has no network interface with the IP address that Ray uses; workers set it for
-    gloo and NCCL.
+    """Check that each node has a network interface with the IP address that Ray uses.
+
+    Workers set this interface for gloo and NCCL.
+
+    Args:
+        interfaces: Name of the interface by IP address of the node; None: no interface has it.
+
+    Returns:
+        A warning if a node has none.
     """
     missing = [ip for ip, name in interfaces.items() if name is None]
     observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
@@ -270,10 +330,13 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
 def check_nodes(
     alive: list[dict[str, Any]], free: dict[str, float], local_cpus: int | None = None
 ) -> Finding:
-    """Report the resources of the cluster; warn if training workers leave no CPU for data.
+    """Report the resources of the cluster, and warn if training workers leave no CPU for data.
 
-    local_cpus: of this machine, if mmray started Ray here: Ray then counts more, because workers
-    and data share them.
+    Args:
+        alive: The alive nodes, as `ray.nodes()` returns them.
+        free: Free resources of the cluster by name, such as {"CPU": 12, "GPU": 1}.
+        local_cpus: Cores of this machine if mmray started Ray here; None: another cluster. Ray then
+            counts more CPUs, because workers and data share the cores.
     """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"

@@ -55,27 +55,37 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 
 @dataclass(frozen=True)
 class SchedulableNodes:
-    """Reachable nodes that are not draining, with their free resources, and the IDs of the
-    others.
+    """Nodes on which workers can start now.
+
+    Args:
+        nodes: Reachable nodes that are not draining, with their free resources.
+        unavailable: IDs of the other alive nodes.
     """
 
     nodes: list[Node]
     unavailable: tuple[str, ...]
 
     def excluding_unavailable(self, selector: LabelSelector | None) -> LabelSelector | None:
-        """Return a label selector that also excludes the unavailable nodes."""
+        """Return a label selector that also excludes the unavailable nodes.
+
+        Args:
+            selector: The label selector to extend; None: empty.
+
+        Returns:
+            The selector; None if it has no condition.
+        """
         return exclude_nodes(self.unavailable, selector) if self.unavailable else selector or None
 
 
 def alive_nodes() -> list[Node]:
-    """Return the alive nodes with their total resources."""
+    """Return the alive nodes of the cluster with their total resources."""
     return [
         Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
     ]
 
 
 def free_nodes() -> list[Node]:
-    """Return the alive nodes with their free resources."""
+    """Return the alive nodes of the cluster with their free resources."""
     free = free_resources()
     return [
         Node(free.get(node["NodeID"], {}), dict(node["Labels"]))
@@ -85,7 +95,7 @@ def free_nodes() -> list[Node]:
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
-    """Wait until the demand fits the free resources: ended workers release theirs late.
+    """Wait until a demand fits the free resources, because ended workers release theirs late.
 
     Args:
         demand: Resources of the workers and of the data.
@@ -128,8 +138,10 @@ def _is_reachable(node: dict[str, Any]) -> bool:
 
 
 def autoscaling_pools() -> list[Pool]:
-    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are
-    unknown.
+    """Return the node pools of an autoscaling cluster.
+
+    They are those of Ray's autoscaler, otherwise those of the launcher file of `ray up` on the head
+    node. Empty if the cluster cannot grow or its limits are unknown.
     """
     groups = autoscaler_groups()
     if groups is None:
@@ -143,7 +155,12 @@ def autoscaling_pools() -> list[Pool]:
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
-    """Return the worker pools of a cluster launcher file such as cluster.yaml."""
+    """Return the worker pools of a cluster launcher file.
+
+    Args:
+        launcher: Content of a file such as cluster.yaml; `max_workers`, `available_node_types` and
+            `head_node_type` are read.
+    """
     limit = int(launcher.get("max_workers", 0))
     pools = []
     for name, node_type in (launcher.get("available_node_types") or {}).items():
@@ -163,6 +180,9 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
 class AutoscalerRequest:
     """Autoscaler request of an elastic run; it expires unless repeated, which releases a dead
     driver's nodes.
+
+    Args:
+        name: Name of the request; requests of different names add up.
     """
 
     name: str
@@ -191,12 +211,15 @@ class AutoscalerRequest:
             self._sent_s = float("-inf")
 
     def cancel(self) -> None:
+        """Cancel the request, if there is one."""
         self.request({}, {}, 0)
 
 
 def available_cores_if_local() -> int | None:
-    """Return the available cores of a single-node cluster if Ray counts more CPUs (see connect.py),
+    """Return the cores of this machine if the cluster is one node for which Ray counts more CPUs;
     otherwise None.
+
+    Ray counts more if mmray started it here, because workers and data share cores.
     """
     nodes, available_cores = alive_nodes(), cores()
     return (
@@ -207,11 +230,14 @@ def available_cores_if_local() -> int | None:
 
 
 def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes that read and decode data.
+    """Return the label selector of the nodes that read and decode data.
+
+    With `auto` these are nodes labeled mmray/role=data, if any node has a role. Otherwise nodes
+    without GPUs, if the cluster has nodes with GPUs and others besides the head; else any node.
 
     Args:
-        setting: `cluster.data_label`: `auto`, or `name=value`.
-        nodes: The alive nodes; `auto` depends on their labels and on whether some have GPUs.
+        setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
+        nodes: The alive nodes.
     """
     if setting != "auto" or _has_roles(nodes):
         return _role_label_selector(setting, "data")
@@ -229,8 +255,12 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes for decode actors of other nodes' workers: data nodes, and
-    not the head, unless it is the only node.
+    """Return the label selector of the nodes for further decode actors: data nodes, but not the
+    head, unless it is the only node.
+
+    Args:
+        setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
+        nodes: The alive nodes.
     """
     selector = data_label_selector(setting, nodes)
     heads = [node for node in nodes if HEAD_RESOURCE in node.resources]
@@ -240,11 +270,12 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes for training workers.
+    """Return the label selector of the nodes for training workers.
 
     Args:
-        setting: `cluster.train_label`: `auto`, or `name=value`.
-        nodes: The alive nodes. Without roles in their labels `auto` selects all of them.
+        setting: `cluster.train_label`: `auto`, `none` (any node), or `name=value`.
+        nodes: The alive nodes. `auto` selects mmray/role=train if one of them has a role, otherwise
+            any node.
     """
     return _role_label_selector(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
@@ -262,19 +293,32 @@ def _has_roles(nodes: list[Node]) -> bool:
 
 
 def set_data_placement(cluster_config: Cluster) -> None:
-    """Restrict Ray Data jobs of this process to the data nodes."""
+    """Restrict Ray Data jobs of this process to the data nodes.
+
+    Args:
+        cluster_config: The `cluster` section, with `data_label`.
+    """
     selector = data_label_selector(cluster_config.data_label, alive_nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = selector or None
 
 
 def data_demand(cluster_config: Cluster) -> Demand:
-    """Return what a job of Ray Data needs at least: a CPU of a data node."""
+    """Return what a job of Ray Data needs at least: one CPU of a data node.
+
+    Args:
+        cluster_config: The `cluster` section, with `data_label`.
+    """
     return Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, alive_nodes()))
 
 
 def check_data_capacity(cluster_config: Cluster) -> None:
-    """Raise ResourceError if there can be no data node with a CPU, because Ray would wait
-    forever.
+    """Check that there can be a data node with a CPU, because Ray would wait forever without one.
+
+    Args:
+        cluster_config: The `cluster` section; without effect if `wait_for_nodes` is set.
+
+    Raises:
+        ResourceError: The cluster can never have such a node.
     """
     demand = data_demand(cluster_config)
     missing = missing_capacity(demand, alive_nodes(), autoscaling_pools())
@@ -290,10 +334,11 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
 
     Args:
         node: Ray's hexadecimal node ID.
-        function: Runs in a worker process of Ray with the other arguments.
+        function: Runs in a worker process of Ray.
+        args: Its arguments.
 
     Returns:
-        The reference of its result, an ObjectRef.
+        The ObjectRef of its result.
     """
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     return (
@@ -304,14 +349,15 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
-    """Return the state of each of this job's actors of a class.
+    """Return the state of each of this job's actors of a class, for a message.
 
     Args:
-        class_name: Of the actors.
-        timeout_s: How long to wait for the answers of the nodes.
+        class_name: Part of the class name of the actors.
+        timeout_s: Seconds to wait for the answers of the nodes.
 
     Returns:
-        For a living actor the state of its process (psutil's) with the node, otherwise Ray's state.
+        For a living actor the state of its process with the node, such as `sleeping on node
+        1a2b3c4d`; for others Ray's state, such as `pending creation`.
     """
     actors = actors_of_job(class_name)
     tasks = {
@@ -328,29 +374,35 @@ def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this machine."""
+    """Return the state of a process of this machine, such as `sleeping`, or `ended`.
+
+    Args:
+        pid: Process ID.
+    """
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status()
     return "ended"
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
-    """Send SIGKILL to processes; unreachable nodes are skipped.
+    """Send SIGKILL to processes of several nodes; unreachable nodes are skipped.
 
     Args:
-        processes: Node ID, PID and start time in epoch seconds of each.
-        timeout_s: How long to wait until all are killed.
+        processes: Node ID, process ID and start time (seconds since the epoch) of each. A process
+            with another start time is not killed, because the ID was reused.
+        timeout_s: Seconds to wait until all are killed.
     """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
 
 
 def kill_process(pid: int, started_s: float) -> bool:
-    """Send SIGKILL to a process of this node, unless its PID was reused.
+    """Send SIGKILL to a process of this node, unless its process ID was reused.
 
     Args:
-        pid: Of the process.
-        started_s: Its start time in epoch seconds; a process with another one is not killed.
+        pid: Process ID.
+        started_s: Its start time in seconds since the epoch; a process with another one is not
+            killed.
 
     Returns:
         Whether the process was killed.

@@ -29,7 +29,11 @@ ENVIRONMENT = {
 
 
 def version_warning(installed: str = ray.__version__) -> str | None:
-    """Return a warning if this minor version of Ray is untested, otherwise None."""
+    """Return a warning if a version of Ray is untested, otherwise None.
+
+    Args:
+        installed: Version such as `2.60.1`; major and minor number are compared.
+    """
     if installed.split(".")[:2] == TESTED_VERSION.split("."):
         return None
     return (
@@ -52,7 +56,7 @@ def _checked(what: str) -> Iterator[None]:
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Return the free resources by node ID."""
+    """Return the free resources of each node: amount by resource name, by node ID."""
     with _checked("the free resources per node"):
         from ray._private import state
 
@@ -61,8 +65,10 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return {node ID: deadline} of draining (preempted) nodes in seconds since the epoch; 0: no
-    deadline.
+    """Return the nodes that are draining, because they will be preempted.
+
+    Returns:
+        Deadline by node ID, in seconds since the epoch; 0: no deadline.
     """
     with _checked("the draining nodes"):
         from ray._private.state import state
@@ -72,8 +78,13 @@ def draining_nodes() -> dict[str, float]:
 
 
 def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
-    """Return state, node ID and PID of this job's actors, without dead ones, whose class name
-    contains `class_name`.
+    """Return the actors of this job that are not dead.
+
+    Args:
+        class_name: Part of the class name of the actors, such as `DecodeActor`.
+
+    Returns:
+        State (such as `ALIVE`), node ID and process ID of each.
     """
     with _checked("the actors"):
         from ray._private.state import actors
@@ -87,7 +98,9 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
 
 
 def running_jobs() -> list[str]:
-    """Return ID, driver's address and PID of each other job that runs on the cluster."""
+    """Return the other jobs that run on the cluster, as text with their job ID, driver address and
+    process ID.
+    """
     with _checked("the jobs"):
         from ray._private.state import jobs
 
@@ -100,9 +113,11 @@ def running_jobs() -> list[str]:
 
 
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
-    """Return name, resources per node and maximum nodes (negative: no limit) of each pool;
+    """Return the node pools of Ray's autoscaler.
 
-    None if unknown.
+    Returns:
+        Name, resources of a node and maximum number of nodes (negative: no limit) of each pool.
+        None if the cluster has no such configuration.
     """
     with _checked("the autoscaler's pools"):
         from ray._private.state import state
@@ -127,14 +142,15 @@ def request_nodes(
     expire_s: float,
     timeout_s: float,
 ) -> None:
-    """Request capacity for these bundles from the autoscaler.
+    """Request capacity for bundles of resources from the autoscaler.
 
     Args:
         requester: Name of the request; a later one of the same name replaces it.
-        bundles: Resources of each bundle; an empty list cancels the request.
-        selector: Labels of the nodes, for all bundles.
+        bundles: Resources of each bundle, such as {"CPU": 4, "GPU": 1}; an empty list cancels the
+            request.
+        selector: Labels of the nodes, for all bundles; {}: any node.
         expire_s: Seconds after which the request ends if it is not repeated.
-        timeout_s: How long to wait for an answer.
+        timeout_s: Seconds to wait for an answer.
 
     Raises:
         RayError: The autoscaling coordinator failed.
@@ -160,10 +176,13 @@ def request_nodes(
 
 
 def is_train_error(error: BaseException | None, name: str) -> bool:
-    """Return whether an error is of a type of Ray Train.
+    """Return whether an error is of a type of Ray Train, compared by name.
+
+    These types move between modules in new Ray versions, so they cannot be imported.
 
     Args:
-        error: An error, or None.
-        name: Name of the type, because these types move between modules in new Ray versions.
+        error: An error, or None. Its class and the parents of the class are compared, but not its
+            cause.
+        name: Name of the type, such as `WorkerGroupStartupTimeoutError`.
     """
     return any(each.__name__ == name for each in type(error).__mro__)

@@ -29,11 +29,11 @@ def check_persistent(storage: str, cwd: Path) -> None:
     """Check that `run.storage` is not in a job's copy of the working directory, which Ray deletes.
 
     Args:
-        storage: The setting `run.storage`.
+        storage: The setting `run.storage`, a folder or URI.
         cwd: The working directory of the driver.
 
     Raises:
-        UsageError: A relative folder in such a copy.
+        UsageError: It is a relative folder in such a copy.
     """
     if (
         ray_internals.JOB_DIR in cwd.parts

@@ -24,10 +24,12 @@ Log = Callable[[str, str], None]  # (text, label)
 
 
 class ResourceWait:
-    """The wait of a command for the resources of `demand`.
+    """The wait of a command for resources that others use.
 
     Args:
-        timeout_s: The command gives up after this time, cluster.queue_timeout_s.
+        demand: The resources that the command needs.
+        timeout_s: Seconds after which the command gives up, `cluster.queue_timeout_s`.
+        log: Called with a line and its label.
     """
 
     def __init__(self, demand: Demand, timeout_s: float, log: Log) -> None:
@@ -39,7 +41,9 @@ class ResourceWait:
         self._next_line_s = FIRST_LINE_S
 
     def poll(self) -> None:
-        """Log a line after FIRST_LINE_S, and then each LINE_INTERVAL_S."""
+        """Log what the command waits for, first after FIRST_LINE_S and then each
+        LINE_INTERVAL_S.
+        """
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
             self._next_line_s = waited_s + LINE_INTERVAL_S
@@ -47,7 +51,7 @@ class ResourceWait:
             self._log(f"{text}; gives up after {self._limit}", "waiting")
 
     def check_limit(self) -> None:
-        """Raise ResourceError after the timeout."""
+        """Raise ResourceError if the wait has taken `timeout_s` or longer."""
         if time.monotonic() - self._start_s >= self._timeout_s:
             raise ResourceError(
                 f"{self._demand}: not free within {self._limit}; {self._describe_use()}. Rerun the "
@@ -78,7 +82,16 @@ def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> 
 
 
 def wait_until_free(demand: Demand, timeout_s: float, log: Log) -> None:
-    """Wait until the free resources fit the demand. Raises ResourceError after the timeout."""
+    """Wait until the free resources of the cluster fit a demand.
+
+    Args:
+        demand: The resources that the command needs.
+        timeout_s: Seconds after which the command gives up, `cluster.queue_timeout_s`.
+        log: Called with a line and its label, if the wait takes longer.
+
+    Raises:
+        ResourceError: They were not free in time.
+    """
     wait = ResourceWait(demand, timeout_s, log)
     while not fits(demand, free_nodes()):
         wait.poll()
@@ -87,7 +100,11 @@ def wait_until_free(demand: Demand, timeout_s: float, log: Log) -> None:
 
 
 def pending_reservations() -> dict[str, list[Resources]]:
-    """Return the bundles of each placement group of the cluster that waits for resources."""
+    """Return the placement groups of the cluster that wait for resources.
+
+    Returns:
+        The resources of each bundle, by ID of the placement group.
+    """
     table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
     return {
         name: list(group["bundles"].values())
@@ -97,13 +114,17 @@ def pending_reservations() -> dict[str, list[Resources]]:
 
 
 def own_job() -> str:
-    """Return the ID of this job."""
+    """Return Ray's hexadecimal ID of this job."""
     return str(ray.get_runtime_context().get_job_id())
 
 
 def is_reserved(demand: Demand) -> bool:
-    """Return False while a placement group of this job for the workers of the demand waits for
-    resources.
+    """Return whether the workers of a demand have their resources.
+
+    False while a placement group of this job for these workers waits for resources.
+
+    Args:
+        demand: The resources of the workers; its data is not compared.
     """
     job = own_job()
     bundles = [dict(demand.per_worker)] * demand.workers
@@ -121,6 +142,11 @@ class Contention:
         self._first_seen_s: dict[str, float] = {}
 
     def must_yield(self) -> bool:
+        """Return whether another reservation of the cluster has waited for YIELD_AFTER_S.
+
+        A reservation that has waited for IGNORE_AFTER_S is ignored, because giving back resources
+        did not help.
+        """
         now_s = time.monotonic()
         pending = pending_reservations()
         self._first_seen_s = {name: self._first_seen_s.get(name, now_s) for name in pending}
