@@ -30,20 +30,22 @@ def packed_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within rows.
+    """Causal attention within each row of a packed sequence.
+
+    transformers calls it for each attention layer if `_attn_implementation` is PACKED_ATTENTION.
 
     Args:
-        module: The attention layer.
-        query: [1, heads, T, D]; `key` and `value` may have fewer heads.
-        key: [1, key heads, T, D].
+        module: The attention layer; not used.
+        query: [1, heads, T, D], where T is the number of tokens of all rows together.
+        key: [1, key heads, T, D]; there may be fewer key heads than heads.
         value: [1, key heads, T, D].
-        cu_seq_lens_q: int32 [R + 1], where rows start; the last is T.
-        max_length_q: At least the length of the longest row.
-        scaling: Factor of the scores.
-        dropout: Dropout of the attention weights.
+        cu_seq_lens_q: int32 [R + 1], the index of the first token of each of R rows, and then T.
+        max_length_q: At least the tokens of the longest row.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        dropout: Probability to drop an attention weight.
 
     Returns:
-        [1, T, heads, D], and None for the weights.
+        [1, T, heads, D], and None in place of the attention weights.
     """
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:

@@ -14,15 +14,19 @@ CHUNK_BYTES = 64 << 20  # of the float32 logits of a chunk
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the targets, and how many were the argmax.
+    """Return the loss summed over the targets, and how many targets have the largest logit.
 
-    The gradients are computed in the forward, chunk by chunk: otherwise the logits would have to
-    be kept or computed twice.
+    The logits are computed in chunks, so all of them are never in memory. The gradients are
+    computed in the forward, because the backward would otherwise compute the logits again.
 
     Args:
-        hidden: Hidden states [N, H] that predict the targets; N may be 0.
-        weight: Output embedding [V, H].
-        targets: int64 [N].
+        hidden: Last hidden states [N, H], one for each target; N may be 0.
+        weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
+        targets: Token ids, int64 [N].
+
+    Returns:
+        The sum of the cross-entropies, a scalar of at least float32, which can be differentiated by
+        `hidden` and `weight`; and the number of correct predictions, an int64 scalar.
     """
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):

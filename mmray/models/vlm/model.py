@@ -45,9 +45,11 @@ class Vlm(nn.Module):
     """A model of transformers' AutoModelForMultimodalLM.
 
     Args:
-        spec: The `model` section.
+        spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
+            limits for the tokens of a row and the pixels of an image.
         vocab_size: Not used; the weights define it.
-        architecture: See `Architecture`.
+        architecture: None: load the weights that `spec` names. Otherwise what `architecture()` of
+            the same model returned: the model has random weights, because the caller loads them.
 
     Raises:
         UsageError: The weights cannot be loaded, or are not supported.
@@ -91,12 +93,17 @@ class Vlm(nn.Module):
             self.net.get_parameter(name).requires_grad_(False)
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers config and the names of unused weights, as JSON values."""
+        """Return what is needed to build the same model without reading its weights.
+
+        Returns:
+            JSON values: `config`, the transformers config as a dict, and `unused`, the list of
+            names of the weights that never get a gradient and are frozen.
+        """
         return {"config": self.net.config.to_dict(), "unused": self.unused}
 
     @property
     def packed(self) -> bool:
-        """Whether micro-batches are rows end to end in one sequence."""
+        """Whether the rows of a micro-batch are concatenated to one sequence, not padded."""
         return self._packed
 
     @packed.setter
@@ -105,15 +112,27 @@ class Vlm(nn.Module):
         self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
 
     def collator(self) -> RowCollator:
-        """Return the function that turns encoded rows into a batch of this model."""
+        """Return the collator that builds micro-batches of this model from rows of its encoder.
+
+        It maps a sequence of EncodedRow to the batch that `forward` reads.
+        """
         rope_index = rope_index_of(self.net.config) if self.family.mrope else None
         return RowCollator(
             self.family, self.net.config.image_token_id, self.dummy, self.packed, rope_index
         )
 
     def synthetic_batch(self, rows: int) -> Batch:
-        """Return a batch of rows of the maximum length, as full of images as it allows, in which
-        each token is a target.
+        """Return a batch of artificial rows that need as much memory as rows can, for dry runs.
+
+        Each row has `model.inputs.max_tokens` tokens, up to 8 blank images of 512 x 512 pixels as
+        far as they fit, and every token but the first is a target.
+
+        Args:
+            rows: Number of rows, R.
+
+        Returns:
+            The columns key, label and pos int64 [R], valid bool [R], num_tokens int32 [R], and the
+            inputs that `forward` reads. The tensors are on the CPU.
         """
         encoder = self.encoder
         blank = np.zeros((SYNTHETIC_SIDE, SYNTHETIC_SIDE, 3), np.uint8)
@@ -137,8 +156,20 @@ class Vlm(nn.Module):
         return columns | self.collator()([full] * rows)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return `loss_sum`, the loss summed over the targets, and `num_correct`, how many of them
-        were the argmax; both are scalars. batch: of `collator`.
+        """Return the next-token loss of a micro-batch, summed over its targets.
+
+        Args:
+            batch: A batch of `collator` for T tokens, of which N are predicted:
+                - input_ids: int64 [1, T] if rows are packed, otherwise [B, longest row].
+                - targets: int64 [N], the tokens to predict.
+                - target_index: int64 [N], the index in the flattened input_ids that predicts each
+                  target.
+                - cu_seqlens: int32 [R + 1], the start of each row, and then T; only if packed.
+                - pixel_values: uint8, the other inputs of the vision encoder, and position_ids.
+
+        Returns:
+            Two scalars: `loss_sum`, the sum of the cross-entropies, and `num_correct` int64, the
+            number of targets with the largest logit.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
         loss_sum, num_correct = chunked_cross_entropy(
@@ -149,7 +180,15 @@ class Vlm(nn.Module):
         return {"loss_sum": loss_sum, "num_correct": num_correct}
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the last hidden states [B, T, H] of a batch of `collator`."""
+        """Return the hidden states after the last layer.
+
+        Args:
+            batch: Columns that `collator` builds, as `forward` takes them. Columns that are not
+                inputs of the transformers model, such as `targets` and `key`, are ignored.
+
+        Returns:
+            [B, T, H], with B = 1 if rows are packed, for T tokens and hidden size H.
+        """
         inputs: dict[str, Any] = {
             name: column for name, column in batch.items() if name not in OTHER_COLUMNS
         }
@@ -162,10 +201,16 @@ class Vlm(nn.Module):
         return output
 
     def differs_if_packed(self) -> bool:
-        """Return whether two rows in one sequence have another loss or other gradients than alone.
+        """Return whether packed rows have another loss or other gradients than separate rows.
 
-        Gradients are compared by their norms, so that two sets of them are never in memory; those
-        of a sharded model are this rank's shards.
+        This tests the model with three short rows, two of them with an image. It computes gradients
+        and then resets them to None. Gradients are compared by the norm of each parameter, so that
+        two sets of gradients are never in memory. If the model is sharded, only the shards of this
+        rank count.
+
+        Returns:
+            True if the loss, or the vector of gradient norms, differs by more than 0.1 %, or by
+            more than 5 % under autocast.
         """
         question = {"role": "user", "content": "What is in the image?"}
         rows = [
@@ -200,13 +245,21 @@ class Vlm(nn.Module):
         return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms[1]))
 
     def branches(self) -> dict[str, nn.Module]:
+        """Return the submodules `vision`, the image encoder, and `language`, the decoder.
+
+        They are the units of compile and activation checkpointing.
+        """
         return {
             "vision": self.net.get_encoder(modality="image"),
             "language": self.net.get_decoder(),
         }
 
     def parameter_parts(self) -> dict[str, list[str]]:
-        """Return the names of the parameters of each part: `vision`, `projector`, `language`."""
+        """Return the names of the parameters of each part: `vision`, `projector`, `language`.
+
+        The names are those of `named_parameters()`, and each is in one part. Embeddings and the
+        output layer belong to `language`.
+        """
         vision = {id(weight) for weight in self.branches()["vision"].parameters()}
         parts: dict[str, list[str]] = {"vision": [], "projector": [], "language": []}
         for name, weight in self.named_parameters():
@@ -225,12 +278,22 @@ class Vlm(nn.Module):
         images: Sequence[Sequence[Any]],
         max_new_tokens: int,
     ) -> list[str]:
-        """Write the assistant's next message of each conversation by greedy decoding.
+        """Generate the assistant's next message of each conversation by greedy decoding.
 
         Args:
-            conversations: Messages that end with the user's.
-            images: Images of each conversation, RGB of PIL or uint8 [H, W, 3].
-            max_new_tokens: Maximum length of an answer.
+            conversations: For each conversation its messages {role, content}, of which the last is
+                the user's. content is a text or a list of parts {"type": "image"} and
+                {"type": "text", "text": ...}.
+            images: For each conversation its images, one per image part in order: RGB images of
+                PIL, or uint8 [H, W, 3].
+            max_new_tokens: Most tokens of an answer.
+
+        Returns:
+            The answers as text without special tokens, one for each conversation.
+
+        Raises:
+            RowError: The images of a conversation do not match its image parts, or the processor
+                rejects one.
         """
         rows = [
             self.encoder.encode_prompt(messages, each)
@@ -252,7 +315,11 @@ class Vlm(nn.Module):
         return [self.encoder.decode(row) for row in answers]
 
     def save_pretrained(self, folder: str) -> None:
-        """Write model, processor and chat template, which transformers and vLLM load."""
+        """Save model, processor and chat template so that transformers and vLLM load them.
+
+        Args:
+            folder: Path of the local folder.
+        """
         from transformers import AutoProcessor
 
         with self._attention_with_cache():
