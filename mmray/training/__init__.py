@@ -15,16 +15,38 @@ class RunReporter(Protocol):
     """
 
     def log(self, text: str, label: str = "") -> None:
-        """Receive a message; the label is a word such as `data`."""
+        """Receive a message for the user.
+
+        Args:
+            text: One or more lines.
+            label: What it is about, a word such as `data`; "" for none.
+        """
 
     def status(self, title: str) -> None:
-        """Receive the stage of a start; the last is `mmray.engine.worker_context.TRAINING`."""
+        """Receive the stage of a start.
+
+        Args:
+            title: Such as `starting Ray`; the last one is `mmray.engine.worker_context.TRAINING`.
+        """
 
     def phase(self, title: str) -> None:
-        """Receive what follows or interrupts the steps, such as an evaluation."""
+        """Receive what follows or interrupts the steps.
+
+        Args:
+            title: Such as `evaluating` or `writing the report`.
+        """
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Receive the rows that `prepare` or an evaluation has done."""
+        """Receive how many rows `prepare` or an evaluation has done.
+
+        Args:
+            progress: Stage, and numbers of rows.
+        """
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        """Receive a line of metrics.jsonl, and the number of steps of the run."""
+        """Receive a line of metrics.jsonl.
+
+        Args:
+            metrics: `step` (number of the step) and values by name, such as `train/loss`.
+            total_steps: Number of steps of the run.
+        """

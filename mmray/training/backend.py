@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the workers of an attempt start from."""
+    """What the workers of an attempt start from.
+
+    Args:
+        resolved: The run.
+        folder: Folder of the run.
+        fencing_token: Number of this attempt's claim on the folder.
+        config: Settings with the number of workers and the device of the attempt; the workers get
+            the settings of the run.
+        batch_shape: Global batch and micro-batches for this number of workers.
+        checkpoint: Folder of the checkpoint to resume from; None: step 0.
+        bad_rows: Numbers of the rows that earlier attempts could not read.
+    """
 
     resolved: ResolvedRun
     folder: AnyPath
@@ -40,8 +51,10 @@ class Attempt:
     bad_rows: set[int]  # rows that earlier attempts could not read
 
     def worker_context(self, decoders: int | None) -> WorkerContext:
-        """Return the context of each worker; `decoders` processes decode for all of them, or (None)
-        as many as they need.
+        """Return what each worker needs: settings, the reader of rows, and the evaluation set.
+
+        Args:
+            decoders: Number of data processes of all workers together; None: as many as they need.
         """
         resolved, config = self.resolved, self.resolved.config
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
@@ -70,7 +83,9 @@ class Attempt:
 
 
 def num_gpus(config: Config) -> int:
-    """Return the GPUs of a worker that trains on GPUs."""
+    """Return the number of GPUs of a worker that trains on GPUs: two with `train.parallel`
+    `branches`, otherwise one.
+    """
     return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
 
 
@@ -80,9 +95,16 @@ def resume_point(
     world: int,
     batch_shape: BatchShape | None = None,
 ) -> ResumePoint:
-    """Return the resume point of `world` workers, the same for every rank.
+    """Return where the workers of an attempt start, the same for every rank.
 
-    batch_shape: That of the attempt; None: that of the run.
+    Args:
+        resolved: The run.
+        checkpoint: Folder of the checkpoint to resume from; None: step 0.
+        world: Number of workers.
+        batch_shape: Batch shape of the attempt; None: that of the run.
+
+    Returns:
+        The rows of each step for this number of workers, the first step, and the checkpoint.
     """
     config = resolved.config
     shuffle = config.data.block_shuffle
@@ -115,7 +137,7 @@ def resume_point(
 
 
 def format_counts(names: Iterable[str]) -> str:
-    """Format as `1 stopped, 3 sleeping`."""
+    """Format how often each name occurs, such as `1 stopped, 3 sleeping`; `none` without names."""
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items()) or "none"
 
 
@@ -126,34 +148,69 @@ class Backend(Protocol):
     errors: tuple[type[Exception], ...]
 
     def check(self, config: Config, reporter: RunReporter) -> None:
-        """Raise ResourceError or UsageError if the run can never start here; log warnings."""
+        """Check that the run can start here, and log warnings.
+
+        Args:
+            config: Settings of the run.
+            reporter: Receives the warnings.
+
+        Raises:
+            ResourceError: The cluster or machine can never provide what the run needs.
+            UsageError: `run.storage` cannot be used here.
+        """
 
     def resolve(self, config: Config) -> Config:
-        """Return the config with the device of the workers and their CPUs, fixed for all
-        attempts.
+        """Return the settings with `cluster.accelerator` and `cluster.cpus_per_worker` resolved,
+        fixed for all attempts.
+
+        Args:
+            config: Settings of the run, in which both may be `auto`.
         """
 
     def num_local(self, device: str) -> int | None:
-        """Return the cores (device `cpu`) or GPUs of this machine if all workers run on it,
-        otherwise None.
+        """Return the number of cores or GPUs of this machine if all workers run on it; otherwise
+        None.
+
+        Args:
+            device: `cpu` for cores, `gpu` for GPUs.
         """
 
     def choose_world_size(self, config: Config) -> int:
-        """Return the number of workers of the next attempt: of a range, as many as fit and at least
-        the minimum.
+        """Return the number of workers of the next attempt.
+
+        Args:
+            config: Settings of the run. If `cluster.workers` is a range, as many as fit now are
+                taken, and at least the minimum.
         """
 
     def start(self, attempt: Attempt) -> Workers:
-        """Start the workers of an attempt."""
+        """Start the workers of an attempt, without waiting for them.
+
+        Args:
+            attempt: What they start from.
+        """
 
     def exclude_node(self, config: Config, node: str) -> bool:
-        """Start no more workers on this node, where a device failed;
+        """Start no more workers of this run on a node, because a device failed there.
 
-        False if the run would not fit without it.
+        Args:
+            config: Settings of the run.
+            node: ID of the node.
+
+        Returns:
+            False if the run would not fit without the node, which is then still used.
         """
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
-        """Return the kind of a failure (recovery.Failure) and its error."""
+        """Find what made an attempt fail.
+
+        Args:
+            error: The error that the attempt raised.
+            monitor: The monitor of the attempt.
+
+        Returns:
+            The kind of the failure (`Failure.kind`, such as `lost` or `raised`) and its error.
+        """
 
 
 Cause = tuple[str, BaseException]

@@ -13,6 +13,9 @@ IMPORTING = "importing the engine"  # a worker's first stage
 class Coordinator:
     """Keeps new messages (metrics, stages, notes, durations), each rank's last heartbeat, bad rows
     and requests.
+
+    Args:
+        bad_rows: Numbers of the rows that earlier attempts could not read.
     """
 
     def __init__(self, bad_rows: set[int]) -> None:
@@ -24,14 +27,26 @@ class Coordinator:
         self._must_yield = False
 
     def push(self, message: dict[str, Any]) -> None:
+        """Store a message of a worker for the driver.
+
+        Args:
+            message: Keys such as `step` (a line of metrics), `stage`, `phase`, or `note` and
+                `label`.
+        """
         self._messages.append(message)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages after the first `num_received`, and the last heartbeat of each rank
-        with its age.
+        """Return the messages that the driver has not received, and the last heartbeats.
 
         A message is kept until a later call counts it as received, because a reply may not reach
         the driver in time.
+
+        Args:
+            num_received: Number of messages that the driver has received since the start.
+
+        Returns:
+            The messages after them, and the last heartbeat of each rank with its age in seconds,
+            `age_s`.
         """
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
@@ -42,8 +57,15 @@ class Coordinator:
         ]
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool, bool]:
-        """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks
-        are requested, and whether CPUs that the run can do without are.
+        """Store the heartbeat of a rank, and return the requests of the driver.
+
+        Args:
+            record: Fields of HeartbeatRecord without `age_s`; with the key `ended`, the rank is
+                removed.
+
+        Returns:
+            Three flags: a stop is requested, stacks are requested, and CPUs that the run can do
+            without must be given back.
         """
         if "ended" in record:
             self._heartbeats.pop(record["rank"], None)
@@ -52,18 +74,31 @@ class Coordinator:
         return self._stop_requested, self._stacks_requested, self._must_yield
 
     def record_bad_row(self, row: int) -> int:
-        """Count an unreadable row; return the total over all ranks, 0 if the row was known."""
+        """Count an unreadable row.
+
+        Args:
+            row: Number of the row in the training set.
+
+        Returns:
+            The number of bad rows of all ranks; 0 if this row was counted before.
+        """
         if row in self._bad_rows:
             return 0
         self._bad_rows.add(row)
         return len(self._bad_rows)
 
     def request_stop(self) -> None:
+        """Request a checkpoint and the end of the attempt after the next step, with the next
+        heartbeat of each rank.
+        """
         self._stop_requested = True
 
     def set_must_yield(self, must_yield: bool) -> None:
-        """Set whether others wait for resources of the cluster."""
+        """Set whether other jobs wait for resources of the cluster, so that ranks give back CPUs
+        that they can do without.
+        """
         self._must_yield = must_yield
 
     def request_stacks(self) -> None:
+        """Request that all ranks write their stacks, with their next heartbeat."""
         self._stacks_requested = True

@@ -31,7 +31,13 @@ from mmray.training.supervisor import Supervisor
 
 @dataclass
 class RunOutcome:
-    """Outcome of a run; `result` is the content of result.json."""
+    """Outcome of a run.
+
+    Args:
+        path: Folder of the run.
+        result: Content of result.json, such as `status`, `steps` and metrics.
+        already_done: Whether the run had finished before, so that nothing was trained.
+    """
 
     path: AnyPath
     result: dict[str, Any]
@@ -42,7 +48,9 @@ class StartTimeline:
     """Passes progress to another reporter; keeps the stages of each start, from the command or a
     restart to step 1.
 
-    start_s: time.monotonic() at the command.
+    Args:
+        reporter: The other reporter.
+        start_s: time.monotonic() at the command.
     """
 
     def __init__(self, reporter: RunReporter, start_s: float) -> None:
@@ -55,6 +63,11 @@ class StartTimeline:
         self._start_s = start_s
 
     def status(self, title: str) -> None:
+        """Record the stage with its time since the command, and pass it on.
+
+        Args:
+            title: The stage, such as `starting Ray`.
+        """
         if self.starts[-1][-1]["stage"] == TRAINING:
             self.starts.append([])
         self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
@@ -69,12 +82,22 @@ def train(
     local: bool = False,
     check_storage: bool = True,
 ) -> RunOutcome:
-    """Train `config`, or resume its run. Raises MmrayError with its exit code.
+    """Train a run from start to end, or resume it if it exists.
 
-    start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops
-    like Ctrl-C.
-    local: do not use Ray, although this process is connected to it. check_storage: whether all
-    nodes can use it.
+    Args:
+        config: Settings of the run.
+        reporter: Receives progress and messages.
+        start_s: time.monotonic() at the command, for the times of the start stages; None: now.
+        should_stop: Polled each second; True stops like Ctrl-C, at a checkpoint.
+        local: Do not use Ray, although this process is connected to it.
+        check_storage: Check that all nodes can use `run.storage`.
+
+    Returns:
+        Folder and result of the run.
+
+    Raises:
+        MmrayError: The run cannot start or failed; its `exit_code` is the exit status of the
+            command.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate.validate_settings(config)
@@ -95,7 +118,15 @@ def train(
 
 
 def check_classes(config: Config) -> None:
-    """Raise UsageError for classes and packages named in settings that cannot be loaded."""
+    """Check that the classes and packages that settings name can be loaded.
+
+    Args:
+        config: Settings of the run: trackers, callbacks, objective, model kind and LoRA are
+            checked.
+
+    Raises:
+        UsageError: One cannot be loaded.
+    """
     trackers.check_trackers(config)
     if config.model.lora.rank:
         plugins.check_installed("peft", "model.lora.rank", "lora")
@@ -204,9 +235,15 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
 
 
 def describe_idle(config: Config, num_local: int | None) -> str | None:
-    """Say which cores or GPUs of this machine train nothing, and the setting that uses them.
+    """Describe which cores or GPUs of this machine train nothing, and the setting that uses them.
 
-    num_local: GPUs (cores for training on CPUs) of the machine; None: the workers run on a cluster.
+    Args:
+        config: Settings of the run, with the device resolved.
+        num_local: Number of GPUs of the machine (of cores for training on CPUs); None: the workers
+            run on a cluster.
+
+    Returns:
+        Such as `3 of 4 GPUs; --cluster.workers 4 uses them`; None if nothing is idle.
     """
     cluster, on_gpus = config.cluster, config.cluster.accelerator == "gpu"
     if num_local is None:

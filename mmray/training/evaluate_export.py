@@ -44,7 +44,14 @@ Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) th
 
 
 def load_run_config(folder: AnyPath) -> Config:
-    """The config of a run. Raises UsageError if the folder is not a run."""
+    """Return the config of a run.
+
+    Args:
+        folder: Folder or URI of the run.
+
+    Raises:
+        UsageError: The folder is not a run.
+    """
     file = to_path(folder) / "config.yaml"
     if not file.exists():
         problem = (
@@ -55,9 +62,18 @@ def load_run_config(folder: AnyPath) -> Config:
 
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
-    """Config, tokenizer and valid checkpoint of a run, which may be active.
+    """Return what is needed to evaluate or export a run, which may still be training.
 
-    Raises UsageError without one.
+    Args:
+        folder: Folder or URI of the run.
+        step: Step of the checkpoint, or `best` (by `best_metric`); None: the newest valid one.
+
+    Returns:
+        Config of the run, content of its tokenizer.json, and folder of the checkpoint, whose files
+        were verified unless it is the best one.
+
+    Raises:
+        UsageError: The folder is not a run, or has no such valid checkpoint.
     """
     run = RunDir(to_path(folder))
     config = load_run_config(folder)
@@ -89,7 +105,16 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
 
 def pretrained_config(weights: str) -> Config:
-    """The recipe for pretrained weights, with the settings that they define. Raises UsageError."""
+    """Return the config with which pretrained weights are evaluated or exported.
+
+    It is the recipe of their model kind, with the settings of the model that the weights define.
+
+    Args:
+        weights: Name or folder, as in `--weights` of `mmray evaluate`.
+
+    Raises:
+        UsageError: The weights are unknown or cannot be read.
+    """
     settings = pretrained_settings(weights)
     kind = settings.pop("kind")
     all_recipes = [make() for make in recipes.RECIPES.values()]
@@ -101,13 +126,17 @@ def pretrained_config(weights: str) -> Config:
 def export_run(
     folder: AnyPath, out: str | AnyPath, step: Step, interpolate: float = 1.0
 ) -> AnyPath:
-    """Export the model of a run's checkpoint to `out`, for `mmray.load`.
+    """Export the model of a run's checkpoint to a folder, which `mmray.load` loads.
 
     Args:
-        folder: Folder of the run.
-        out: Folder to write, or its address.
+        folder: Folder or URI of the run.
+        out: Folder to write, or its URI.
         step: Step of the checkpoint, or `best`; None: the newest valid one.
-        interpolate: Share of the checkpoint's weights; the rest is of `model.weights`.
+        interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
+            which the run started.
+
+    Returns:
+        The folder that was written.
 
     Raises:
         UsageError: There is no such checkpoint, or the run did not start from `model.weights`.
@@ -150,7 +179,19 @@ def interpolate_from_start(model: nn.Module, config: Config, share: float) -> No
 def export_pretrained(
     config: Config, out: str | AnyPath, log: Callable[[str, str], None]
 ) -> AnyPath:
-    """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
+    """Export a model with pretrained weights to a folder, which `mmray.load` loads.
+
+    Args:
+        config: Config from `pretrained_config`; `model.inputs.tokenizer` names the tokenizer.
+        out: Folder to write, or its URI.
+        log: Called with a line and its label.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        UsageError: The weights or the tokenizer cannot be loaded.
+    """
     config, tokenizer_json = _with_tokenizer(config, log)
     return _export(
         load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out
@@ -175,9 +216,26 @@ def evaluate_run(
     settings: EvalSettings | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a checkpoint.
+    """Evaluate a checkpoint of a run.
 
-    None: the value of the run; for `data`, its held-out rows.
+    Args:
+        folder: Folder or URI of the run.
+        data: Prepared set or raw source to evaluate on; None: the held-out rows of the run.
+        split: Split of the set; None: `data.eval_split` of the run, or `test` if `data` is given.
+        step: Step of the checkpoint, or `best`; None: the newest valid one.
+        address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
+        reporter: Receives progress and messages.
+        settings: Settings of the evaluation; None: those of the run.
+        cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
+
+    Returns:
+        Metrics by name.
+
+    Raises:
+        UsageError: There is no such checkpoint, or the model cannot be evaluated as configured.
+        DataError: The set cannot be opened.
+        ResourceError: The cluster cannot provide the workers.
+        TrainingError: A worker failed.
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if settings is not None:
@@ -193,9 +251,22 @@ def evaluate_run(
 def evaluate_pretrained(
     config: Config, data: str, split: str | None, reporter: RunReporter
 ) -> dict[str, float]:
-    """Return the metrics of the model of `model.weights` on a set;
+    """Evaluate a model with pretrained weights.
 
-    Ray Train's small files are in run.storage/ray.
+    Args:
+        config: Config from `pretrained_config`; `model.inputs.tokenizer` names the tokenizer.
+        data: Prepared set or raw source to evaluate on.
+        split: Split of the set; None: `test`.
+        reporter: Receives progress and messages.
+
+    Returns:
+        Metrics by name. Ray Train writes its small files to run.storage/ray.
+
+    Raises:
+        UsageError: The weights or the tokenizer cannot be loaded, or the model cannot be evaluated.
+        DataError: The set cannot be opened.
+        ResourceError: The cluster cannot provide the workers.
+        TrainingError: A worker failed.
     """
     config, tokenizer_json = _with_tokenizer(config, reporter.log)
     return _evaluate(
@@ -335,9 +406,14 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
 
 
 def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
-    """The model of a checkpoint on the CPU, with the EMA weights if the run has them;
+    """Build the model of a run on the CPU, with the weights of a checkpoint.
 
-    None: of `model.weights`.
+    Args:
+        config: Config of the run. With `train.ema`, the averaged weights are loaded.
+        checkpoint: Folder of the checkpoint; None: the weights of `model.weights`.
+
+    Returns:
+        The model, in training mode as torch builds it, and with LoRA adapters if the run has them.
     """
     if checkpoint is None:
         return build(config.model, config.model.vocab_size)

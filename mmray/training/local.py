@@ -32,8 +32,12 @@ GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under 
 
 
 class WorkerFailed(Exception):
-    """The worker raised `cause` (kind `raised` or `device`), exited (`raised`), or was killed
-    (`lost`).
+    """The worker process failed.
+
+    Args:
+        kind: `raised` (the worker raised `cause`, or exited by itself), `device` (a GPU failed), or
+            `lost` (it was killed).
+        cause: The error of the worker.
     """
 
     def __init__(self, kind: str, cause: Exception) -> None:
@@ -75,7 +79,7 @@ class LocalBackend:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:
-        """End the process that no attempt has used."""
+        """End the process that was started ahead, if no attempt has used it."""
         if self._next is not None:
             self._next.kill()
 
@@ -86,8 +90,9 @@ def _start_worker() -> ChildProcess:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch can use; imports torch, which takes seconds, only if
-    there is a driver.
+    """Return the number of GPUs that torch can use.
+
+    It imports torch, which takes seconds, only if the machine has a GPU driver.
     """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
@@ -97,7 +102,14 @@ def count_gpus() -> int:
 
 
 def check_gpus(config: Config) -> None:
-    """Raise ResourceError if this machine has not the GPUs of a worker."""
+    """Check that this machine has the GPUs of one worker.
+
+    Args:
+        config: Settings of the run; only `cluster.accelerator` `gpu` requires GPUs.
+
+    Raises:
+        ResourceError: torch can use fewer.
+    """
     needed, found = num_gpus(config), count_gpus()
     if config.cluster.accelerator == "gpu" and found < needed:
         raise ResourceError(
@@ -108,7 +120,12 @@ def check_gpus(config: Config) -> None:
 
 
 def resolve_on_this_machine(config: Config) -> Config:
-    """Return the config with the device of one worker on this machine and its CPUs."""
+    """Return the settings with `cluster.accelerator` and `cluster.cpus_per_worker` resolved for one
+    worker on this machine.
+
+    Args:
+        config: Settings of the run. `auto` and `gpu` use a GPU if torch can use one.
+    """
     cluster = config.cluster
     device = "gpu" if cluster.accelerator != "cpu" and count_gpus() else "cpu"
     return config.with_cluster(
@@ -117,7 +134,12 @@ def resolve_on_this_machine(config: Config) -> Config:
 
 
 class LocalWorkers:
-    """The worker process of an attempt, and the thread that receives its messages."""
+    """The worker process of an attempt, and the thread that receives its messages.
+
+    Args:
+        process: A process that runs `run_worker` and waits for its arguments.
+        attempt: What the worker starts from.
+    """
 
     def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
         self._process = process
@@ -182,7 +204,7 @@ class LocalWorkers:
         return False
 
     def share_resources(self) -> None:
-        """This machine has no other reservations."""
+        """Do nothing, because this machine has no other reservations."""
 
     def num_more_workers(self) -> int:
         return 0
@@ -204,14 +226,20 @@ def worker_failed(died: ChildDied) -> WorkerFailed:
 
     If it exited by itself, an import failed or user code called exit: it is not a lost process,
     which would be replaced several times.
+
+    Args:
+        died: The end of the process, with its exit code (negative: killed by a signal).
     """
     is_lost = died.exit_code is None or died.exit_code < 0
     return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))
 
 
 def num_decode_processes(config: Config, device: str) -> int:
-    """Return the number of data processes: as configured; by default the cores that training
-    leaves, at least one.
+    """Return the number of data processes of a worker on this machine.
+
+    Args:
+        config: Settings of the run. By default one; with a GPU the cores that training leaves.
+        device: `cpu` or `gpu`.
     """
     if config.data.worker_range is not None:
         return config.data.worker_range[1]

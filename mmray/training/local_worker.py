@@ -20,9 +20,16 @@ from mmray.training.coordinator import IMPORTING
 
 
 def run_worker(channel: Channel) -> dict[str, Any]:
-    """Receive the arguments of an attempt, train, and return the fields of result.json.
+    """Train in this process: the main function of the worker process.
 
-    Messages are (method of the coordinator, argument).
+    It imports the engine before it waits for its arguments.
+
+    Args:
+        channel: Connection to the driver. It receives (WorkerContext, ResumePoint, Config of the
+            attempt), and sends (method of the Coordinator, argument).
+
+    Returns:
+        Fields of result.json, such as `status` and `steps`.
     """
     # Slurm and systemd send it to all processes; the driver handles it. Not SIG_IGN, which data
     # processes inherit: after a crash their pool ends the others with SIGTERM.

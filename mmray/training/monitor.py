@@ -78,13 +78,26 @@ class Workers(Protocol):
     """The workers of a running attempt."""
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times
-        per second.
+        """Wait until the attempt ends.
+
+        Args:
+            poll: Called several times per second.
+
+        Returns:
+            The outcome of rank 0, fields of result.json such as `status` and `steps`. An error that
+            ended the attempt is raised.
         """
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages after the first `num_received`, and the last heartbeat of each
-        rank.
+        """Return the new messages and the last heartbeats of the workers.
+
+        Args:
+            num_received: Number of messages that earlier calls returned; they are not returned
+                again.
+
+        Returns:
+            Messages in order, each a dict with keys such as `step`, `stage`, `phase` or `note`; and
+            the fields of HeartbeatRecord for each rank.
         """
 
     def request_stop(self) -> None:
@@ -94,29 +107,39 @@ class Workers(Protocol):
         """Request the stacks of all ranks, written to the run's folder."""
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
-        """Send SIGKILL to the processes of the ranks."""
+        """Send SIGKILL to the processes of the ranks.
+
+        Args:
+            heartbeats: The last heartbeat of each rank, with its node, process ID and start time.
+        """
 
     def draining_nodes(self) -> dict[str, float]:
-        """Return the nodes that will be preempted: ID and time (epoch seconds, 0: unknown)."""
+        """Return the nodes that will be preempted: time in seconds since the epoch (0: unknown) by
+        node ID.
+        """
 
     def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
-        """Return whether the workers have no resources yet; logs what they wait for."""
+        """Return whether the workers have no resources yet.
+
+        Args:
+            log: Called with a line and its label, if the wait is long.
+        """
 
     def share_resources(self) -> None:
         """Give back what the attempt can do without, if others wait for resources."""
 
     def num_more_workers(self) -> int:
-        """Return how many workers fit in addition, after requesting nodes for them if the cluster
-        can grow.
+        """Return how many workers fit in addition to the running ones, after requesting nodes for
+        them if the cluster can grow.
         """
 
     def describe_data(self) -> str:
-        """Return the state of the processes that read and decode, for a log line while ranks wait
-        for rows.
+        """Return the state of the processes that read and decode, for a line of the log while ranks
+        wait for rows.
         """
 
     def close(self) -> None:
-        """Release what the attempt holds."""
+        """Release what the attempt holds, such as processes and actors."""
 
 
 @dataclass
@@ -134,7 +157,15 @@ class HangDetector:
     _waits_s: dict[int, float] = field(default_factory=dict)
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
-        """Return a message that names the ranks the others wait for; None without a hang."""
+        """Compare the heartbeats with those of earlier checks, and detect a hang.
+
+        Args:
+            records: The last heartbeat of each rank.
+            now_s: The present time, of time.monotonic().
+
+        Returns:
+            A message that names the ranks for which the others wait; None without a hang.
+        """
         stalled, stalled_s, some_within_limit = [], 0.0, False
         self._waits_s = {}
         some_wait = any(
@@ -166,17 +197,29 @@ class HangDetector:
         )
 
     def missing_ranks(self, world: int) -> list[int]:
-        """Return the ranks that have sent no heartbeat yet."""
+        """Return the ranks that have sent no heartbeat yet.
+
+        Args:
+            world: Number of ranks.
+        """
         return sorted(set(range(world)) - self._last.keys())
 
     def waits_for_data(self) -> tuple[list[int], float]:
-        """The ranks that wait for data, and the longest time of one, at the last check."""
+        """Return which ranks waited for data at the last check, and the longest wait of one in
+        seconds.
+        """
         return sorted(self._waits_s), max(self._waits_s.values(), default=0.0)
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
-    """Ranks the others wait for: silent processes, otherwise ranks outside a collective, otherwise
-    all.
+    """Return the ranks for which the others wait.
+
+    Args:
+        records: The last heartbeat of each rank.
+
+    Returns:
+        Heartbeats of silent processes; if there are none, of ranks outside a collective; otherwise
+        all.
     """
     silent = [record for record in records if record.age_s > SILENT_S]
     outside = [record for record in records if not record.in_collective]
@@ -186,8 +229,15 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
 def checkpoint_request_time_s(
     preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float
 ) -> float:
-    """Return the Unix time at which to request the last checkpoint before a preemption; 0:
-    immediately.
+    """Return the time at which to request the last checkpoint before a preemption.
+
+    Args:
+        preempted_at_s: Time of the preemption in seconds since the epoch; 0: unknown.
+        checkpoint_duration_s: Seconds that a checkpoint takes; 0: unknown.
+        step_duration_s: Seconds that a step takes.
+
+    Returns:
+        Seconds since the epoch; 0: immediately, because a time is unknown.
     """
     if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0
@@ -207,6 +257,12 @@ class RunProgress:
     all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
 
     def update(self, message: dict[str, Any]) -> None:
+        """Take over what a message of a worker reports.
+
+        Args:
+            message: May have `step` (the number of a logged step), `time/step_s`, `checkpoint_s`
+                and `wasted_steps`; other keys are ignored.
+        """
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
@@ -256,7 +312,11 @@ class AttemptMonitor:
         self._detector = HangDetector(cluster.state_limits_s)
 
     def poll(self) -> None:
-        """Read messages and heartbeats of the workers, and run the checks that are due."""
+        """Read messages and heartbeats of the workers, and run the checks that are due.
+
+        Raises:
+            ResourceError: A worker has sent no first heartbeat in time.
+        """
         self.read_updates()
         now_s = time.monotonic()
         if now_s < self._next_check_s:
@@ -284,8 +344,13 @@ class AttemptMonitor:
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
-        """Request a checkpoint and the end of the attempt after the next step; the first reason is
-        kept.
+        """Request a checkpoint and the end of the attempt after the next step.
+
+        Without effect after an earlier request, whose reason is kept.
+
+        Args:
+            reason: `user`, `resize` or `preempted`.
+            message: A line for the log.
         """
         if self.stop_reason is None:
             self.stop_reason = reason
@@ -293,8 +358,10 @@ class AttemptMonitor:
             self.workers.request_stop()
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or before the
-        first step.
+        """Handle Ctrl-C or SIGTERM: stop at a checkpoint after the next step.
+
+        Raises:
+            ForceExit: It is the second signal, or the first step has not been taken.
         """
         if self._signalled or not self.trained:
             raise ForceExit
@@ -305,6 +372,7 @@ class AttemptMonitor:
         )
 
     def read_updates(self) -> None:
+        """Read messages and heartbeats of the workers, and pass them to the reporter."""
         messages, records = self.workers.drain(self._num_received)
         self._num_received += len(messages)
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
@@ -404,8 +472,11 @@ class AttemptMonitor:
 
 @contextmanager
 def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `handle` inside the block; without effect outside the main
+    """Context manager that handles SIGINT and SIGTERM in the block; without effect outside the main
     thread.
+
+    Args:
+        handle: Called with the number of the signal and the stack frame.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -79,7 +79,11 @@ T = TypeVar("T")
 
 
 class RayBackend:
-    """Starts workers with Ray Train."""
+    """Starts the workers of each attempt with Ray Train.
+
+    Args:
+        check_storage: Check before the run that all nodes can use `run.storage`.
+    """
 
     errors: tuple[type[Exception], ...] = (
         ray.train.TrainingFailedError,
@@ -206,7 +210,14 @@ class RayBackend:
 
 
 class RayWorkers:
-    """The worker group, stream and coordinator actor of an attempt."""
+    """The worker group, decode actors and coordinator actor of an attempt.
+
+    Args:
+        attempt: What the workers start from.
+        nodes: Nodes on which workers can start.
+        excluded: IDs of nodes on which a device failed.
+        autoscaler: The run's request for nodes.
+    """
 
     def __init__(
         self,
@@ -304,7 +315,14 @@ class RayWorkers:
 
 
 def start_coordinator(bad_rows: set[int]) -> Any:
-    """Start the actor for messages of the workers, on the driver's node."""
+    """Start the Coordinator actor on the driver's node.
+
+    Args:
+        bad_rows: Numbers of the rows that earlier attempts could not read.
+
+    Returns:
+        Ray's handle of the actor.
+    """
     driver_node = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -316,8 +334,14 @@ def start_coordinator(bad_rows: set[int]) -> Any:
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
-    """Return or raise what `call` does in a daemon thread; polls meanwhile and once after its
-    end.
+    """Call a function in a daemon thread, and poll until it ends and once after its end.
+
+    Args:
+        call: The function.
+        poll: Called several times per second in the calling thread. Its errors are raised at once.
+
+    Returns:
+        The result of `call`; its error is raised.
     """
     done: Future[T] = Future()
 
@@ -338,8 +362,14 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return what failed a worker: the error that a task raised (maybe in a task of a task), or of
-    a health check.
+    """Return the error that made a worker fail.
+
+    Args:
+        error: A worker's failure as Ray Train reports it.
+
+    Returns:
+        The error that a task raised (maybe in a task of a task), with a note that has its
+        traceback, or the failure of a health check; otherwise `error` itself.
     """
     if not isinstance(error, ray.exceptions.RayTaskError):
         return getattr(error, "health_check_failure", error)
@@ -351,7 +381,13 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def is_worker_lost(error: BaseException) -> bool:
-    """Return whether the root cause is a lost worker; its peers only report a broken collective."""
+    """Return whether a root cause means that a worker was lost, not that its code failed.
+
+    True also for a broken collective, which is what the peers of a lost worker report.
+
+    Args:
+        error: An error from `root_cause`.
+    """
     if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
         # it may quote NCCL running out of memory; RayError: of a task's error that cannot be
         # pickled
@@ -376,7 +412,14 @@ def _host_oom_error(error: BaseException, batch_shape: BatchShape) -> OutOfMemor
 
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:
-    """Return the error to raise if Ray Train's error is the start timeout; None for any other."""
+    """Return the error to raise if workers got no resources in time.
+
+    Args:
+        error: An error that Ray Train raised.
+
+    Returns:
+        An error that names the settings; None if `error` is not Ray Train's start timeout.
+    """
     if not is_train_error(
         getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"
     ):
@@ -395,12 +438,15 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 def resource_demand(
     config: Config, with_data: bool = True, excluded: Collection[str] = ()
 ) -> Demand:
-    """Return the run's workers; accelerator `auto`: GPUs if the cluster has, or can add, any.
+    """Return the resources that a run requests from Ray for the largest number of workers.
 
-    With data, the CPUs of a worker include those of its decode actors, if that leaves CPUs for all
-    workers. So one reservation has all that the run cannot train without.
+    With accelerator `auto`, workers have GPUs if the cluster has, or can add, any.
 
-    `excluded` are IDs of nodes on which no worker may start.
+    Args:
+        config: Settings of the run.
+        with_data: The CPUs of a worker include those of its decode actors, if that leaves CPUs for
+            all workers. So one reservation has all that the run cannot train without.
+        excluded: IDs of nodes on which no worker may start.
     """
     nodes, cluster = placement.alive_nodes(), config.cluster
     pools = placement.autoscaling_pools()
@@ -431,15 +477,25 @@ def resource_demand(
 
 
 def min_decoders(config: Config) -> int:
-    """Return the least number of decode actors of each worker."""
+    """Return the smallest number of decode actors of each worker.
+
+    Args:
+        config: Settings of the run; `data.workers` is divided by the largest number of workers.
+    """
     low, _ = config.data.worker_range or (1, 1)
     return math.ceil(low / config.cluster.max_workers)
 
 
 def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
-    """Raise ResourceError if the cluster can never provide what the run needs, even after growing.
+    """Check that the cluster can provide what a run needs, also after growing.
 
-    `excluded` are IDs of nodes that the run cannot use.
+    Args:
+        config: Settings of the run. Without effect if `cluster.wait_for_nodes` is set.
+        with_data: Include the CPUs of decode actors.
+        excluded: IDs of nodes that the run cannot use.
+
+    Raises:
+        ResourceError: It can never provide the smallest number of workers.
     """
     if config.cluster.wait_for_nodes:
         return  # limits unknown: cluster.queue_timeout_s ends the wait
@@ -458,10 +514,16 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers, without data, fit the free resources; at least the minimum, which
-    has to wait then.
+    """Return how many workers without data fit the free resources.
 
-    Raises ResourceError if the cluster can never have the minimum.
+    Args:
+        config: Settings of the evaluation or run.
+
+    Returns:
+        At most the largest number of workers, and at least the smallest, which then has to wait.
+
+    Raises:
+        ResourceError: The cluster can never have the smallest number.
     """
     check_capacity(config, with_data=False)
     demand = resource_demand(config, with_data=False)
@@ -471,8 +533,14 @@ def num_free_workers(config: Config) -> int:
 
 
 def check_storage(config: Config) -> None:
-    """Raise if the run's folder would be deleted with a job, or is not shared by all training
-    nodes.
+    """Check that the run's folder will be kept, and that all training nodes share it.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: The folder would be deleted with a job of Ray.
+        ResourceError: A training node cannot write to it, or does not see files of other nodes.
     """
     shared_storage.check_persistent(config.run.storage, Path.cwd())
     demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
@@ -490,8 +558,13 @@ def request_nodes(
     running: int,
     excluded: Collection[str] = (),
 ) -> None:
-    """Request nodes for the workers that an elastic run can use in addition to `running`, if the
-    cluster can grow.
+    """Request nodes for the further workers that an elastic run can use, if the cluster can grow.
+
+    Args:
+        config: Settings of the run.
+        autoscaler: The run's request.
+        running: Number of workers that need no further nodes.
+        excluded: IDs of nodes on which no worker may start.
     """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False, excluded=excluded)
@@ -501,7 +574,14 @@ def request_nodes(
 
 
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
-    """Return the options of Ray's RunConfig for its files in `folder`."""
+    """Return the options of Ray's RunConfig with which Ray writes its files to a folder.
+
+    Args:
+        folder: Local folder or folder on an object store.
+
+    Returns:
+        `storage_path`, and on an object store `storage_filesystem`.
+    """
     if isinstance(folder, RemotePath):
         return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
     return {"storage_path": str(folder)}
@@ -538,8 +618,17 @@ def torch_trainer(
     label_selector: LabelSelector | None = None,
     **trainer_options: Any,
 ) -> TorchTrainer:
-    """Return Ray Train's trainer of `loop`, without retries, with the workers of `demand`, for
-    whose resources it waits `queue_timeout_s`; its small files are written to `folder`/ray.
+    """Build Ray Train's trainer for a loop, without retries.
+
+    Args:
+        loop: The `train_loop_per_worker`.
+        config: Settings of the run; the timeout of collectives is read.
+        folder: Ray's small files are written to its folder `ray`.
+        demand: Number of workers, and their resources.
+        queue_timeout_s: Seconds for which the trainer waits for these resources.
+        name: Name of Ray's run; None: a random one.
+        label_selector: Labels of the nodes for workers; None: those of `demand`.
+        trainer_options: Further arguments of TorchTrainer, such as `train_loop_config`.
     """
     # Ray would wait forever
     os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
@@ -571,7 +660,11 @@ def torch_trainer(
 
 
 def is_single_node(config: Config) -> bool:
-    """Return True if the cluster is one machine and cannot grow."""
+    """Return whether the cluster is one machine and cannot grow.
+
+    Args:
+        config: Settings of the run; with `cluster.wait_for_nodes` the cluster can grow.
+    """
     return (
         len(placement.alive_nodes()) == 1
         and not placement.autoscaling_pools()
@@ -580,10 +673,15 @@ def is_single_node(config: Config) -> bool:
 
 
 def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
-    """Return the decode actors of each worker, and the nodes that may have more of them.
+    """Return how many decode actors each worker has, and which nodes may have more of them.
 
-    `auto` is limited by cores and memory of a single machine, whose CPUs Ray may count higher
-    (connect.num_local_cpus). On a cluster, each further actor asks Ray for a CPU and memory.
+    `data.workers` `auto` is limited by cores and memory of a single machine, whose CPUs Ray may
+    count higher (connect.num_local_cpus). On a cluster, each further actor asks Ray for a CPU and
+    memory.
+
+    Args:
+        config: Settings of the run.
+        demand: The resources of the workers, with data.
     """
     minimum = min_decoders(config)
     reserved = demand.per_worker["CPU"] - resource_demand(config, False).per_worker["CPU"]

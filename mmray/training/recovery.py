@@ -27,6 +27,12 @@ class Failure:
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the
     group was killed; `preempted`: a node was drained; `device`: a GPU or its link failed;
     `storage`: data, a checkpoint or the log could not be read; `raised`: code raised an error.
+
+    Args:
+        kind: One of these kinds.
+        error: The error.
+        step: The last logged step, otherwise the step from which the attempt resumed.
+        logged: Whether this attempt or an earlier one logged a step.
     """
 
     kind: str
@@ -37,16 +43,27 @@ class Failure:
 
 @dataclass(frozen=True)
 class Restart:
-    """Restart from the latest valid checkpoint with as many workers as fit."""
+    """Decision to restart from the latest valid checkpoint with as many workers as fit.
+
+    Args:
+        reason: A line for the log.
+        batch_shape: Batch shape from now on; None: unchanged.
+    """
 
     reason: str
     batch_shape: BatchShape | None = None  # from now on; None: unchanged
 
 
 def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
-    """Consecutive failures without a new checkpoint, including this one if it counts.
+    """Return the number of consecutive failures without a new checkpoint, including a new one if it
+    counts.
 
     Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
+
+    Args:
+        failures: The number before.
+        failure: The new failure.
+        progressed: Whether its attempt saved a new checkpoint, which resets the number.
     """
     return (0 if progressed else failures) + (
         failure.kind != "preempted" and retry_shape(failure.error) is None
@@ -63,9 +80,19 @@ def retry_shape(error: BaseException) -> BatchShape | None:
 def decide_recovery(
     failure: Failure, before: Failure | None, failures: int, max_failures: int
 ) -> Restart | MmrayError:
-    """Return a restart, or the error that ends the run;
+    """Decide what follows a failed attempt.
 
-    `before` is the latest failure of earlier attempts.
+    Args:
+        failure: The failure.
+        before: The latest failure of earlier attempts; None: none.
+        failures: Consecutive failures without a new checkpoint, from `count_failures`.
+        max_failures: `cluster.max_failures`, the number that is tolerated.
+
+    Returns:
+        A restart, or the error that ends the run. Running out of memory leads to a restart with
+        smaller micro-batches, if they can be smaller. The run ends for an error of mmray that a
+        worker raised (wrong data, for example), an error that is repeated after the same step, an
+        error before the first logged step, and too many failures.
     """
     error = failure.error
     if (batch_shape := retry_shape(error)) is not None:
@@ -108,6 +135,11 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
 def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Backend) -> Failure:
     """Return the cause of a failed attempt: from the monitor, otherwise from the error of the
     backend.
+
+    Args:
+        error: The error that the attempt raised.
+        monitor: The monitor of the attempt.
+        backend: Finds the cause of errors of Ray or a process.
     """
     kind = "raised"
     cause = error

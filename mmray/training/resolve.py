@@ -37,7 +37,21 @@ from mmray.training import RunReporter
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with every `auto` resolved, ready to start."""
+    """A run with every `auto` resolved, ready to start.
+
+    Args:
+        config: Resolved settings.
+        train_set: The training set, or the mixture of several.
+        eval_set: The rows to evaluate on; None: no evaluation.
+        tokenizer_json: Content of tokenizer.json; "" for a vision-language model, whose processor
+            is in its weights.
+        batch_shape: Global batch and micro-batches with the largest number of workers.
+        steps: Steps of the run.
+        data_identity: Content of data.json; equal in all attempts and when the run is resumed.
+        token_lengths: Tokens of each row of the training set, uint32 [num_rows], if `batch.tokens`
+            divides the rows of a step; otherwise None.
+        is_packed: Whether the rows of a micro-batch are packed, not padded.
+    """
 
     config: Config
     train_set: PreparedSet | PreparedMixture
@@ -53,9 +67,19 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
-    """Resolve the config of a run, preparing its data first if needed.
+    """Resolve each `auto` of a config, and open the sets of the run; raw sources are prepared
+    first.
 
-    Raises MmrayError for mistakes of the user.
+    Args:
+        config: Settings of the run, with the device resolved.
+        reporter: Receives progress and messages.
+
+    Returns:
+        The run, ready to start.
+
+    Raises:
+        MmrayError: A mistake of the user, such as a source that cannot be read, or a batch that is
+            larger than an epoch.
     """
 
     config = _with_sample_weights(config)
@@ -249,10 +273,14 @@ def _check_one_image_a_row(
 
 
 def eval_prepare_settings(config: Config, source: str) -> Prepare:
-    """Return the prepare settings of an evaluation source: no holdout, because all of it is held
-    out.
+    """Return the settings with which a source for evaluation is prepared.
 
-    A source that the run also trains on keeps the holdout, so its training rows are not evaluated.
+    It gets no holdout, because all of it is held out. A source that the run also trains on keeps
+    the holdout, so its training rows are not evaluated.
+
+    Args:
+        config: Settings of the run.
+        source: Address of the source or set.
     """
     trained_on = [str(to_path(address)) for address, _ in parse_mixture(config.data.train)]
     return (
@@ -263,8 +291,14 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 
 
 def batch_on_device(config: Config) -> Batch:
-    """The `batch` section; on a GPU without a given division of the rows, with the micro-batch that
-    fits.
+    """Return the `batch` section of a run, with `micro` set to `auto` if the micro-batch is to be
+    measured.
+
+    That is the case on a GPU, if none of `batch.micro`, `batch.accumulation` and `batch.tokens` is
+    given and BatchNorm is not synchronized.
+
+    Args:
+        config: Settings of the run, with the device resolved.
     """
     batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
     given = {batch.micro, batch.accumulation, batch.tokens} != {None}

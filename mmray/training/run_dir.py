@@ -69,7 +69,12 @@ PACKAGES = ("ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", 
 
 
 def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
-    """Return whether the folder has entries other than `names` and hidden temporary files."""
+    """Return whether a folder has other entries than expected.
+
+    Args:
+        path: The folder, which need not exist.
+        names: Names of the expected entries. Hidden files are ignored.
+    """
     return path.exists() and any(
         file.name not in names and file.name[0] != "." for file in path.iterdir()
     )
@@ -78,12 +83,12 @@ def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Return the differences outside the settings and sections in `may_change`.
+    """Return the differences between two configs outside the settings that may change.
 
     Args:
-        before: settings of an existing run.
-        after: settings of this command.
-        may_change: names of settings and sections.
+        before: Settings of an existing run, nested by section as in config.yaml.
+        after: Settings of this command, nested in the same way.
+        may_change: Names of settings and sections, such as `run` or `train.steps`.
 
     Returns:
         A line `setting: old -> new` for each difference.
@@ -100,29 +105,56 @@ def forbidden_changes(
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run."""
+    """The files of one run.
+
+    Args:
+        path: Folder of the run.
+    """
 
     path: AnyPath
 
     @property
     def checkpoints(self) -> AnyPath:
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically."""
+        """Write a text file atomically.
+
+        Args:
+            name: Path relative to the run's folder.
+            text: Content.
+        """
         write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write a JSON file atomically.
+
+        Args:
+            name: Path relative to the run's folder, such as `result.json`.
+            value: Content.
+        """
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a JSON file, or None if it does not exist.
+
+        Args:
+            name: Path relative to the run's folder, such as `result.json`.
+        """
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else None
 
 
 @dataclass(frozen=True)
 class RunSelection:
-    """`start` a new run, `resume` an existing one, or `done`: it has finished."""
+    """What a command does with a folder.
+
+    Args:
+        action: `start` a new run, `resume` an existing one, or `done`: it has finished.
+        path: The folder.
+        skipped: Existing runs that a run without a name does not resume, each with the reason.
+    """
 
     action: Literal["start", "resume", "done"]
     path: AnyPath
@@ -133,16 +165,20 @@ class RunSelection:
 def select_run(
     config: Config, data: dict[str, Any], steps: int, keep_shuffle: bool = False
 ) -> RunSelection:
-    """Return the folder for this command.
+    """Choose the folder of a run: a new one, or an existing run that this command resumes.
 
     Args:
-        config: settings of this command.
-        data: identity of the data, as in data.json.
-        steps: steps that the run should have taken at its end.
-        keep_shuffle: whether a run may have another `data.shuffle_blocks`, which it then keeps.
+        config: Settings of this command.
+        data: Identity of the data as in data.json: `train`, `fingerprint`, `num_rows`, `tokenizer`.
+        steps: Total number of steps with which the run has finished.
+        keep_shuffle: Whether an existing run may have another `data.shuffle_blocks`, which it
+            keeps.
+
+    Returns:
+        The folder, and whether to start, resume, or do nothing because the run has finished.
 
     Raises:
-        UsageError: resuming would change the run. The message lists the differences.
+        UsageError: Resuming would change the run. The message lists the differences.
     """
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
@@ -177,12 +213,15 @@ def select_run(
 
 
 def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
-    """Return the address of a run's training set, also if the set and the run have moved together.
+    """Return the address of a run's training set, also if the set and the run were moved together.
 
     Args:
-        path: folder of the run.
-        address: address of the set when the run started.
-        fingerprint: that of the split `train`.
+        path: Folder of the run.
+        address: Address of the set when the run started.
+        fingerprint: Fingerprint of the split `train` of the set, to recognize it.
+
+    Returns:
+        The new address; `address` itself if the set is still there or cannot be found.
     """
     if not isinstance(path, Path) or not isinstance(to_path(address), Path):
         return address
@@ -200,7 +239,11 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
 
 
 def stored_shuffle(path: AnyPath) -> str:
-    """Return `data.shuffle_blocks` of a run."""
+    """Return `data.shuffle_blocks` of an existing run: `8x1400x16`, or `1x1` for a full shuffle.
+
+    Args:
+        path: Folder of the run.
+    """
     return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 
 
@@ -210,17 +253,17 @@ def select_folder(
     inspect: Callable[[AnyPath], tuple[list[str], bool] | None],
     kind: str = "run",
 ) -> RunSelection:
-    """Return the folder of a run or sweep.
+    """Choose the folder of a run or sweep in `run.storage`.
 
     Args:
-        run: settings of storage, name and resuming.
-        stem: without `run.name`, the first suitable of STEM, STEM-2, STEM-3, ... is used.
-        inspect: returns the forbidden changes of an existing run or sweep in a folder and whether
-            it has finished; None if the folder has none.
+        run: The `run` section: storage, name and whether to resume.
+        stem: Without `run.name`, the first suitable folder of STEM, STEM-2, STEM-3, ... is used.
+        inspect: Called with a folder. Returns the forbidden changes of the run or sweep in it and
+            whether that has finished; None if the folder has none.
         kind: `run` or `sweep`, for messages.
 
     Raises:
-        UsageError: the folder of `run.name` cannot be used as `run.resume` demands.
+        UsageError: The folder of `run.name` cannot be used as `run.resume` demands.
     """
     storage = to_path(run.storage)
     skipped: list[str] = []
@@ -261,8 +304,14 @@ def write_run_files(
 
     config.yaml is written last, because a folder without it is not a run.
 
+    Args:
+        path: Folder of the run.
+        config: Settings, for config.yaml.
+        data: Identity of the data, for data.json.
+        tokenizer_json: Content of tokenizer.json.
+
     Raises:
-        UsageError: the folder is not writable.
+        UsageError: The folder is not writable.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -284,7 +333,9 @@ def write_run_files(
 
 
 def collect_environment() -> dict[str, Any]:
-    """Return versions and machine, for environment.json."""
+    """Return the content of environment.json: `python`, `platform`, `cores`, and versions of
+    `packages`.
+    """
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -303,7 +354,16 @@ _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 
 def redact(value: Any) -> Any:
-    """Return the value with redacted strings, and without settings named like secrets."""
+    """Replace secrets in settings by ***.
+
+    Args:
+        value: A value of JSON, such as the settings of a run. Strings are redacted as by
+            `redact_text`; texts of settings named like secrets, such as `api_key`, are replaced
+            completely.
+
+    Returns:
+        A copy; tuples become lists.
+    """
     if isinstance(value, dict):
         return {
             name: HIDDEN
@@ -317,7 +377,11 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Return the text without logins in URLs and values of secret environment variables."""
+    """Replace logins in URLs and values of secret environment variables in a text by ***.
+
+    Variables are secret if their name has a word such as KEY, TOKEN or PASSWORD, and their value
+    has at least 6 characters.
+    """
     text = _LOGIN.sub(f"{HIDDEN}@", text)
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _MIN_SECRET_CHARS:

@@ -54,6 +54,15 @@ class Supervisor:
     """Runs the attempts of one run; writes result.json.
 
     `config` has the range of workers that the user set.
+
+    Args:
+        resolved: The run.
+        run: Its folder.
+        lease: Lease on the folder, which this process holds.
+        reporter: Receives progress and messages.
+        backend: Starts the workers.
+        starts: Stages of each start, `StartTimeline.starts`, for result.json.
+        should_stop: Polled each second; True stops like Ctrl-C.
     """
 
     def __init__(
@@ -66,10 +75,7 @@ class Supervisor:
         starts: list[Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """starts: of StartTimeline, for result.json. should_stop: polled each second;
-
-        True stops like Ctrl-C.
-        """
+        """Read the result of earlier commands; no attempt is started."""
         self.resolved = resolved
         self.run = run
         self.lease = lease
@@ -94,7 +100,13 @@ class Supervisor:
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it.
 
-        Writes and returns result.json.
+        Returns:
+            The content of result.json, which is written.
+
+        Raises:
+            MmrayError: The run failed and is not restarted; result.json has the status `failed`.
+            KeyboardInterrupt: The user stopped the run before a group of workers could save a
+                checkpoint.
         """
         try:
             while (outcome := self._run_attempt()) is None:
@@ -319,8 +331,18 @@ class Supervisor:
 
 
 def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
-    """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they
-    would now.
+    """Check that a checkpoint can be resumed with the sample order of the present version.
+
+    The order takes step x global_rows rows in the first steps. Older versions of mmray took fewer
+    in the last step of an epoch, so their checkpoints would skip or repeat rows.
+
+    Args:
+        checkpoint: Folder of the checkpoint, for the message.
+        meta: Content of its meta.json; `step` and `rows_consumed` are read.
+        global_rows: Rows of a step over all workers.
+
+    Raises:
+        UsageError: The checkpoint consumed another number of rows.
     """
     step = meta["step"]
     rows_consumed = meta["rows_consumed"]
@@ -336,8 +358,15 @@ def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> N
 
 
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcome of the workers that saved the last checkpoint of a run, from its
-    meta.json.
+    """Return the outcome of a run whose last checkpoint is complete, as its workers would return
+    it.
+
+    Args:
+        meta: Content of the checkpoint's meta.json; `metrics`, `step` and `rows_consumed` are read.
+
+    Returns:
+        Fields of result.json: `status` finished, `steps`, `rows_consumed`, `skipped_steps` and
+        metrics.
     """
     return result_fields(
         meta["metrics"],

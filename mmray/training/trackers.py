@@ -48,21 +48,41 @@ class Tracker(Protocol):
     """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
-        """Start a run, or resume `run_id`; return the run id.
+        """Start a run of the tracker, or resume one.
 
-        `run_info`: name, folder and config.
+        Args:
+            run_info: `name` and `folder` of the run, and its settings as the dict `config`, without
+                secrets.
+            run_id: ID that an earlier start returned; None: start a new run.
+
+        Returns:
+            The ID of the tracker's run.
         """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step."""
+        """Log the metrics of a step.
+
+        Args:
+            step: Number of the step; it only grows.
+            metrics: Finite values by name, such as `train/loss`.
+        """
 
     def finish(self, success: bool) -> None:
-        """End the run; `success`: it finished, or the user stopped it."""
+        """End the run of the tracker.
+
+        Args:
+            success: The run finished, or the user stopped it; False: it failed.
+        """
 
 
 def check_trackers(config: Config) -> None:
-    """Raise UsageError for a tracker that cannot be imported, or is named twice, before anything
-    starts.
+    """Check the trackers of a run before anything starts.
+
+    Args:
+        config: Settings of the run; `run.trackers` names the trackers.
+
+    Raises:
+        UsageError: A tracker cannot be imported, is named twice, or cannot write to `run.storage`.
     """
     if len(set(config.run.trackers)) < len(config.run.trackers):
         raise UsageError(
@@ -84,8 +104,13 @@ def check_trackers(config: Config) -> None:
 
 
 class TrackingReporter:
-    """Passes progress to another reporter and metrics to the run's trackers, which finish at the
-    end of the block.
+    """Passes progress to another reporter, and metrics to the run's trackers, which finish at the
+    end of the `with` block.
+
+    Args:
+        config: Settings of the run; `run.trackers` names the trackers.
+        folder: Folder of the run.
+        reporter: The other reporter.
     """
 
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
@@ -100,6 +125,12 @@ class TrackingReporter:
         self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        """Send a line of metrics to the trackers, without waiting, and to the other reporter.
+
+        Args:
+            metrics: `step` (number of the step) and values by name; only finite numbers are sent.
+            total_steps: Number of steps of the run.
+        """
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -136,9 +167,14 @@ class TrackingReporter:
 
 
 class TrackerThread(threading.Thread):
-    """Calls one tracker from a daemon thread.
+    """Calls one tracker from a daemon thread, which starts at once.
 
     `put` never blocks; `warnings` is read by the driver.
+
+    Args:
+        tracker: `mlflow`, `wandb`, or a user's `package.module:Class`.
+        folder: Folder of the run, for the file with the tracker's run ID.
+        run_info: Argument of `Tracker.start`.
     """
 
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
@@ -155,7 +191,13 @@ class TrackerThread(threading.Thread):
         self.start()
 
     def put(self, step: int, metrics: dict[str, float]) -> None:
-        """Queue a line; the first one that does not fit is a warning."""
+        """Queue a line of metrics; a line that does not fit into the queue is dropped with a
+        warning.
+
+        Args:
+            step: Number of the step.
+            metrics: Finite values by name.
+        """
         try:
             self._queue.put_nowait((step, metrics))
             self._dropped = False
@@ -168,12 +210,18 @@ class TrackerThread(threading.Thread):
             self._dropped = True
 
     def end(self, success: bool) -> None:
-        """Finish the tracker after the queued lines."""
+        """Finish the tracker after the queued lines, without waiting for it.
+
+        Args:
+            success: The run finished, or the user stopped it; False: it failed.
+        """
         self._success = success
         self._ended.set()
 
     def run(self) -> None:
-        """Start the tracker, send each queued line, finish the tracker."""
+        """Start the tracker, send each queued line, and finish the tracker; the main function of
+        the thread.
+        """
         run_id = None
         last_step = 0
         num_errors = 0

@@ -23,9 +23,15 @@ HEADS = {  # objective: setting of `fusion`, with its value if it has such a hea
 
 
 def validate_settings(config: Config) -> None:
-    """Raise UsageError for settings of a run that contradict each other.
+    """Check that the settings of a run do not contradict each other.
 
     Uses neither Ray nor data nor weights.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: They contradict each other, or an address is invalid.
     """
     resolve_batch_shape(config.batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     reasons = unsupported_reasons(config)
@@ -37,9 +43,15 @@ def validate_settings(config: Config) -> None:
 
 
 def unsupported_reasons(config: Config) -> list[str]:
-    """Reasons, each with a fix; empty if the settings are supported.
+    """Return why the settings of a run are not supported.
 
     Imports no torch, so it can run before Ray.
+
+    Args:
+        config: Settings of the run.
+
+    Returns:
+        One sentence per problem, with its fix; empty if the settings are supported.
     """
     return (
         config.model.unsupported_reasons()
@@ -54,7 +66,9 @@ def unsupported_reasons(config: Config) -> list[str]:
 
 
 def token_batch_reasons(config: Config) -> list[str]:
-    """Reasons why the rows of a step cannot be divided by their tokens."""
+    """Return why `batch.tokens` cannot be used with the model, as sentences with a fix; [] if it
+    can.
+    """
     if config.batch.tokens is None or isinstance(config.model, Vlm):
         return []
     return [
@@ -64,7 +78,9 @@ def token_batch_reasons(config: Config) -> list[str]:
 
 
 def parallel_reasons(config: Config) -> list[str]:
-    """Reasons why `train.parallel` cannot train this model with these workers and settings."""
+    """Return why `train.parallel` cannot train this model with these workers and settings, as
+    sentences with a fix; [] if it can.
+    """
     train = config.train
     model: Any = config.model
     workers = config.cluster.max_workers
@@ -115,7 +131,9 @@ def _sharding_reasons(config: Config) -> list[str]:
 
 
 def batch_norm_reasons(config: Config) -> list[str]:
-    """Reasons why the statistics of BatchNorm cannot be synchronized."""
+    """Return why the statistics of BatchNorm cannot be synchronized, as sentences with a fix; [] if
+    they can or need not.
+    """
     model: Any = config.model
     if getattr(model, "batch_norm", "frozen") != "synced":
         return []
@@ -133,7 +151,9 @@ def batch_norm_reasons(config: Config) -> list[str]:
 
 
 def transform_reasons(config: Config) -> list[str]:
-    """Reasons why the model cannot be deterministic, or its activations not be recomputed."""
+    """Return why the model cannot be deterministic, or its activations cannot be recomputed, as
+    sentences with a fix; [] if they can.
+    """
     train = config.train
     model: Any = config.model
     reasons = []
@@ -152,7 +172,9 @@ def transform_reasons(config: Config) -> list[str]:
 
 
 def weights_reasons(config: Config) -> list[str]:
-    """Reasons why the weights are not those of a supported vision-language model."""
+    """Return why `model.weights` are not weights of a supported vision-language model, as
+    sentences; [] if they are, and for other models.
+    """
     model = config.model
     if not isinstance(model, Vlm) or model.weights in ("none", SAMPLE_VLM):
         return []
@@ -164,8 +186,9 @@ def weights_reasons(config: Config) -> list[str]:
 
 
 def objective_reasons(config: Config) -> list[str]:
-    """Reasons why the objective cannot train the model; the dry run (engine/memory_probe.py) checks
-    user classes.
+    """Return why the objective cannot train the model, as sentences with a fix; [] if it can.
+
+    Classes of the user are checked later, by the dry run (engine/memory_probe.py).
     """
     model: Any = config.model
     kind, terms, reasons = model.kind, config.objective.terms, list[str]()
@@ -221,7 +244,9 @@ def objective_reasons(config: Config) -> list[str]:
 
 
 def evaluation_reasons(config: Config) -> list[str]:
-    """Reasons why the model cannot be evaluated as configured."""
+    """Return why the model cannot be evaluated as configured, as sentences with a fix; [] if it
+    can.
+    """
     generative = config.model.generates_text
     if config.evaluate.language is not None and not config.model.inputs.language_token:
         return [

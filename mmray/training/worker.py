@@ -24,9 +24,17 @@ from mmray.training.coordinator import IMPORTING
 
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train in the process group that Ray Train made.
+    """Train one rank, in the process group that Ray Train made.
 
-    `arguments` come from ray_backend.RayWorkers.
+    Args:
+        arguments: `context` (WorkerContext), `resume_point` (ResumePoint), `coordinator` (the
+            handle of the Coordinator actor) and `decoders` (DecoderLimits).
+
+    Returns:
+        Fields of result.json, such as `status` and `steps`.
+
+    Raises:
+        DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.
     """
     coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
     context, start = arguments["context"], arguments["resume_point"]
