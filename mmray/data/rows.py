@@ -86,7 +86,7 @@ class SourceRow:
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
-    """Validate the values of a source row.
+    """Validate the values of a source row, and convert them to a SourceRow.
 
     Args:
         values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,

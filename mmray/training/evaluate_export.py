@@ -70,7 +70,7 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
     Returns:
         Config of the run, content of its tokenizer.json, and folder of the checkpoint, whose files
-        were verified unless it is the best one.
+        were verified.
 
     Raises:
         UsageError: The folder is not a run, or has no such valid checkpoint.
@@ -413,7 +413,7 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
         checkpoint: Folder of the checkpoint; None: the weights of `model.weights`.
 
     Returns:
-        The model, in training mode as torch builds it, and with LoRA adapters if the run has them.
+        The model, with LoRA adapters if the run trains them.
     """
     if checkpoint is None:
         return build(config.model, config.model.vocab_size)

@@ -46,8 +46,9 @@ class WorkerFailed(Exception):
 
 
 class LocalBackend:
-    """Starts the worker of each attempt in a new process; the first imports torch while the driver
-    prepares the run.
+    """Starts the worker of each attempt in a new process; the methods are described in `Backend`.
+
+    The first process imports torch while the driver prepares the run.
     """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
@@ -135,6 +136,8 @@ def resolve_on_this_machine(config: Config) -> Config:
 
 class LocalWorkers:
     """The worker process of an attempt, and the thread that receives its messages.
+
+    The methods are described in `monitor.Workers`.
 
     Args:
         process: A process that runs `run_worker` and waits for its arguments.

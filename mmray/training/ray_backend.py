@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 
 class RayBackend:
-    """Starts the workers of each attempt with Ray Train.
+    """Starts the workers of each attempt with Ray Train; the methods are described in `Backend`.
 
     Args:
         check_storage: Check before the run that all nodes can use `run.storage`.
@@ -211,6 +211,8 @@ class RayBackend:
 
 class RayWorkers:
     """The worker group, decode actors and coordinator actor of an attempt.
+
+    The methods are described in `monitor.Workers`.
 
     Args:
         attempt: What the workers start from.

@@ -71,8 +71,14 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
 
 def retry_shape(error: BaseException) -> BatchShape | None:
-    """Return the batch shape to restart with after running out of memory; None for another
-    error.
+    """Return the batch shape to restart with after an attempt ran out of memory.
+
+    Args:
+        error: The error of the attempt.
+
+    Returns:
+        The smaller shape of an OutOfMemoryError; None for another error, or if it cannot be
+        smaller.
     """
     return error.retry_shape if isinstance(error, OutOfMemoryError) else None
 

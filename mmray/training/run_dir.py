@@ -262,6 +262,9 @@ def select_folder(
             whether that has finished; None if the folder has none.
         kind: `run` or `sweep`, for messages.
 
+    Returns:
+        The folder, and whether to start, resume, or do nothing because it has finished.
+
     Raises:
         UsageError: The folder of `run.name` cannot be used as `run.resume` demands.
     """

@@ -270,8 +270,9 @@ class TrackerThread(threading.Thread):
 
 
 class WandbTracker:
-    """Weights & Biases, with the user's WANDB_* variables; no facts about machine, repository or
-    command line.
+    """A `Tracker` for Weights & Biases, with the user's WANDB_* variables.
+
+    It sends no facts about machine, repository or command line.
     """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
@@ -317,8 +318,9 @@ MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; without tags of the
-    machine.
+    """A `Tracker` for MLflow at MLFLOW_TRACKING_URI, or with files in `mlruns` next to the runs.
+
+    It sets no tags of the machine.
     """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:

@@ -385,7 +385,8 @@ def _drop_reason(
 
 
 def max_bad_rows(max_bad_fraction: float, total: int) -> int:
-    """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29.
+    """Return how many rows of a source may be bad without an error; 0.29 of 100 is 29 despite float
+    rounding.
 
     Args:
         max_bad_fraction: `prepare.max_bad_fraction`, 0 to 1.

@@ -187,7 +187,9 @@ class PrepareJob:
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
-        """Open the source, on the driver or in a task."""
+        """Create the object that reads the source of this job, on the driver or in a task; reads
+        nothing yet.
+        """
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )

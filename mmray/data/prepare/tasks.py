@@ -39,13 +39,15 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Run a function on many items in parallel, and yield the results as they complete.
-
-    It runs on Ray Data if Ray is initialized, otherwise in child processes.
+    """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
+    child processes.
 
     Args:
         work: Picklable function of one item that returns a dict of JSON values.
         items: Values that JSON can encode.
+
+    Yields:
+        The result of each item, as soon as it is complete on Ray, in order in child processes.
 
     Raises:
         MmrayError: A call failed; the type is that of its error if it is one of mmray.

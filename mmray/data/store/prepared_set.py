@@ -488,8 +488,9 @@ class PreparedSet:
 
         Args:
             rows: Row numbers int64 [N], in any order; duplicates are allowed.
-            whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
-                False: read only rows that are not in it from the store.
+            whole_blocks: If the set has a cache, fetch the complete blocks of these rows into it:
+                groups of `shuffle_block` adjacent rows. False: read only rows that are not in it
+                from the store.
 
         Returns:
             The N rows in the order of `rows`, with the bytes of their images, also those of an
@@ -735,8 +736,8 @@ class PreparedMixture:
 
         Args:
             rows: Row numbers int64 [N], in any order; duplicates are allowed.
-            whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
-                False: read only rows that are not in it from the store.
+            whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it:
+                groups of adjacent rows. False: read only rows that are not in it from the store.
 
         Returns:
             The N rows in the order of `rows`, with the bytes of their images and keys `SET/KEY`.
@@ -798,7 +799,8 @@ def read_each(
         prepared: A set or a mixture.
         rows: Row numbers int64 [N].
         errors: Types of errors that belong to a row and are returned; others are raised.
-        whole_blocks: With a cache, fetch the complete shuffle blocks of these rows into it.
+        whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it: groups
+            of adjacent rows. False: read only rows that are not in it from the store.
 
     Returns:
         The row or its error for each of the N numbers, in this order.

@@ -366,9 +366,10 @@ class SamplePlan:
         return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, pass_index, 0)
 
     def one_window_later(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions one window later in the same lanes, as far as the run has them.
+        """Return the positions whose rows a reader should fetch ahead while it reads these.
 
-        Their rows are in the blocks of the next window, which a reader fetches ahead.
+        With a block shuffle, they are the positions one window later in the same lanes, so their
+        rows are in the blocks of the next window. Positions after the end of the run are left out.
 
         Args:
             positions: Positions in the run, int64 [P], or PADDING.
