@@ -54,7 +54,9 @@ class Pool(Protocol[Item, Result]):
         """
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of items in flight on a node, whose memory has their results.
+        """Return the largest number of submitted items without an iterated result on one node.
+
+        The memory of the node has their results.
 
         Args:
             node: ID of the node, as in `Worker.node`.

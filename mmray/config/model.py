@@ -621,7 +621,9 @@ class Vlm(Model):
         return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built: `weights` is `none`. Empty if one can."""
+        """Return that `weights` must be set, because a `vlm` has no architecture without; empty if
+        it is set.
+        """
         if self.weights == "none":
             return [
                 "model.weights: model.kind `vlm` takes its architecture and its processor from "

@@ -204,7 +204,10 @@ def fusion() -> Config:
 
 
 def llava() -> Config:
-    """Fine-tune LLaVA 1.5 (7B) on conversations about an image, with a frozen image encoder."""
+    """Fine-tune LLaVA 1.5 (7B) on conversations about an image, with a frozen image encoder.
+
+    The loss is the cross-entropy of the assistant's tokens.
+    """
     return Config(
         recipe="llava",
         model=Generative(

@@ -123,7 +123,10 @@ class SweepRecord:
 
     @property
     def best_per_global_batch(self) -> list[TrialRow]:
-        """The best batch shape of each global batch, in ascending order."""
+        """The rows of the best batch shape of each global batch, by ascending global batch.
+
+        Empty for a sweep of trials, and without a recommendation.
+        """
         names = self.recommendation.per_global.values() if self.recommendation else ()
         rows = [row for row in self.trials if row.trial in names]
         return sorted(rows, key=lambda row: row.global_rows or 0)

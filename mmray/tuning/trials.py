@@ -220,7 +220,9 @@ def describe_space(space: Space) -> dict[str, list[Any]]:
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
-    """Return the `cluster` settings that need most CPUs, for the size of a local Ray cluster.
+    """Return the `cluster` settings of the trial that needs most CPUs.
+
+    A local Ray cluster is started with these.
 
     Args:
         trials: Trials of which at least one is feasible.
