@@ -229,7 +229,7 @@ def evaluate_run(
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
-        Metrics by name.
+        Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
 
     Raises:
         UsageError: There is no such checkpoint, or the model cannot be evaluated as configured.
@@ -260,7 +260,8 @@ def evaluate_pretrained(
         reporter: Receives progress and messages.
 
     Returns:
-        Metrics by name. Ray Train writes its small files to run.storage/ray.
+        Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`. Ray Train writes its small
+        files to run.storage/ray.
 
     Raises:
         UsageError: The weights or the tokenizer cannot be loaded, or the model cannot be evaluated.

@@ -196,8 +196,8 @@ def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -
     Args:
         out: Folder of the set.
         chunks: Indices of the chunks.
-        rule: `prepare.duplicates`. With `row`, `contents` are digests of image and captions,
-            otherwise of the image.
+        rule: `prepare.duplicates`. With `row`, `contents` are digests of images and captions,
+            otherwise of the images (of a conversation always with its messages).
 
     Returns:
         The N rows in source order. Their digests are in unnamed temporary files, 48 bytes a row.
@@ -243,8 +243,9 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
     Args:
         packed: The rows, from `read_packed_rows`.
-        rule: `prepare.duplicates`: `image` (same image), `row` (same image and captions), `text`
-            (same image or same captions) or `keep` (none).
+        rule: `prepare.duplicates`: `image` (same images, and same conversation if there is one),
+            `row` (same images and captions), `text` (same images or same captions) or `keep`
+            (none).
 
     Returns:
         The kept row of each duplicate, and the reason.
