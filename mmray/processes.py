@@ -145,6 +145,9 @@ class ChildProcess:
     def send(self, message: Any) -> None:
         """Send an object to the child, which receives it with `channel.connection.recv()`.
 
+        Args:
+            message: Any object that can be pickled.
+
         Raises:
             ChildDied: The child has ended.
         """
@@ -158,7 +161,12 @@ class ChildProcess:
 
         Args:
             on_message: Called with each message that the child sends with `channel.send` or
-                `channel.call`. What it returns is the reply to `channel.call`.
+                `channel.call`. What it returns is the reply to `channel.call`. None: the child
+                sends no messages.
+
+        Returns:
+            What `target` returned, or the result of the work that it passed to
+            `channel.send_outcome`.
 
         Raises:
             ChildDied: The child ended before.
@@ -183,7 +191,8 @@ class ChildProcess:
         """Wait up to EXIT_TIMEOUT_S for the exit of the child after its connection was lost.
 
         Returns:
-            The error to raise, with the exit code; without it if the child still runs.
+            The error for the caller to raise. It has the exit code, or None if the child still
+            runs.
         """
         self.process.join(EXIT_TIMEOUT_S)
         return ChildDied(self.name, self.process.exitcode)
@@ -216,10 +225,11 @@ def _exit_with_parent() -> None:
 
 
 def pickled(error: Exception) -> bytes:
-    """Return the pickled error.
+    """Return the bytes of an error, pickled.
 
-    If its class cannot be pickled, a RuntimeError with its type, message and notes is pickled
-    instead.
+    Args:
+        error: The error. If its class cannot be pickled, a RuntimeError with its type, message and
+            notes is pickled instead.
     """
     try:
         data = pickle.dumps(error)

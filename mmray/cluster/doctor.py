@@ -36,7 +36,14 @@ PROBE_MB = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check; `fix` is the remedy for a warning or an error."""
+    """Result of a check.
+
+    Args:
+        level: `ok`, `warning` or `error`.
+        name: Name of the check, such as `shared memory`.
+        observed: What was found, such as `/dev/shm has 0.1 GiB`.
+        fix: Remedy for a warning or an error; empty if `ok`.
+    """
 
     level: Literal["ok", "warning", "error"]
     name: str

@@ -178,8 +178,9 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
 
 @dataclass
 class AutoscalerRequest:
-    """Autoscaler request of an elastic run; it expires unless repeated, which releases a dead
-    driver's nodes.
+    """Request of an elastic run to the autoscaler for more nodes.
+
+    It expires after 60 s unless it is repeated, so the nodes of a driver that died are released.
 
     Args:
         name: Name of the request; requests of different names add up.
@@ -190,12 +191,15 @@ class AutoscalerRequest:
     _sent_s: float = field(default=float("-inf"))
 
     def request(self, per_worker: Resources, selector: LabelSelector, count: int) -> None:
-        """Request capacity for more workers; a request is sent again after REFRESH_S.
+        """Request capacity for the workers that are missing.
+
+        Call it repeatedly: an unchanged request is sent again after 15 s. If the autoscaler fails
+        or does not answer within 5 s, the next call sends the request again.
 
         Args:
-            per_worker: Resources of a worker.
-            selector: Labels of the nodes for it.
-            count: Number of workers that are missing; 0 cancels.
+            per_worker: Resources of a worker, such as {"CPU": 4, "GPU": 1}.
+            selector: Label selector of the nodes for workers; {}: any node.
+            count: Number of workers that are missing; 0 cancels the request.
         """
         if (not count and not self._count) or (
             count == self._count and time.monotonic() - self._sent_s < REFRESH_S

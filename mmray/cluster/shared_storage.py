@@ -50,12 +50,17 @@ def check_persistent(storage: str, cwd: Path) -> None:
 def check_shared(storage: str, nodes: list[Node]) -> None:
     """Check that each node reads and writes the same `run.storage` as the driver.
 
+    The driver writes a small file, and each node reads it and writes another one. All are removed.
+
     Args:
         storage: The setting `run.storage`, a folder or URI.
-        nodes: Nodes that write a file to it; without nodes only the driver writes.
+        nodes: Nodes that write a file to it; without nodes only the driver writes. A node that is
+            lost meanwhile is ignored.
 
     Raises:
-        ResourceError: A process cannot write, or its files are not visible on the others.
+        ResourceError: A process cannot write, its files are not visible on the others, or a node
+            does not answer within 60 s.
+        UsageError: The URI is invalid.
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:

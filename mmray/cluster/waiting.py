@@ -41,9 +41,7 @@ class ResourceWait:
         self._next_line_s = FIRST_LINE_S
 
     def poll(self) -> None:
-        """Log what the command waits for, first after FIRST_LINE_S and then each
-        LINE_INTERVAL_S.
-        """
+        """Log what the command waits for, first after 10 s and then every 60 s."""
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
             self._next_line_s = waited_s + LINE_INTERVAL_S
@@ -136,16 +134,16 @@ def is_reserved(demand: Demand) -> bool:
 
 
 class Contention:
-    """Whether others wait for resources, so that a run should give back what it does not need."""
+    """Detects that others wait for resources, so that a run gives back what it does not need."""
 
     def __init__(self) -> None:
         self._first_seen_s: dict[str, float] = {}
 
     def must_yield(self) -> bool:
-        """Return whether another reservation of the cluster has waited for YIELD_AFTER_S.
+        """Return whether another reservation of the cluster has waited for 5 s or longer.
 
-        A reservation that has waited for IGNORE_AFTER_S is ignored, because giving back resources
-        did not help.
+        A reservation that has waited for 120 s is ignored, because giving back resources did not
+        help.
         """
         now_s = time.monotonic()
         pending = pending_reservations()

@@ -57,13 +57,17 @@ def rank_blocks(
 
     Args:
         reader: Reads and encodes rows of the training set.
-        start: The rows of each step, and the first step.
-        rank: The rank of this process.
+        start: The sample plan, and the first step of the run in this attempt.
+        rank: The global rank of this process.
         ranks_on_node: Number of ranks of the run on this node, which share its object store.
-        block_mb: Maximum size of a block in MB; blocks of a small object store are smaller.
+        block_mb: Maximum size of a block in MB; blocks are smaller if the object store is small.
         limits: Number of actors, and the nodes that may have them.
         notify: Called with lines for the log.
-        must_yield: Returns whether another reservation waits for resources of the cluster.
+        must_yield: Returns whether another reservation waits for resources of the cluster. While it
+            does, the rank keeps only its minimum number of actors.
+
+    Returns:
+        An iterable of blocks, the output of `reader.read_block`. Close it to end the actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())
@@ -187,7 +191,11 @@ class ActorPool:
         return isinstance(error, ray.exceptions.RayError)
 
     def replace(self, worker: Any) -> None:
-        """Kill an actor that was lost; another one is started after a delay."""
+        """Kill an actor that was lost. Another one is started after a delay, unless it was surplus.
+
+        Args:
+            worker: The lost member of `workers`.
+        """
         ray.kill(worker.handle)  # it may be alive and unreachable
         if worker in self._retiring:
             self._retiring.remove(worker)
@@ -197,7 +205,11 @@ class ActorPool:
         self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
 
     def compute_here(self, item: int) -> Decoded:
-        """Decode a block in this process, because no actor does it in time."""
+        """Decode a block in this process, because no actor does it in time.
+
+        Args:
+            item: Number of the block.
+        """
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:
@@ -218,9 +230,11 @@ class ActorPool:
                 self._actors.append(self._start(now_s))
 
     def kill(self) -> None:
+        """Kill all actors at once, and start no further ones."""
         self.close()
 
     def close(self) -> None:
+        """Kill all actors at once, and start no further ones."""
         self._retry_s = float("inf")
         for actor in [*self._actors, *self._retiring]:
             ray.kill(actor.handle)

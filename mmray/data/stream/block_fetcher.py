@@ -17,10 +17,13 @@ Request = tuple[SamplePlan, list[np.ndarray]]
 
 
 class BlockFetcher:
-    """A thread of a data process; starts with the first request. Cheap to pickle.
+    """Fetches shuffle blocks into the cache of the node, in a background thread.
+
+    The thread starts with the first request. An instance is cheap to pickle; the copy has a thread
+    of its own.
 
     Args:
-        prepared: A set that has a cache.
+        prepared: A set or mixture that has a cache.
     """
 
     def __init__(self, prepared: PreparedSet | PreparedMixture) -> None:

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 class Decoded(NamedTuple):
-    """A decoded block; `crashed` is whether an image ended the child process that decoded it."""
+    """A decoded block.
+
+    Args:
+        block: Columns by name, as the `read_block` of a reader returns them.
+        crashed: Whether an image ended the child process that decoded it.
+    """
 
     block: Block
     crashed: bool  # an image ended the child process that decoded it

@@ -32,16 +32,18 @@ MAX_CRASHES = 5
 
 
 class LocalBlocks:
-    """The blocks of the only worker, in order; each has all rows of its steps.
+    """The blocks of the only worker of a run without Ray, decoded by child processes.
 
-    The pixels of a block are valid until the next one is requested: then a data process may
-    overwrite them. The processes start at once. Iterating raises ResourceError if they keep dying.
+    Iterating yields blocks in sample order, with the columns of `reader.read_block`. Each has all
+    rows of one or more steps. The pixels of a block are valid until the next one is requested: then
+    a data process may overwrite them. The processes start at once. Iterating raises ResourceError
+    if they keep dying.
 
     Args:
         reader: Reads and encodes rows of the training set.
-        start: The rows of each step, and the first step.
-        block_mb: Maximum size of a block in MB; a block may be a part of a step that one process
-            decodes at a time.
+        start: The sample plan, and the first step of the run in this attempt.
+        block_mb: About how many MB one process decodes at a time, limited to 8. This may be a part
+            of the rows of a step.
         num_processes: Number of data processes.
         warn: Called with a line for the log if a process died.
     """

@@ -38,17 +38,17 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
-    """Permute the numbers 0..size-1 pseudo-randomly: return the image of each index.
+    """Permute the numbers 0..size-1 pseudo-randomly, and return the new number of each index.
 
     It is a Feistel network over Z_a x Z_b with a * b >= size, so no permutation is stored.
 
     Args:
-        index: Indices below `size`, uint64 of any shape.
-        size: Number of elements; one for all indices, or uint64 in the shape of `index`.
-        shuffle_key: Key that selects the permutation, uint64 in the shape of `index`.
+        index: Indices below `size`, uint64 [P].
+        size: How many numbers are permuted; one for all indices, or uint64 [P].
+        shuffle_key: Key that selects the permutation of each index, uint64 [P].
 
     Returns:
-        uint64 in the shape of `index`. Different indices of one key and size have different images.
+        uint64 [P]. Different indices of one key and size get different numbers.
     """
     return _cycle_walk(_feistel, index, size, shuffle_key)
 
@@ -253,13 +253,13 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
     """Spread the rows of each set of a mixture evenly over an epoch.
 
     Args:
-        components: The sets, with their number of rows per epoch, `per_epoch`.
-        positions: Positions in the epoch, int64 of any shape.
+        components: The sets; `per_epoch` is how many positions of an epoch each of them fills.
+        positions: Positions in the epoch, int64 of any shape, below the sum of `per_epoch`.
 
     Returns:
-        int64 in the same shape: indices in a list of the epoch in which the `per_epoch` rows of the
-        first set come first, then those of the next. Positions that follow each other take rows of
-        the sets in proportion.
+        int64 in the same shape. Index i below the `per_epoch` of the first set is its i-th row of
+        the epoch; the indices of the next set follow. Any range of positions has about the same
+        proportions of the sets.
     """
     epoch_index = np.empty(positions.size, np.int64)
     remaining = np.arange(positions.size)
@@ -282,6 +282,9 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
 class SamplePlan:
     """The rows of each step of a run at one world size.
 
+    A position counts the rows that a run takes, over all workers and through all epochs: position p
+    is in step p // global_rows and in epoch p // num_rows.
+
     Args:
         num_rows: Rows of an epoch.
         global_rows: Rows of a step, over all workers.
@@ -289,7 +292,7 @@ class SamplePlan:
         seed: Seed of the shuffle.
         steps: Steps of the run.
         shuffle: Whether rows are shuffled.
-        components: Sets of a mixture; their `per_epoch` add up to `num_rows`.
+        components: Sets of a mixture; their `per_epoch` add up to `num_rows`. Empty for one set.
         block_shuffle: Shuffle of blocks of adjacent rows; None: full shuffle.
     """
 
@@ -329,25 +332,28 @@ class SamplePlan:
         return np.where(index < self.global_rows, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return which rows of the set some positions take.
+        """Return which row of the set each position takes.
 
         Args:
-            positions: Positions in the run, int64 [P], or PADDING.
+            positions: Positions in the run, int64 [P]; PADDING (-1) for none.
 
         Returns:
-            Row numbers in the set, int64 [P]; PADDING is unchanged.
+            Row numbers int64 [P], PADDING for PADDING. The rows of a mixture are numbered set by
+            set.
         """
         return self.row_ids_and_pass_indices_at(positions)[0]
 
     def row_ids_and_pass_indices_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows of the set some positions take, and how often each was seen before.
+        """Return which row of the set each position takes, and how often that row was taken before.
 
         Args:
-            positions: Positions in the run, int64 [P], or PADDING.
+            positions: Positions in the run, int64 [P]; PADDING (-1) for none.
 
         Returns:
-            Row numbers in the set, int64 [P], PADDING for PADDING. And how often each row was seen
-            before its position, int64 [P], 0 for PADDING; it seeds augmentation.
+            - Row numbers int64 [P], PADDING for PADDING. The rows of a mixture are numbered set by
+              set.
+            - How often each row was taken before its position, int64 [P], 0 for PADDING. It seeds
+              the augmentation.
         """
         known = np.maximum(positions, 0)
         epoch, index = np.divmod(known, self.num_rows)

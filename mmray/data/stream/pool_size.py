@@ -16,14 +16,15 @@ SHRINK_WINDOW_S, SHRINK_SHARE, SHRINKAGE = 60.0, 0.01, 0.25
 
 @dataclass(frozen=True)
 class DecoderLimits:
-    """The decode actors of a rank.
+    """How many decode actors a rank may have, and on which nodes.
 
     Attributes:
-        reserved: Actors on the rank's node without CPUs of their own, because the rank's
-            reservation has them.
-        minimum: Actors from the start.
-        maximum: Actors at most.
-        label_selector: Nodes that may have actors with a CPU of their own.
+        reserved: Number of actors on the rank's node without CPUs of their own, because the rank's
+            reservation has them. Further actors have a CPU each.
+        minimum: Number of actors at the start, and the least.
+        maximum: Largest number of actors.
+        label_selector: Labels of the nodes that may have actors with a CPU of their own, such as
+            {"mmray/role": "data"}; {}: any node.
     """
 
     reserved: int
@@ -66,12 +67,15 @@ class PoolSize:
     def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
         """Choose the target again.
 
+        The target grows if the rank has waited for more than 5 % of the last 5 s, and shrinks if it
+        has waited for less than 1 % of a longer time.
+
         Args:
             now_s: The present time, of the same clock as before.
             waited_s: Seconds that the rank has waited for blocks since its start.
-            num_running: Number of processes that have started. Further ones are requested only if
-                all requested ones run.
-            must_yield: Another run waits for resources: give back all processes above the minimum.
+            num_running: Number of processes that have started. The target does not grow before all
+                requested processes run.
+            must_yield: Whether another run waits for resources. If so, the target is the minimum.
         """
         if must_yield:
             self.target = self._minimum

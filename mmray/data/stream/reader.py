@@ -38,7 +38,12 @@ T = TypeVar("T")
 
 
 class DecodedImage(NamedTuple):
-    """Pixels uint8 [3, S, S] of a row, and (width, height) of its image before the transform."""
+    """The decoded image of a row.
+
+    Args:
+        pixels: uint8 [3, S, S], after the transform to the model's image side S.
+        image_size: (width, height) of the upright image before the transform.
+    """
 
     pixels: np.ndarray
     image_size: tuple[int, int]
@@ -164,11 +169,12 @@ class RowReader(SetReader):
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
-            - `image` uint8 [R, 3, S, S].
-            - `input_ids` int32 [R, T] and `num_tokens` int32 [R].
+            - `image` uint8 [R, 3, S, S], for the image side S of the model.
+            - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
             - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
             - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Of generative models also `loss_mask` bool [R, T] and `image_pos` int32 [R].
+            - Of generative models also `loss_mask` bool [R, T], True for tokens to predict, and
+              `image_pos` int32 [R], the index of the image token.
             - The columns of data/columns.py that the model's inputs ask for, such as `boxes`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)

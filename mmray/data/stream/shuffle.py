@@ -55,12 +55,16 @@ def resolve_block_shuffle(
 
     Args:
         data: The `data` section.
-        sets: The training sets of the run.
+        sets: The training sets of the run, one or those of its mixture.
         global_rows: Rows of a step, over all workers.
         num_workers: Largest number of workers.
 
     Returns:
         The block shuffle; None for a full shuffle, and without a shuffle.
+
+    Raises:
+        UsageError: A set only refers to its images, so the folder `data.local_cache` cannot cache
+            it.
     """
     if not data.shuffle:
         return None
@@ -138,7 +142,8 @@ def with_local_cache(
         shuffle: The block shuffle of the run, whose blocks are cached; None: a full shuffle.
 
     Raises:
-        UsageError: The set only refers to its images, and `data.local_cache` is set.
+        UsageError: The set only refers to its images, so the folder `data.local_cache` cannot cache
+            it. With `auto` it is not cached.
     """
     if not _is_cached(data, prepared) or isinstance(prepared.folder, Path):
         return prepared

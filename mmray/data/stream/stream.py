@@ -15,12 +15,15 @@ from mmray.ordered_map import OrderedMap, Pool
 
 
 class RankBlocks:
-    """Iterates the blocks of a rank, in order, each until the next one is requested.
+    """Iterates the blocks of a rank in sample order.
+
+    A block has the columns that the reader of the BlockDecoder returns. Iterating raises the errors
+    of the decoder.
 
     Args:
         blocks: The positions of each block of all ranks.
         rank: The rank whose blocks are iterated.
-        pool: Processes that run a BlockDecoder. It is closed with the stream.
+        pool: Processes that run a BlockDecoder on numbers of blocks. It is closed with the stream.
         late_s: Seconds after which a block is requested from another process too; None: never.
     """
 

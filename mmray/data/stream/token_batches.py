@@ -26,20 +26,25 @@ def assign_rows(
     padded: bool = False,
     ranks_per_group: int | None = None,
 ) -> Assignment:
-    """Return the rows of each micro-batch of each rank: each row once, in ascending order.
+    """Divide the rows of a step into micro-batches of similar numbers of tokens for all ranks.
 
-    The number of micro-batches is the smallest for which the rows fit. The micro-batches with the
-    same index have similar sizes on all ranks, and so have the sums of the ranks. A micro-batch may
-    be empty.
+    All ranks get the same number of micro-batches, the smallest for which the rows fit.
+    Micro-batches with the same index have similar sizes on all ranks, and the totals of the ranks
+    are similar too. A micro-batch may be empty.
 
     Args:
-        num_tokens: int [R], the tokens of each row of a step; 0 for a row that is not used.
+        num_tokens: Tokens of each row of a step, int [R]; 0 for a row that is not used.
         world_size: Number of ranks.
-        max_tokens: Most tokens of a micro-batch.
-        padded: Whether rows are padded to the longest of the micro-batch, so that its size is
-            rows x longest; otherwise they are packed.
-        ranks_per_group: Ranks that share the columns of the step that `SamplePlan.positions` gives
-            to them, such as the ranks of a node whose cache has these rows; None: all ranks.
+        max_tokens: Maximum number of tokens of a micro-batch.
+        padded: Whether rows are padded to the longest of the micro-batch, so that its size is its
+            number of rows x the longest. Otherwise they are packed, and the size is their sum.
+        ranks_per_group: Number of consecutive ranks that divide their consecutive rows of the step
+            among themselves, such as the ranks of a node whose cache has these rows; None: all
+            ranks.
+
+    Returns:
+        For each rank a list with the rows of each micro-batch: indices into `num_tokens`, int64 in
+        ascending order. Each row is in one micro-batch.
 
     Raises:
         DataError: A row has more than `max_tokens`.
@@ -151,16 +156,22 @@ def _deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan(SamplePlan):
-    """The rows of each step, rank and micro-batch by tokens; steps have the rows of a SamplePlan.
+    """A sample plan whose micro-batches are limited by tokens, not by a number of rows.
+
+    Each step has the same rows as with a SamplePlan, but `assign_rows` divides them among the
+    ranks.
 
     Args:
-        num_tokens: Tokens of each row of the set, uint32 [num_rows], from `token_counts`; of a
-            mixture, set by set.
+        num_tokens: Tokens of each row of the set, uint32 [rows of the set]; of a mixture, set by
+            set.
         max_row_tokens: Rows with more tokens are not used: they count as 0 tokens.
         max_tokens: `batch.tokens`, the maximum number of tokens of a micro-batch.
         padded: Whether rows are padded to the longest of the micro-batch; otherwise they are
             packed.
-        ranks_per_group: Ranks that share their rows of a step, such as those of a node; None: all.
+        ranks_per_group: Number of consecutive ranks that divide their rows of a step among
+            themselves, such as the ranks of a node; None: all ranks.
+
+    The other arguments are those of SamplePlan.
     """
 
     num_tokens: np.ndarray = field(compare=False)

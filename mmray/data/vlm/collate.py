@@ -30,15 +30,19 @@ RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 class RowCollator:
-    """Builds micro-batches of a model from encoded rows.
+    """Builds the inputs of a vision-language model for the rows of a micro-batch.
 
     Args:
         family: Names and layouts of the model's inputs.
-        image_token_id: Token id that image features replace.
+        image_token_id: ID of the token whose embedding is replaced by a feature of an image.
         dummy: Row with an image and without targets, appended to a micro-batch without images. So
-            the vision encoder runs in each, its gradient is zero, and no rank waits for another.
-        packed: Put rows end to end in one sequence; False: pad them on the right.
-        rope_index: Computes the positions of a row, for models with several planes of them.
+            the vision encoder runs in each micro-batch and no rank waits for another. Its gradient
+            is zero.
+        packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
+            right.
+        rope_index: Computes the positions int64 [3, T] (time, height, width) of one row from its
+            token ids int64 [T] and its inputs of the vision encoder. None: positions are 0, 1, 2,
+            ...
     """
 
     def __init__(
@@ -56,21 +60,24 @@ class RowCollator:
         self.rope_index = rope_index
 
     def __call__(self, rows: Sequence[EncodedRow]) -> Batch:
-        """Return the model's inputs for rows in this order; without rows, those of the dummy.
+        """Return the model's inputs for some rows; without rows, those of the dummy row.
 
         Args:
-            rows: B encoded rows.
+            rows: Encoded rows. The dummy row is added if none has images, and then counts in B.
 
         Returns:
             - `input_ids` int64 [1, T] if packed, otherwise [B, T] padded on the right.
-            - `targets` int64 [N]: the tokens to predict, and `target_index` int64 [N]: the
-              positions in the flattened `input_ids` that predict them.
-            - `cu_seqlens` int32, only if packed: where each row starts, and the end of the last.
-            - `position_ids` int64 [1, T], or [4, B, T] with the planes text, time, height, width.
-              Only if packed or if the family has several planes.
+            - `targets` int64 [N]: the tokens to predict.
+            - `target_index` int64 [N]: the index in the flattened `input_ids` that predicts each
+              target.
+            - `cu_seqlens` int32 [B + 1], only if packed: the index of the first token of each row,
+              then T.
+            - `position_ids` int64, if packed or with `rope_index`: [1, T], counted from 0 in each
+              row. With `rope_index` [4, 1, T] if packed, otherwise [4, B, T]: the planes text,
+              time, height, width.
             - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
               tokens.
-            - The inputs of the vision encoder, such as `pixel_values`, of all rows together.
+            - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
         """
         rows = list(rows)
         if not any(row.images for row in rows):
@@ -154,16 +161,17 @@ def iter_row_batches(
 
     Args:
         blocks: Blocks of this rank's rows in sample order, from `ConversationReader.read_block`.
-        plan: The rows of each step.
+        plan: The sample plan, which has the number of rows of each step.
         first_step: The step of the first block.
-        rank: This rank.
-        micro_batch_size: Rows of a micro-batch; the last of a step may be smaller. A TokenPlan has
-            its own sizes.
+        rank: The global rank of this process.
+        micro_batch_size: Number of rows of a micro-batch; the last of a step may have fewer. Not
+            used with a TokenPlan, which has its own sizes.
         collate: Builds the inputs of a micro-batch.
 
     Yields:
-        A list of micro-batches: `key`, `label`, `valid`, `pos` and `num_tokens` [R] of its rows,
-        and the inputs of the model for the valid ones, as `RowCollator` returns them.
+        The micro-batches of one step. Each has `key`, `label` and `pos` int64 [R], `valid` bool [R]
+        and `num_tokens` int32 [R] of its R rows, and the inputs of the model for the valid rows
+        only, as `RowCollator` returns them. The iteration ends early if there are no more blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

@@ -39,7 +39,8 @@ class RowError(ValueError):
     """A row that the model cannot be trained on, which is then quarantined.
 
     Args:
-        reason: A short word, such as `tokens` (too many) or `image`.
+        reason: Short word: `messages` (no answer), `tokens` (too many), `image` (rejected by the
+            processor) or `images` (their number differs from the image parts).
         detail: A sentence for the user.
     """
 
@@ -51,12 +52,13 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """Inputs of one row.
+    """Inputs of one row of T tokens.
 
     Args:
         input_ids: int32 [T].
         loss_mask: bool [T], True for the assistant's tokens.
-        images: Inputs of the vision encoder by name, `pixel_values` uint8; empty without images.
+        images: Inputs of the vision encoder by name, as the processor returns them, such as
+            `pixel_values` (uint8, not normalized) and `image_grid_thw`. Empty without images.
     """
 
     input_ids: np.ndarray
@@ -111,8 +113,10 @@ class ProcessorEncoder:
 
     @property
     def digest(self) -> str:
-        """Hex digest of what determines the tokens of a row: tokenizer, chat template, and settings
-        of the processor.
+        """SHA-256 as hex of what determines the tokens of a row.
+
+        This is the version of transformers, the model type, the tokenizer, the chat template, and
+        the settings of the image processor.
         """
         parts = (
             version("transformers"),
@@ -126,11 +130,11 @@ class ProcessorEncoder:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def encode(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
-        """Encode one row for training.
+        """Encode one row for training. Special tokens in the texts of its messages are removed.
 
         Args:
-            messages: {"role", "content"}, where content is a text or a list of parts {"type":
-                "image"} and {"type": "text", "text": "..."}.
+            messages: Messages {role, content}. content is a text or a list of parts
+                {"type": "image"} and {"type": "text", "text": "..."}.
             images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
 
         Returns:
@@ -138,7 +142,7 @@ class ProcessorEncoder:
 
         Raises:
             RowError: The row has no answer, too many tokens, or images that do not match its image
-                parts.
+                parts or that the processor rejects.
             UsageError: The chat template does not determine which tokens are the assistant's.
         """
         conversation = self._as_parts(messages)
@@ -162,16 +166,16 @@ class ProcessorEncoder:
         """Encode a conversation up to where the model generates the assistant's next message.
 
         Args:
-            messages: {"role", "content"}, where content is a text or a list of parts {"type":
-                "image"} and {"type": "text", "text": "..."}.
+            messages: Messages {role, content}. content is a text or a list of parts
+                {"type": "image"} and {"type": "text", "text": "..."}.
             images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
 
         Returns:
             Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The
-            length is not limited.
+            number of tokens is not limited.
 
         Raises:
-            RowError: The images do not match the image parts, or the processor refuses one.
+            RowError: The images do not match the image parts, or the processor rejects one.
         """
         conversation = self._as_parts(messages)
         _check_images(conversation, images)
@@ -193,11 +197,11 @@ class ProcessorEncoder:
         return self.encode_prompt([{"role": "user", "content": [{"type": "image"}]}], [blank])
 
     def count_tokens(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of a row without reading its pixels.
+        """Return the number of tokens of a row, as `encode` has, from the sizes of its images.
 
         Args:
-            messages: {"role", "content"}, where content is a text or a list of parts {"type":
-                "image"} and {"type": "text", "text": "..."}.
+            messages: Messages {role, content}. content is a text or a list of parts
+                {"type": "image"} and {"type": "text", "text": "..."}.
             sizes: (width, height) in pixels of the image of each image part, in order.
         """
         text, _ = self._render(self._as_parts(messages))

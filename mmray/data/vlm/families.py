@@ -21,21 +21,22 @@ MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """How transformers represents the inputs of a `model_type`.
+    """How the models of transformers with one `model_type` represent their inputs.
 
     Args:
-        pixels: Layout of `pixel_values` of a row, whose first dimension can be concatenated:
-            `patches` [patches, channels x values], `images` [images or tiles, 3, H, W], `tiles`
-            [images, most tiles, 3, H, W], `row_tiles` [1, tiles, 3, H, W].
-        budget: Arguments of the image processor by `max_pixels` and `min_pixels`: `size`
-            (pixels of an image), `edge` (pixels of the longest edge), `tiles` (number of tiles),
-            or empty if the size of its images is fixed.
-        projector: Name suffixes of the modules between the vision encoder and the language model.
-        packable: Whether rows can be laid end to end in one sequence.
+        pixels: Layout of `pixel_values` of a row: `patches` [patches, channels x values], `images`
+            [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`
+            [1, tiles, 3, H, W].
+        projector: Names of the modules between the vision encoder and the language model. A
+            parameter belongs to the projector if a part of its dotted name is one of them.
+        budget: How the image processor limits the pixels of an image: `size` (pixels of an image),
+            `edge` (pixels of the longest edge), `tiles` (number of tiles); empty if its images have
+            a fixed size.
+        packable: Whether rows may be concatenated to one sequence.
         mrope: Whether positions have the planes time, height and width, of `get_rope_index`.
-        token_types: Name of the input that is 1 at image tokens, if the model needs one.
+        token_types: Name of the model input that is 1 at image tokens; empty if there is none.
         count_is_exact: Whether the processor computes the number of tokens of an image from its
-            size, and images of equal numbers have the same text.
+            size, and images with equal numbers have the same placeholder text.
     """
 
     pixels: str
@@ -130,13 +131,14 @@ def find_family(config: dict[str, Any], weights: str) -> Family:
 
 
 def is_packable(config: dict[str, Any], family: Family) -> bool:
-    """Return whether the rows of a model can be packed: full causal attention in all layers.
+    """Return whether rows may be packed: all layers of the model have full causal attention.
 
-    The function for packed rows (models/vlm/attention.py) has neither windows nor soft caps.
+    The attention function for packed rows (models/vlm/attention.py) supports neither sliding
+    windows nor soft caps.
 
     Args:
-        config: Content of the model's config.json.
-        family: Its family, from `find_family`.
+        config: Content of the model's config.json; `text_config` is read.
+        family: Its family, from `find_family`, which may exclude packing.
     """
     text = config.get("text_config") or {}
     layers = text.get("layer_types") or ()

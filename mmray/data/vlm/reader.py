@@ -76,13 +76,13 @@ class ConversationReader(SetReader):
         Args:
             plan: The sample order of the run.
             positions: Positions in the run, int64 [R]; PADDING for no row.
-            pixels: Not used; RowReader has it.
+            pixels: Not used, because rows have different sizes.
 
         Returns:
-            - `key`, `label` and `pos` int64 [R]: hash of the row key, label (-1: none) and
-              position.
+            - `key` int64 [R], the hash of the row key, 0 for a row that is not valid.
+            - `label` int64 [R], -1 for none; `pos` int64 [R], the positions.
             - `valid` bool [R]: False for padding and for a row that cannot be read or encoded.
-            - `num_tokens` int32 [R].
+            - `num_tokens` int32 [R], 0 for a row that is not valid.
             - `record` object [R]: the encoded row as bytes for `unpack_rows`; b"" if it is not
               valid.
         """
@@ -108,6 +108,9 @@ class ConversationReader(SetReader):
 
     def images_of(self, row: Row) -> list[Image.Image]:
         """Decode the images of a stored row.
+
+        Args:
+            row: A row with the bytes of its images.
 
         Returns:
             RGB images of PIL, in the order of `row.media`.
@@ -179,7 +182,10 @@ def _aligned(data: bytes) -> bytes:
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
-    """Return the encoded rows of a block from `ConversationReader.read_block`.
+    """Return the encoded rows of a block.
+
+    Args:
+        block: A block from `ConversationReader.read_block`; its column `record` is read.
 
     Returns:
         One entry per row, in order; None for a row that is not valid.

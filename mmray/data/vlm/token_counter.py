@@ -34,7 +34,10 @@ class ProcessorCounter:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of what determines the counts. Loads the processor."""
+        """SHA-256 as hex of what determines the counts: the processor and `question`.
+
+        Loads the processor on first use.
+        """
         digest = self._encoder(without_torch=False).digest
         return hashlib.sha256(f"{digest} {self.question}".encode()).hexdigest()
 
