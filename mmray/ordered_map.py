@@ -63,13 +63,25 @@ class Pool(Protocol[Item, Result]):
         """
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether the error means that a process was lost, not that its work failed."""
+        """Return whether an error means that a process was lost, not that its work failed.
+
+        Args:
+            error: The error of a future that `Worker.submit` returned.
+        """
 
     def replace(self, worker: Worker[Item, Result]) -> None:
-        """Start another process for a lost one. May raise to end the map."""
+        """Start another process for a lost one. May raise to end the map.
+
+        Args:
+            worker: The lost process.
+        """
 
     def compute_here(self, item: Item) -> Result:
-        """Compute an item in the caller's process, because no other process does it in time."""
+        """Compute an item in the caller's process, because no other process does it in time.
+
+        Args:
+            item: Argument of the work.
+        """
 
     def update(self, waited_s: float) -> None:
         """Start or end processes, depending on how long the caller waits for results.

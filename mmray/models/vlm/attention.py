@@ -32,7 +32,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each row of a packed sequence.
 
-    transformers calls it for each attention layer if `_attn_implementation` is PACKED_ATTENTION.
+    transformers calls it for each attention layer of the language model if `_attn_implementation`
+    is PACKED_ATTENTION.
 
     Args:
         module: The attention layer; not used.
@@ -40,7 +41,7 @@ def packed_attention(
         key: [1, key heads, T, D]; there may be fewer key heads than heads.
         value: [1, key heads, T, D].
         cu_seq_lens_q: int32 [R + 1], the index of the first token of each of R rows, and then T.
-        max_length_q: At least the tokens of the longest row.
+        max_length_q: At least the number of tokens of the longest row.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         dropout: Probability to drop an attention weight.
 

@@ -103,7 +103,10 @@ class Vlm(nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether the rows of a micro-batch are concatenated to one sequence, not padded."""
+        """Whether rows of a micro-batch are concatenated to one sequence, not padded.
+
+        Setting it selects the attention function. Collators that were built before are not changed.
+        """
         return self._packed
 
     @packed.setter
@@ -122,10 +125,10 @@ class Vlm(nn.Module):
         )
 
     def synthetic_batch(self, rows: int) -> Batch:
-        """Return a batch of artificial rows that need as much memory as rows can, for dry runs.
+        """Return a batch of artificial rows of the maximum length, for dry runs.
 
-        Each row has `model.inputs.max_tokens` tokens, up to 8 blank images of 512 x 512 pixels as
-        far as they fit, and every token but the first is a target.
+        Each row has `model.inputs.max_tokens` tokens. It has up to 8 blank images of 512 x 512
+        pixels, as far as they fit, and every token but the first is a target.
 
         Args:
             rows: Number of rows, R.
