@@ -33,6 +33,21 @@ _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, docto
 COMMANDS: dict[str, Callable[[Sequence[str], ConsoleReporter], int]] = {
     each.__name__: each for each in _FUNCTIONS
 }
+# Arguments of each command, for `mmray --help`.
+USAGE = {
+    "train": "[RECIPE] [--section.field value ...] [--print-config]",
+    "prepare": "SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] "
+    "[--check-contamination SET] ...",
+    "tune": "[RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]",
+    "evaluate": "RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] "
+    "[--json FILE]",
+    "export": "RUN OUT [--step N|best] [--interpolate SHARE], or --weights FILE OUT "
+    "[--model.SETTING VALUE ...]",
+    "report": "RUN [--out FILE]",
+    "runs": "[FOLDER] [--json FILE]",
+    "bench": "step|loader|strategies [--json FILE]",
+    "doctor": "[--address A] [--storage runs]",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,8 +97,8 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
     first = argv[0] if argv else "--help"
     if first in ("-h", "--help", "help"):
         console.log("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
-        for command in COMMANDS.values():
-            console.log(f"  {command.__doc__}")
+        for command, arguments in USAGE.items():
+            console.log(f"  mmray {command} {arguments}")
         console.log("  mmray --version\n  mmray --tyro-print-completion bash|zsh|tcsh")
         return 0
     if first == "--version":

@@ -78,7 +78,18 @@ class StrategiesCommand:
 
 
 def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray bench step|loader|strategies [--json FILE]"""
+    """Run a benchmark of the training step, the loader or the parallel strategies; print its rates.
+
+    Args:
+        argv: `step`, `loader` or `strategies`, and its arguments.
+        console: receives messages, progress and the table.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        UsageError: the benchmark is unknown or an argument is invalid.
+    """
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, (_, run) in BENCHES.items():

@@ -30,7 +30,15 @@ class DoctorCommand:
 
 
 def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray doctor [--address A] [--storage runs]"""
+    """Check this machine and the Ray cluster for problems, and print each with its fix.
+
+    Args:
+        argv: arguments after the command, such as `["--storage", "runs"]`.
+        console: receives a line per check.
+
+    Returns:
+        Exit status: 4 if there are errors, otherwise 0.
+    """
     command = parse_args(DoctorCommand, argv, "mmray doctor")
     from mmray.cluster.doctor import run_checks
 

@@ -62,8 +62,17 @@ class EvaluateWeightsCommand(_Options):
 
 
 def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...]
-    [--json FILE]
+    """Evaluate a checkpoint of a run, or pretrained weights, on held-out rows; print the metrics.
+
+    Args:
+        argv: arguments after the command, such as `["runs/clip", "--split", "test"]`.
+        console: receives messages, progress and tables.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MmrayError: an argument is invalid or the evaluation failed; has the exit status.
     """
     if weights := flag_values("--weights", argv):
         metrics, json_file = _evaluate_weights(weights[-1], argv, console)

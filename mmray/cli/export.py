@@ -47,8 +47,17 @@ class ExportWeightsCommand:
 
 
 def export(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray export RUN OUT [--step N|best] [--interpolate SHARE], or --weights FILE OUT
-    [--model.SETTING VALUE ...]
+    """Write the model of a run, or pretrained weights, to a folder for mmray.load or transformers.
+
+    Args:
+        argv: arguments after the command, such as `["runs/clip", "exported/clip"]`.
+        console: receives messages and progress.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MmrayError: an argument is invalid or the model cannot be loaded; has the exit status.
     """
     if weights := flag_values("--weights", argv):
         out = _export_weights(weights[-1], argv, console)

@@ -33,8 +33,17 @@ class PrepareCommand:
 
 
 def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination
-    SET] ...
+    """Convert a raw source of images and texts to a prepared set; with --dry-run only check it.
+
+    Args:
+        argv: arguments after the command, such as `["captions.jsonl", "prepared/my"]`.
+        console: receives messages and progress.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MmrayError: an argument is invalid or the source cannot be used; has the exit status.
     """
     command = parse_args(PrepareCommand, argv, "mmray prepare")
     if command.dry_run:

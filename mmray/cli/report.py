@@ -20,7 +20,18 @@ class ReportCommand:
 
 
 def report(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray report RUN [--out FILE]"""
+    """Write an HTML page about a run or a sweep, finished or not, and print its path.
+
+    Args:
+        argv: arguments after the command, such as `["runs/clip", "--out", "clip.html"]`.
+        console: receives the path of the page.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        UsageError: the folder is neither a run nor a sweep, or the page cannot be written.
+    """
     command = parse_args(ReportCommand, argv, "mmray report")
     from mmray.report.write import write_report  # importing Plotly takes a second
     from mmray.storage.paths import to_path

@@ -30,7 +30,18 @@ class RunsCommand:
 
 
 def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray runs [FOLDER] [--json FILE]"""
+    """List the runs and sweeps of a folder, the last active first, with their state and scores.
+
+    Args:
+        argv: arguments after the command, such as `["runs", "--json", "runs.json"]`.
+        console: receives the table.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        UsageError: the folder cannot be listed.
+    """
     command = parse_args(RunsCommand, argv, "mmray runs")
     from mmray.report.listing import list_runs
     from mmray.storage.paths import to_path

@@ -15,7 +15,20 @@ from mmray.version import VERSION
 
 
 def train(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray train [RECIPE] [--section.field value ...] [--print-config]"""
+    """Train a recipe with some settings changed, or resume its run, and print the scores.
+
+    With --print-config it prints the settings as YAML instead.
+
+    Args:
+        argv: arguments after the command, such as `["clip", "--train.steps", "10"]`.
+        console: receives messages and progress.
+
+    Returns:
+        Exit status: 0, or 130 if the run was stopped.
+
+    Raises:
+        MmrayError: an argument is invalid or the run failed; has the exit status.
+    """
     config, print_config = parse_config(argv, "train")
     if print_config:
         console.print_raw(to_yaml(config).rstrip())

@@ -61,8 +61,17 @@ class TuneCommand:
 
 
 def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray tune [RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value
-    ...]
+    """Find the fastest batch shape, or compare settings in trials, and print the best one.
+
+    Args:
+        argv: arguments after the command, such as `["clip", "--goal", "loss"]`.
+        console: receives messages and progress.
+
+    Returns:
+        Exit status: 0, or 130 if the sweep was stopped by the user.
+
+    Raises:
+        MmrayError: an argument is invalid or no trial could be ranked; has the exit status.
     """
     name, rest, print_config = split_args(argv)
     rest, listed = split_global_list(rest)
