@@ -44,11 +44,11 @@ _TRANSPOSITIONS = (
 _TRANSPOSE = {
     orientation: Image.Transpose[name] for orientation, name in enumerate(_TRANSPOSITIONS, 2)
 }
-# PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
-# pixels.
 # Keywords of the texts of a PNG in which ImageMagick and Adobe store EXIF, and their maximum size.
 _ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 _MAX_ORIENTATION_TEXT = 65536
+# PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
+# pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
