@@ -2,6 +2,7 @@
 
 import pytest
 
+from mmray.config.data import FULL_SHUFFLE
 from mmray.data.store.prepared_set import MixtureComponent
 from mmray.errors import UsageError
 from mmray.training.driver import train
@@ -38,7 +39,7 @@ def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
     ready = resolve_run(config(sets, tmp_path, "r"), Silent())
     assert ready.data_identity["num_rows"] == 42 and ready.data_identity["train"] == sets
     assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
-    assert ready.config.data.shuffle_shape == (1, 1)
+    assert ready.config.data.shuffle_blocks == FULL_SHUFFLE
     again = resolve_run(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
     assert again.data_identity["num_rows"] == 38
     assert again.data_identity["fingerprint"] != ready.data_identity["fingerprint"]

@@ -308,7 +308,7 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(tmp_path, monkeypa
     outcome = train_rungs(corners[2], plan, 0, 1, runs.Silent(), lambda result: None)
     assert (
         outcome.status == "infeasible"
-        and ("4 training workers of 1 CPU and 1 GPU each") in outcome.error
+        and "4 training workers of 2 CPU and 1 GPU each" in outcome.error
     )
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
         prepare_data(corners[2:], "throughput", runs.Silent())

@@ -107,6 +107,7 @@ def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_pa
     log = MetricsLog(tmp_path, notify=lambda _, text: messages.append(text))
     log.write({"step": 1, "train/loss": 1.0})
     log.flush()
+    log._events.flush()  # TensorBoard's own thread writes the first line
     writer = log._events._get_file_writer().event_writer._async_writer
     writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
     for step in (2, 3):
