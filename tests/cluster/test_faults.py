@@ -159,7 +159,7 @@ def test_stopped_data_actor_is_named_and_the_rank_decodes_itself(
     """The only decode actor is stopped for good; max_failures is 0."""
     nodes.reset([(4, 2)])
     monkeypatch.setattr(backend, "RowReader", StoppingReader)
-    monkeypatch.setattr(monitor, "DATA_WAIT_LOG_S", 2.0)
+    monkeypatch.setattr(monitor, "DATA_WAIT_LOG_S", 0.5)
     reporter, cluster = Silent(), {"workers": 1, "max_failures": 0}
     outcome = train(settings(data, tmp_path, "stopped", nodes, steps=14, cluster=cluster), reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)

@@ -28,7 +28,7 @@ RANDOM_KILLS = int(os.environ.get("MMRAY_TEST_KILLS", "20"))
 def process_role(command):
     """Return the title of a Ray worker without its method, or the name of another program."""
     title = command[0] if command else ""
-    if title.startswith("ray::DecodeActor("):
+    if title.startswith("ray::DecodeActor"):
         return "stream actor"
     return (
         re.split(r"[.(]", title.removeprefix("ray::"))[0]

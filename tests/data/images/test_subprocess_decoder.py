@@ -195,7 +195,8 @@ def test_contamination_check_survives_crashing_images(tmp_path, monkeypatch, loc
 
 @ray.remote(num_cpus=0)
 def consume(reader, plan):
-    with patch.object(actors, "DecodeActor", CrashingActor):
+    # The rank decodes, too, until a lost actor is replaced.
+    with decoder_dies(), patch.object(actors, "DecodeActor", CrashingActor):
         start, limits = ResumePoint(plan, 0), DecoderLimits(1, 1, 1)
         blocks = actors.rank_blocks(reader, start, 0, 1, 0.01, limits, print)
         with closing(blocks):
