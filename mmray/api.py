@@ -131,6 +131,9 @@ def train(
 ) -> Run:
     """Train a recipe, or resume its run.
 
+    An unfinished run of the same recipe and settings in the folder `run.storage` is resumed.
+    Otherwise a new run is started; another `run.name` always starts one.
+
     Args:
         recipe: name of a recipe, YAML file, or config.
         reporter: receives messages and progress; None: they are shown.

@@ -54,12 +54,13 @@ class Pool(Protocol[Item, Result]):
         """
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of submitted items without an iterated result on one node.
+        """Return how many results may occupy the memory of a node at a time.
 
-        The memory of the node has their results.
+        This bounds the items that its workers compute or have computed, until their results are
+        iterated.
 
         Args:
-            node: ID of the node, as in `Worker.node`.
+            node: ID of the node of a worker, such as the ID of a node of Ray.
         """
 
     def is_loss(self, error: BaseException) -> bool:

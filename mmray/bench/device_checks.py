@@ -110,7 +110,7 @@ def spec_of(
     """Return a training run of a tiny model, with the same initial weights on each device.
 
     Args:
-        kind: A key of MODELS, which has the model and its objective.
+        kind: A key of MODELS, which has the model and its objective, such as `clip`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         plan: Number of steps and rows.

@@ -94,7 +94,8 @@ def synchronize(device: torch.device) -> None:
 def ddp(device: torch.device) -> dict[str, float]:
     """Check that accumulated gradients of DDP equal those of the module alone.
 
-    Requires the process group that `process_group` starts.
+    Call `process_group(device)` first: it starts a group of this process alone, with NCCL on a GPU
+    and Gloo on a CPU.
 
     Args:
         device: The device to check.

@@ -447,7 +447,11 @@ class SavedBytes:
         self._bytes = self.peak = 0
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the tensors that autograd saves are counted."""
+        """Return a context manager that adds the bytes of tensors that autograd saves inside it.
+
+        They are subtracted when their graph is freed; `peak` is the largest sum so far. It yields
+        nothing, and may be entered again.
+        """
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def _pack(self, tensor: Tensor) -> _Saved:

@@ -50,8 +50,8 @@ class Matching(RowLoss):
 
         Returns:
             The loss sum over the valid rows, a scalar in at least float32; their number, an int64
-            scalar; and `match_accuracy`: half the number of correct decisions, of which a row has
-            two.
+            scalar; and `match_accuracy`: half the number of correct decisions. A row has two, its
+            own caption and the negative one; without a negative caption the second counts as wrong.
         """
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]

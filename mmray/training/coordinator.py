@@ -30,8 +30,9 @@ class Coordinator:
         """Store a message of a worker for the driver.
 
         Args:
-            message: Keys such as `step` (a line of metrics), `stage`, `phase`, or `note` and
-                `label`.
+            message: One of: a line of metrics (with `step`); {"stage": title} of the start;
+                {"phase": title} of long work between two steps; {"note": text, "label": word}, a
+                line for the console; or {"batch_shape": BatchShape} that the dry run chose.
         """
         self._messages.append(message)
 
@@ -60,8 +61,9 @@ class Coordinator:
         """Store the heartbeat of a rank, and return the requests of the driver.
 
         Args:
-            record: Fields of HeartbeatRecord without `age_s`; with the key `ended`, the rank is
-                removed.
+            record: `rank`, `node` (its ID), `pid`, `started_s` (of the process, since the epoch),
+                `step`, `progress` (a counter), `state`, `where` (file:line) and `in_collective`
+                (bool); with {"ended": True} the rank is removed.
 
         Returns:
             Three flags: a stop is requested, stacks are requested, and CPUs that the run can do

@@ -97,7 +97,7 @@ class TextEncoder:
         self.special_tokens = [token.content for token in added.values() if token.special]
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a stored row as this model encodes them.
+        """Return the captions of a stored row, unchanged; `encode` then truncates them.
 
         Args:
             row: A row of a prepared set; `texts` are its captions.
