@@ -58,8 +58,9 @@ from mmray.tuning.trials import (
 def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
     """Run or resume a sweep, and return its record.
 
-    An unfinished sweep of the recipe with the same space, goal and rungs in the folder `run.storage`
-    is resumed; otherwise a new one is started. A trial that fails does not end the sweep; its row has the reason.
+    An unfinished sweep of the recipe with the same space, goal and rungs in `run.storage` is
+    resumed; otherwise a new one is started. A trial that fails does not end the sweep; its row has
+    the reason.
 
     Args:
         request: Recipe (`base`, which also has the folder), search space, goal, training length and
