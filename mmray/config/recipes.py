@@ -235,7 +235,30 @@ def llava() -> Config:
     )
 
 
-_FUNCTIONS = (sample, sample_vlm, resnet50_bert, clip, clip_scratch, siglip, fusion, llava)
+def vlm() -> Config:
+    """Fine-tune Qwen2.5-VL (3B), or another `model.weights`, on conversations with images.
+
+    The vision encoder is frozen. Each worker takes micro-batches of at most 8,192 tokens.
+    """
+    return Config(
+        recipe="vlm",
+        model=Vlm(weights="Qwen/Qwen2.5-VL-3B-Instruct"),
+        objective=Objective(kind="language_modelling"),
+        batch=Batch(global_=128, tokens=8192),
+        optimizer=Optimizer(
+            lr=1e-5, warmup_steps=100, weight_decay=0.0, betas=(0.9, 0.999), freeze=("vision",)
+        ),
+        train=Train(
+            epochs=1,
+            log_every=10,
+            checkpoint_every=500,
+            activation_checkpointing=("language",),
+        ),
+        evaluate=Evaluate(every=500, batch=16),
+    )
+
+
+_FUNCTIONS = (sample, sample_vlm, resnet50_bert, clip, clip_scratch, siglip, fusion, vlm, llava)
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS
 }
