@@ -179,8 +179,10 @@ def test_actors_of_two_ranks_that_are_killed_cost_no_row(local_ray, reader):
     ]
     (first, notes), (second, more_notes) = ray.get(ranks)
     assert [one + two for one, two in zip(first, second, strict=True)] == expected(plan)
+    # An actor may be killed before it has started. One that had no block is missed later.
+    texts = ("died and was restarted", "did not start")
     notes += more_notes
-    assert len(notes) == 2 and all("died and was restarted" in note for note in notes)
+    assert notes and all(any(text in note for text in texts) for note in notes), notes
 
 
 class FailingReader(RowReader):
