@@ -167,6 +167,9 @@ class OrderedMap(Generic[Item, Result]):
             head = self._entries[0]
             done = head.result()
             if done is not None:
+                error = done.exception()
+                if error is not None and self._pool.is_loss(error):
+                    continue  # the process was lost after `_remove_lost`
                 self._entries.popleft()
                 return done.result()
             if self._is_late(head, start_s) and not self._submit_again(head):

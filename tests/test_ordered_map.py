@@ -184,3 +184,25 @@ def test_stalled_workers_are_not_awaited_for_each_item():
     assert run(pool, 40, late_s=0.3) == [number**2 for number in range(40)]
     assert time.monotonic() - start_s < 3 and len(pool.computed_here) == 36
     release.set()
+
+
+def test_process_lost_between_two_checks_is_replaced():
+    """Its item fails after lost items were removed, and before the next result is read."""
+
+    class LosingPool(ThreadPool):
+        iterates = False
+
+        def node_limit(self, node):
+            if self.iterates:
+                first.lose()
+            return 1
+
+    def is_stopped(item, careful):
+        time.sleep(0.3)
+
+    first = ThreadWorker(is_stopped)
+    pool = LosingPool([first], replacement=lambda: ThreadWorker(square))
+    with closing(OrderedMap(pool, range(5))) as results:
+        pool.iterates = True
+        assert list(results) == [0, 1, 4, 9, 16]
+    assert first.taken == [0] and first not in pool.workers
