@@ -7,7 +7,6 @@ only has captions has all of them as reference answers to the same question.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
 from mmray.evaluation.answers import anls, exact_match, vqa_accuracy
 from mmray.evaluation.evaluator import Group, eval_mode
-from mmray.evaluation.generation import caption_scores
+from mmray.evaluation.generation import caption_scores, gather_sorted
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -206,13 +205,7 @@ class ConversationEvaluator:
                     for reference, answer in zip(references, answers, strict=True)
                 ]
             self.on_rows(len(part))
-        lines = "".join(json.dumps(result) + "\n" for result in results).encode()
-        gathered = group.all_gather_variable(
-            torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
-        )
-        results = sorted(
-            json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line
-        )
+        results = gather_sorted(results, group)
         if not results:
             return {}
         return answer_scores(

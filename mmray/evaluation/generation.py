@@ -117,6 +117,23 @@ def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
     )
 
 
+def gather_sorted(results: list[Any], group: Group) -> list[Any]:
+    """Return the results of all ranks, sorted; a collective call.
+
+    Args:
+        results: JSON values of this rank, such as [row number, answer, reference texts].
+        group: The ranks.
+
+    Returns:
+        The values of all ranks, equal on all ranks; tuples become lists.
+    """
+    lines = "".join(json.dumps(result) + "\n" for result in results).encode()
+    gathered = group.all_gather_variable(
+        torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
+    )
+    return sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)
+
+
 @torch.no_grad()
 def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
     """Generate an answer for each row and compare it with the texts of the row; a collective call.
@@ -140,13 +157,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, f
         )
         references = [texts for _, texts in prompts]
         results += zip([row for row, _ in readable], answers, references, strict=True)
-    lines = "".join(json.dumps(row) + "\n" for row in results).encode()
-    gathered = group.all_gather_variable(
-        torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
-    )
-    results = sorted(
-        json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line
-    )
+    results = gather_sorted(results, group)
     if not results:
         return {}
     scores = caption_scores(

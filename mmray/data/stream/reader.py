@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -58,6 +58,9 @@ class SetReader:
         prepared: The set or mixture.
         max_pixels: Maximum width x height of an image.
     """
+
+    # Errors of a row that cannot be used; they have a `reason` and a `detail`.
+    row_errors: ClassVar[tuple[Any, ...]] = (BadImage,)
 
     def __init__(self, prepared: PreparedSet | PreparedMixture, max_pixels: int) -> None:
         self.prepared = prepared
@@ -109,6 +112,40 @@ class SetReader:
         in_first_window = bool(positions.min() < self.first_fetched)
         self.fetcher.request(plan, positions, in_first_window)
         return not in_first_window
+
+    def check_row(self, row: Row) -> None:
+        """Check whether a stored row can be used; images are decoded in a child process.
+
+        Args:
+            row: A stored row.
+
+        Raises:
+            Exception: One of `row_errors`.
+        """
+        raise NotImplementedError
+
+    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
+        """Read a row again that was not valid, and return why it cannot be used, for the
+        quarantine.
+
+        Args:
+            row_id: Number of the row in the set.
+
+        Returns:
+            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
+            `temporary` if nothing is wrong now.
+        """
+        try:
+            stored = self.prepared.read(np.array([row_id]))[0]
+        except (OSError, ValueError) as error:
+            return None, "unreadable", str(error)
+        try:
+            if not stored.checksum_ok:
+                return stored, "checksum", "the bytes differ from those that were prepared"
+            self.check_row(stored)  # in a child process: an image may have crashed a worker
+        except self.row_errors as error:
+            return stored, error.reason, error.detail
+        return stored, "temporary", "readable at the second attempt"
 
 
 class RowReader(SetReader):
@@ -217,29 +254,16 @@ class RowReader(SetReader):
             | columns
         )
 
-    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Read a row again that was not valid, and return why it cannot be used, for the
-        quarantine.
+    def check_row(self, row: Row) -> None:
+        """Check whether a stored row can be used; its image is decoded in a child process.
 
         Args:
-            row_id: Number of the row in the set.
+            row: A stored row.
 
-        Returns:
-            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
-            `temporary` if nothing is wrong now.
+        Raises:
+            BadImage: The row has not one image, or it cannot be decoded.
         """
-        try:
-            stored = self.prepared.read(np.array([row_id]))[0]
-        except (OSError, ValueError) as error:
-            return None, "unreadable", str(error)
-        try:
-            if not stored.checksum_ok:
-                return stored, "checksum", "the bytes differ from those that were prepared"
-            # the image may have crashed a worker
-            SubprocessDecoder().check(stored.image, self.max_pixels)
-        except BadImage as error:
-            return stored, error.reason, error.detail
-        return stored, "temporary", "readable at the second attempt"
+        SubprocessDecoder().check(row.image, self.max_pixels)
 
     def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
         """Return the model input of the image of a row.

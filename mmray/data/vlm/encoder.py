@@ -393,7 +393,7 @@ def _torch_hidden() -> Iterator[None]:
     """Scope in which transformers does not find torch, unless one of them was imported before.
 
     transformers imports torch whenever it is installed, which costs 600 MB in each data process.
-    It looks once, so other packages can import torch afterwards.
+    It checks once, so other packages can import torch afterwards.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield

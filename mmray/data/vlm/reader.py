@@ -43,6 +43,7 @@ class ConversationReader(SetReader):
 
     # A block has no column `image` of a fixed shape, which processes could share.
     pixel_shape: tuple[int, ...] | None = None
+    row_errors = (BadImage, RowError)
 
     def __init__(
         self, prepared: PreparedSet | PreparedMixture, spec: VlmConfig, max_pixels: int
@@ -139,31 +140,19 @@ class ConversationReader(SetReader):
         messages = conversations_of(row, self.question)[choice]
         return self.encoder.encode(messages, self.images_of(row))
 
-    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Read a row again that was not valid, and return why it cannot be used, for the
-        quarantine.
+    def check_row(self, row: Row) -> None:
+        """Check whether a stored row can be used; its images are decoded in a child process first.
 
         Args:
-            row_id: Number of the row in the set.
+            row: A stored row.
 
-        Returns:
-            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
-            `temporary` if nothing is wrong now.
+        Raises:
+            BadImage: An image cannot be decoded.
+            RowError: The model cannot be trained on the row.
         """
-        try:
-            stored = self.prepared.read(np.array([row_id]))[0]
-        except (OSError, ValueError) as error:
-            return None, "unreadable", str(error)
-        try:
-            if not stored.checksum_ok:
-                return stored, "checksum", "the bytes differ from those that were prepared"
-            for media in stored.media:
-                # The image may have crashed a worker.
-                SubprocessDecoder().check(media.data, self.max_pixels)
-            self.encode_row(stored)
-        except (BadImage, RowError) as error:
-            return stored, error.reason, error.detail
-        return stored, "temporary", "readable at the second attempt"
+        for media in row.media:
+            SubprocessDecoder().check(media.data, self.max_pixels)
+        self.encode_row(row)
 
 
 def _pack_row(row: EncodedRow) -> bytes:
