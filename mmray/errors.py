@@ -75,7 +75,8 @@ class OutOfMemoryError(TrainingError):
 
     Args:
         message: The message for the user.
-        retry_shape: The BatchShape to restart with; None: a restart does not help.
+        retry_shape: The BatchShape (with a smaller micro-batch) to restart with; None: a restart
+            does not help.
     """
 
     def __init__(self, message: str, retry_shape: Any = None):

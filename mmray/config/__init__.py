@@ -95,15 +95,17 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without values that would contradict settings which are given next.
+        """Return a copy without the settings that would contradict other settings, which are set
+        next.
 
-        The copy has no length if a length (`train.steps`, `samples` or `epochs`) is given. It has
-        no `batch.global` if `batch.micro` and `batch.accumulation` are given without it. It has no
-        `batch.micro` and `batch.accumulation` if `batch.tokens` is given without them. It has no
-        `batch.micro` of `auto` if only `batch.accumulation` is given.
+        These settings become None:
+        - `train.steps`, `train.samples` and `train.epochs` if one of them is given;
+        - `batch.global` if `batch.micro` and `batch.accumulation` are given without it;
+        - `batch.micro` and `batch.accumulation` if `batch.tokens` is given without them;
+        - a `batch.micro` of `auto` if `batch.accumulation` is given without `batch.micro`.
 
         Args:
-            given: Names of the given settings, such as `train.steps`.
+            given: Names of the settings that are set next, such as `train.steps`.
         """
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):

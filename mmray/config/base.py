@@ -96,7 +96,7 @@ def parse_weighted_sum(text: str) -> dict[str, float]:
 
     Raises:
         ValueError: A term is invalid, repeats a name, or has a weight that is not above 0. The
-            message is the term.
+            message of the error is the invalid term.
     """
     weights: dict[str, float] = {}
     for part in text.split(" + "):

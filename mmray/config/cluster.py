@@ -74,20 +74,22 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def min_workers(self) -> int:
-        """Smallest number of training workers: 1 of `workers` 1-4, 4 of 4."""
+        """Smallest number of training workers: 1 if `workers` is the range `1-4`, 4 if it is 4."""
         return parse_range(self.workers)[0]
 
     @property
     def max_workers(self) -> int:
-        """Largest number of training workers: 4 of `workers` 1-4; used for batch arithmetic."""
+        """Largest number of training workers: 4 if `workers` is the range `1-4` or the number 4."""
         return parse_range(self.workers)[1]
 
     def resolve_cpus(self, num_cores: int) -> float:
-        """Return the CPUs of each training worker.
+        """Return the number of CPUs of each training worker.
+
+        It is `cpus_per_worker`; if that is `auto`, the cores of a machine divided by the largest
+        number of workers, at least 1.
 
         Args:
-            num_cores: CPU cores of a machine, of which `cpus_per_worker` `auto` gives each worker
-                an equal share, at least 1.
+            num_cores: CPU cores of a machine.
         """
         return float(
             max(1, num_cores // self.max_workers)
@@ -107,11 +109,11 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def state_limits_s(self) -> dict[str, float]:
-        """Longest time in seconds without progress of a rank, by the state that its heartbeat
-        reports.
+        """Longest time in seconds that a rank may make no progress, by the state that it reports.
 
-        The states are `training`, `starting`, `first_step`, `evaluating`, `compiling`, `saving` and
-        `waiting_for_data`.
+        A training worker reports its state each second. A longer time counts as a hang, and the
+        workers are restarted. The states are `training`, `starting`, `first_step`, `evaluating`,
+        `compiling`, `saving` and `waiting_for_data`.
         """
         start_s = max(self.hang_timeout_s, self.start_timeout_s)
         return {
@@ -133,7 +135,8 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def first_heartbeat_s(self) -> float:
-        """Longest time in seconds to the first heartbeat of a worker.
+        """Longest time in seconds to the first heartbeat (report that a worker is alive) of a
+        worker.
 
         Until then its node starts, and the worker imports torch and joins the process group.
         """

@@ -273,7 +273,10 @@ class Data(Section, settings_prefix="data"):
     def block_shuffle(self) -> tuple[int, int, int] | None:
         """Lanes, rows per block and blocks per window of the block shuffle, such as (64, 1024, 4).
 
-        None if single rows are shuffled, or if `shuffle_blocks` is still `auto`.
+        A block is a range of adjacent rows of the set. The blocks of an epoch are permuted and
+        divided among lanes, each of which fills the same part of every global batch. In a lane, the
+        rows of a window of blocks are shuffled. None if single rows are shuffled, or if
+        `shuffle_blocks` is still `auto`.
         """
         if self.shuffle_blocks in ("auto", FULL_SHUFFLE):
             return None

@@ -240,15 +240,17 @@ class Model(Section, settings_prefix="model"):
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, each reason with a fix; empty if one can."""
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
+        """
         return []
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
         """Return functions that check the labels of the data against the classes of the model.
 
         Returns:
-            By column of labels in a batch, such as `label`: a function of a label (int) that
-            returns why the model has no class for it, or an empty string if it has one.
+            A function for each column of labels in a batch, such as `label`. It takes a label (int)
+            and returns why the model has no class for it; an empty string if the model has one.
         """
         return {}
 
@@ -330,10 +332,10 @@ class TowerModel(EmbeddingModel):
     )
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, such as a depth that the image size does not
-        allow.
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
 
-        Each reason has a fix; empty if one can be built.
+        An example is a depth of the image tower that the image size does not allow.
         """
         text = _pretrained_reasons("model.text.weights", self.text.weights)
         return (
@@ -408,9 +410,10 @@ class Fusion(TowerModel):
     )
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, also for its cross-attention layers.
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
 
-        Each reason has a fix; empty if one can be built.
+        The cross-attention layers are checked too.
         """
         return super().unsupported_reasons() + _head_reasons(self.cross)
 
@@ -418,9 +421,9 @@ class Fusion(TowerModel):
         """Return functions that check the labels of the data against the classes and region names.
 
         Returns:
-            `label` if `classes` is set, and `box_labels` if regions have names: a function of a
-            label (int) that returns why the model has no class for it, or an empty string if it has
-            one.
+            A function for the column `label` if `classes` is set, and one for `box_labels` if
+            regions have names. It takes a label (int) and returns why the model has no class for
+            it; an empty string if the model has one.
         """
         checks: dict[str, Callable[[int], str]] = {}
         if self.classes:
@@ -474,7 +477,8 @@ class HfModel(Model):
         return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, each reason with a fix; empty if one can.
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
 
         Without weights the number of heads must divide the width, and patches must tile the image.
         """
@@ -621,8 +625,9 @@ class Vlm(Model):
         return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
-        """Return that `weights` must be set, because a `vlm` has no architecture without; empty if
-        it is set.
+        """Return a sentence that `weights` must be set, in a list; [] if it is set.
+
+        A `vlm` takes its architecture from the weights.
         """
         if self.weights == "none":
             return [

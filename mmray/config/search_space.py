@@ -69,8 +69,10 @@ class Space:
 
     @property
     def num_trials(self) -> int:
-        """Number of configurations of a sweep; without ranges at most all combinations of listed
-        values.
+        """Number of configurations that a sweep tries.
+
+        It is `num_samples`; without ranges at most the number of combinations of the listed values,
+        and all of them if `num_samples` is None.
         """
         grid = math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
         if self.num_samples is None:
@@ -111,8 +113,9 @@ class Space:
         """Return the combinations of all listed values and both ends of each range.
 
         Returns:
-            Value by setting of each combination, at most MAX_CORNERS. The last setting changes
-            fastest.
+            Value by setting of each combination, such as [{"batch.micro": 8, "optimizer.lr":
+            1e-05}, ...]. The last setting changes fastest. Only the first MAX_CORNERS (1000) are
+            returned.
         """
         values = [
             (axis.low, axis.high) if isinstance(axis, Range) else axis

@@ -38,7 +38,7 @@ def quarantine_bad_rows(
 ) -> Iterator[Block]:
     """Yield the blocks unchanged; write rows that could not be read to the run's quarantine.jsonl.
 
-    Each row is written and counted once, over all ranks, epochs and attempts.
+    Each row is written and counted once, over all ranks, epochs and restarts of the workers.
 
     Args:
         blocks: Arrays of rows by column: `pos` int64 [R], the position in the sample order, -1 for
@@ -47,7 +47,7 @@ def quarantine_bad_rows(
         config: Settings of the run.
         folder: Folder of the run.
         reader: Reads the training set; it returns why a row cannot be read.
-        plan: The sample order, from positions to row ids.
+        plan: The sample order: which row (its number in the set) is at which position.
         count_bad_row: Called with a row id; returns how many bad rows the run has so far, or 0 if
             this one was counted before.
 
@@ -96,9 +96,9 @@ def _check_labels(block: Block, config: Config) -> None:
 
 
 def load_bad_rows(folder: AnyPath) -> set[int]:
-    """Return the row ids in the run's quarantine.jsonl; empty without the file.
+    """Return the numbers of the rows in the run's quarantine.jsonl; empty without the file.
 
-    Truncated lines are ignored.
+    A row's number is its index in the training set. Truncated lines are ignored.
 
     Args:
         folder: Folder of the run.

@@ -18,6 +18,9 @@ class BatchShape:
 
     The global batch size is fixed for a run. The micro-batch size may change with the memory and
     with the number of workers; each method returns the changed shape.
+
+    With `auto`, the largest micro-batch that fits into memory is searched before the first step.
+    `micro_tokens` is the most tokens of a micro-batch if `batch.tokens` is set, otherwise None.
     """
 
     global_batch_size: int
@@ -44,8 +47,9 @@ class BatchShape:
     def with_world_size(self, world_size: int) -> BatchShape:
         """Return the shape for another number of workers, with the same global batch size.
 
-        With `auto` the micro-batch size becomes all rows of a rank, the upper limit of the search;
-        otherwise it shrinks only if a rank has fewer rows. With `micro_tokens` it does not change.
+        If the micro-batch size is to be searched (`auto`), it becomes all rows of a rank, the upper
+        limit of the search. Otherwise it shrinks only if a rank has fewer rows. It does not change
+        if micro-batches are limited by tokens (`micro_tokens`).
 
         Args:
             world_size: Number of workers.
@@ -57,10 +61,9 @@ class BatchShape:
         return replace(self, world_size=world_size, micro_batch_size=micro_batch_size)
 
     def with_micro_batch_size(self, size: int) -> BatchShape:
-        """Return the shape with another micro-batch size, which is not searched any more (`auto` is
-        False).
+        """Return the shape with another micro-batch size; `auto` is False, so it is not searched.
 
-        With `micro_tokens`, the maximum number of tokens changes in proportion.
+        If micro-batches are limited by tokens (`micro_tokens`), this limit changes in proportion.
 
         Args:
             size: Rows of a micro-batch; limited to the rows of a rank.

@@ -36,8 +36,8 @@ class Group:
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
-        """Return the default process group of torch.distributed; a group of one if it is not
-        initialized.
+        """Return the default process group of torch.distributed; a group of this process alone if
+        it is not initialized.
 
         Args:
             device: Device of this rank. For a GPU the process group needs a backend for the CPU
@@ -93,7 +93,7 @@ class Group:
             rows: [B, ...], with the same B on every rank.
 
         Returns:
-            [world_size x B, ...] in rank order, without gradient; in a group of one `rows` itself.
+            [world_size x B, ...] in rank order, without gradient; with a single rank `rows` itself.
         """
         if self.world_size == 1:
             return rows
@@ -137,19 +137,19 @@ class Group:
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the host, which waits for the device and its collectives."""
+        """Copy a tensor to the host; this waits until the device has computed it."""
         return tensor.cpu()
 
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that copies a tensor to the host and waits only for what is queued by
-        now.
+        """Return a function that copies a tensor to the host, without waiting for kernels queued
+        later.
 
         Args:
             tensor: On the device of the group.
 
         Returns:
-            A function without arguments that returns the tensor on the CPU. On a GPU, kernels that
-            are queued after this call do not delay it.
+            A function without arguments that returns the tensor on the CPU. On a GPU it waits only
+            for the kernels that were queued before this call.
         """
         if self.device.type != "cuda":
             return lambda: self.to_host(tensor)

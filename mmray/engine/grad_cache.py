@@ -31,7 +31,10 @@ GATHERED_BYTES = 2 << 30
 
 @dataclass
 class GradCache:
-    """What the second pass of a step needs, and the metrics that it adds up.
+    """Cached gradients of the first pass of a step (GradCache), for its second pass, and metrics.
+
+    The first pass embeds all rows, and computes the gradient of the global loss at each output. The
+    second pass runs each micro-batch again, and its backward starts from these gradients.
 
     A loss has a vector [K] of counts: one number, or for a sum of K objectives one for each. An
     absent loss has none.
@@ -65,19 +68,21 @@ class GradCache:
     def backward_inputs(
         self, parts: ObjectiveParts, outputs: Outputs, index: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return where the backward of a micro-batch starts.
+        """Return the two arguments with which torch.autograd.backward starts the backward of a
+        micro-batch.
 
-        These are its outputs with the cached gradients of the global loss, and the local loss,
-        whose gradient is 1 (None). Outputs of frozen branches are left out. The metrics of the
-        local loss are added to `means`.
+        The backward starts at the outputs with their cached gradients of the global loss, and at
+        the local loss (with None, the gradient 1). Outputs of frozen branches are left out. The
+        metrics of the local loss are added to `means`.
 
         Args:
-            parts: The global and the local loss of the objective.
+            parts: The global loss (over rows of all ranks) and the local loss (a sum over rows) of
+                the objective.
             outputs: Outputs of the micro-batch by name [B, ...], with their graph.
             index: Index of the micro-batch in the step.
 
         Returns:
-            Tensors and their gradients, the two arguments of torch.autograd.backward.
+            Tensors, and the gradient of each.
         """
         tensors: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -105,13 +110,14 @@ def build_grad_cache(
 
     Args:
         state: Objective, group and loss scaler of the step.
-        batch: This rank's micro-batches.
+        batch: This rank's micro-batches of the step.
         embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and the
             scalars; empty if there is only a local loss. Then only the counts are reduced.
         stop: This rank's request to end the run, reduced with the counts.
 
     Returns:
-        What the second pass of the step needs.
+        Micro-batches (with hard negatives), counts and weights of the losses, and cached gradients,
+        for the second pass of the step.
     """
     group = state.group
     parts = state.parts
@@ -278,7 +284,7 @@ def _shapes(columns: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class GatheredOutputs:
     """Outputs of all ranks.
 
-    In a group of one, `packed` and `columns` are None: the batch has all rows.
+    With a single rank, `packed` and `columns` are None: the batch has all rows.
     """
 
     # sums over ranks of the counts of the global and the local loss, and of the stop requests
@@ -300,9 +306,9 @@ def gather_outputs(
     """Gather outputs of all ranks, padded to `batch.rows` a rank, and sum the counts, in one
     collective.
 
-    Outputs are packed next to `valid`, in float32 at least, so that sums over ranks do not round to
-    bfloat16. The counts are the first row, because on slow links the number of collectives matters
-    more than their size.
+    Outputs and `valid` become the columns of one matrix, in float32 at least, so that sums over
+    ranks do not round to bfloat16. The counts are its first row, because on slow links the number
+    of collectives matters more than their size.
 
     Args:
         group: All ranks.
@@ -313,7 +319,7 @@ def gather_outputs(
             vectors.
 
     Returns:
-        The summed counts and the gathered outputs; in a group of one only the counts.
+        The summed counts and the gathered outputs; with a single rank only the counts.
     """
     if group.world_size == 1:
         return GatheredOutputs(counts)
@@ -354,24 +360,26 @@ def compute_pairwise_loss(
     """Compute a loss over the pairs of this rank's rows with the rows of all ranks, and its
     gradients.
 
-    Two collectives: the all-gather of the remote outputs and the reduce-scatter of their gradients,
-    or two for each part of GATHERED_BYTES. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as
-    much for gradients. A ring of ranks (Zhai et al. 2023, SigLIP, section 3.3) needs less memory,
-    but a message for each rank, one after the other.
+    There are two collectives: the all-gather of outputs and the reduce-scatter of their gradients.
+    If they need more than GATHERED_BYTES, the rows are gathered in parts, with two collectives
+    each. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as much for gradients. A ring of ranks
+    (Zhai et al. 2023, SigLIP, section 3.3) needs less memory, but a message for each rank, one
+    after the other.
 
     Args:
-        objective: The loss, and which outputs it needs from all ranks.
+        objective: The loss; its `remote_outputs` names the outputs that it needs from all ranks.
         leaves: Outputs of this rank's rows [B, ...] and the scalars by name, leaves that require
             gradients.
-        valid: Rows that count, bool [B].
+        valid: bool [B], False for rows that do not count.
         rows: Number of rows to which every rank pads its own, at least B; equal on every rank.
-        weights: Factors of the loss sum, float64 [K].
+        weights: Factors of the loss sum in the gradients, float64 [K]: one number, or one for each
+            of K summed objectives.
         group: The ranks.
 
     Returns:
-        The loss sum of this rank's rows, sums of metrics by name, and by name the gradients, at
-        this rank's outputs [B, ...] and the scalars, of the weighted losses: of all ranks for
-        gathered outputs, otherwise of this rank.
+        The loss sum of this rank's rows, the sums of metrics by name, and the gradients by name at
+        this rank's outputs [B, ...] and the scalars. The gradient at a gathered output is of the
+        weighted losses of all ranks, the others of this rank's.
     """
     remote_names = objective.remote_outputs
     local = {name: leaf for name, leaf in leaves.items() if name not in remote_names}
@@ -445,11 +453,11 @@ def attach_negatives(
     """Return this rank's micro-batches with the columns of hard negatives for their rows.
 
     Args:
-        mining: The local loss, which samples the negatives.
+        mining: The loss, whose `sample_hard_negatives` chooses the negatives.
         batch: This rank's micro-batches.
         embeddings: Outputs of this rank's rows by name, [rows, ...], and the scalars.
-        columns: Outputs, `valid` and `offset` of all ranks, the attribute of GatheredOutputs; None
-            in a group of one.
+        columns: Gathered outputs by name [G, ...], `valid` bool [G] and the int `offset`, the index
+            of this rank's first row among the G; None with a single rank.
         inputs: Columns of all ranks from which negatives are copied, as `gather_negative_inputs`
             returns them.
 
@@ -483,7 +491,7 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
         batch: This rank's micro-batches.
 
     Returns:
-        Columns by name [world_size x batch.rows, ...], padded with zeros; in a group of one those
+        Columns by name [world_size x batch.rows, ...], padded with zeros; with a single rank those
         of its rows, without padding of rows.
     """
     columns = {}

@@ -42,8 +42,9 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class HeartbeatState:
     """What a training process does now: the name of its state and a count of its progress.
 
-    The states are the keys of `Cluster.state_limits_s`, which has the longest time without progress
-    in each. Without a driver, as under torchrun, nothing reads the state.
+    A rank whose count does not grow for longer than the limit of its state
+    (`Cluster.state_limits_s`) is hung. Without a driver, as under torchrun, nothing reads the
+    state.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class HeartbeatState:
         self._progress = 0
 
     def set_state(self, name: str) -> None:
-        """Enter a state until another one is set; a new state counts as progress.
+        """Set the state that is reported until another one is set; a new state counts as progress.
 
         Args:
             name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or
@@ -123,7 +124,7 @@ class Heartbeat(HeartbeatState):
         end.
 
         Args:
-            step: Number of steps taken before this attempt.
+            step: Number of steps taken before this start of the workers.
         """
         self._first_step = step
         self._step = step

@@ -50,22 +50,24 @@ MAX_NONFINITE_STEPS = 10  # in a row
 def train_loop(
     spec: TrainSpec, steps: Iterable[list[Batch]], load_checkpoint: LoadCheckpointFn | None = None
 ) -> LoopResult:
-    """Train until the last step of the plan, or until a stop is requested.
+    """Train until the last step of the run, or until a stop is requested.
 
     Args:
-        spec: Model, objective, settings, and what the loop calls.
+        spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
+            log.
         steps: Yields a list for each step with this rank's micro-batches on the CPU (tensors by
             column), starting at the first step not yet taken.
         load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
             the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
 
     Returns:
-        How the run ended, with its progress and the last logged metrics.
+        Whether the run finished or was stopped, its progress, and the last logged metrics.
 
     Raises:
         OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts the
             workers with it.
-        TrainingError: Wrong or missing rows, or too many non-finite steps.
+        TrainingError: The rows of a step are missing or are not those of the sample order, or the
+            gradient was not finite in too many steps in a row.
     """
     return Trainer(spec, load_checkpoint).train(steps)
 
@@ -76,7 +78,8 @@ class Trainer:
     The state is restored from the checkpoint if there is one; each rank reads only its own shards.
 
     Args:
-        spec: Model, objective, settings, and what the loop calls.
+        spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
+            log.
         load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
             the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
     """
@@ -127,12 +130,13 @@ class Trainer:
                 (tensors by column).
 
         Returns:
-            How the run ended, with its progress and the last logged metrics.
+            Whether the run finished or was stopped, its progress, and the last logged metrics.
 
         Raises:
             OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts
                 the workers with it.
-            TrainingError: Wrong or missing rows, or too many non-finite steps.
+            TrainingError: The rows of a step are missing or are not those of the sample order, or
+                the gradient was not finite in too many steps in a row.
         """
         spec, plan, progress, rates = self.spec, self.spec.plan, self.progress, self.meter.rates
         batches = Prefetcher(

@@ -42,8 +42,8 @@ class LocalBatch:
     """One rank's part of a global batch: valid rows only, in as many micro-batches as on every
     other rank.
 
-    A micro-batch without valid rows has one dummy row, because all ranks must run equally many
-    forwards.
+    A row is invalid if it is padding or could not be read. A micro-batch without valid rows has one
+    dummy row, because all ranks must run equally many forwards.
     """
 
     micro_batches: list[Batch]
@@ -55,18 +55,23 @@ class LocalBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows with invalid ones: equal on every rank, as the all-gather needs."""
+        """Number of rows of this rank, including padding and unreadable rows.
+
+        It is equal on every rank, as an all-gather requires.
+        """
         return sum(self.sizes)
 
 
 def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) -> LocalBatch:
-    """Build a rank's batch from the micro-batches of the stream, without the invalid rows.
+    """Build a rank's batch from the micro-batches of the stream, without padding and unreadable
+    rows.
 
     Args:
-        micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool, `key` and `pos`
-            int64 [B].
-        group_by_length: Whether the stream has grouped rows by length; then the padding without it
-            is computed, too.
+        micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool (False for rows
+            to remove), `key` (hash of the row's key) and `pos` int64 [B] (position in the sample
+            order).
+        group_by_length: Whether the stream has put rows with captions of similar length together.
+            Then the padding that there would be otherwise is computed, too.
     """
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
@@ -152,15 +157,17 @@ class Prefetcher:
 
     On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two
     batches, provided the caller frees one before it requests another. `wait_s` of a batch is the
-    time that the caller waited for it. Raises TrainingError if rows are not those of the plan.
+    time that the caller waited for it. The iterator raises TrainingError if rows are not those of
+    the sample order.
 
     Args:
-        steps: The CPU micro-batches of each step. No step after the plan's last one is requested.
+        steps: The CPU micro-batches of each step (tensors by column). No step after the run's last
+            one is requested.
         plan: The positions of the sample order that each step takes.
         first: The first step of `steps`, counted from 0.
         rank: Rank of this worker.
         device: Device of training.
-        timers: Get the time of copies, as phase `transfer`.
+        timers: Receive the time of copies, as phase `transfer`.
         group_by_length: Whether the rows of a step are sorted by length.
         interrupt_stream: Ends `steps`, also for a thread that waits for its next rows.
     """
@@ -194,7 +201,7 @@ class Prefetcher:
         return replace(batch, wait_s=time.perf_counter() - start_s)
 
     def close(self) -> None:
-        """End the thread; afterwards the caller may close the stream."""
+        """End the thread; call it before closing the stream from which the thread reads."""
         if self._thread is not None:
             self._thread.close()
 
@@ -336,7 +343,9 @@ class DeviceCopier:
         return Copied(replace(batch, micro_batches=micro_batches), memory, self._last_copy)
 
     def wait(self) -> None:
-        """Wait until the copy has read its memory on the host."""
+        """Wait until the last copy has finished, so that its memory on the host may be
+        overwritten.
+        """
         if self._last_copy is not None:
             self._last_copy.synchronize()
 

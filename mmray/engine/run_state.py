@@ -56,9 +56,11 @@ class Callback(Protocol):
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Arguments of the loop, constant over the run.
+    """Model, settings and functions with which the training loop runs, constant over the run.
 
-    `save` and `evaluate` are called on every rank.
+    `save`, `evaluate`, `stop` and `interrupt_stream` are called on every rank. `save` gets step,
+    state, metrics and whether it is the last one, and returns how many seconds the previous save
+    took.
     """
 
     model: nn.Module  # not wrapped, but may be sharded already
@@ -110,8 +112,9 @@ class LoopProgress:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that one step reads or changes, except the rows; built from TrainSpec at the
-    start.
+    """Model, optimizer, objective and timers of one rank, which a step reads or changes.
+
+    It is built from TrainSpec at the start of the loop; the rows of a step are not part of it.
     """
 
     model: nn.Module  # wrapped by parallel/strategy.py
@@ -136,8 +139,9 @@ class TrainState:
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """Return `optimizer.state_dict()` by the model's parameter names instead of numbers.
 
-    Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and
-    loads nothing into one whose gradients exist already, as DDP's do here.
+    `get_optimizer_state_dict` of torch.distributed.checkpoint is not used: it takes a step of an
+    optimizer that has no state yet, and loads nothing into one whose gradients exist already, as
+    DDP's do here.
 
     Args:
         module: The model, not wrapped; it may be sharded.

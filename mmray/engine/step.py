@@ -48,7 +48,7 @@ def optimizer_step(
 
     Args:
         state: Model, optimizer and group; the weights change.
-        batch: This rank's rows; every rank has equally many micro-batches.
+        batch: This rank's rows in micro-batches; every rank has equally many.
         seed_of: Maps the index of a micro-batch to the seed of its random numbers.
         stop: Whether this rank requests the end of the run after this step.
 

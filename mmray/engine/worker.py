@@ -74,7 +74,7 @@ def train_worker(
     device: torch.device,
     driver: DriverHandle,
 ) -> dict[str, Any]:
-    """Train this rank from a resume point to the end of the plan, without Ray.
+    """Train this rank from a resume point to the last step of the run, without Ray.
 
     Args:
         context: Settings, folder and data of the run.
@@ -85,7 +85,7 @@ def train_worker(
             used until the next block is requested. If they have `pixels`, an array that contains
             the pixels of all blocks, a GPU reads them there.
         device: Device of this rank.
-        driver: Gets reports, and requests a stop.
+        driver: Receives progress and metrics, and requests a stop.
 
     Returns:
         The fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed` and
@@ -317,14 +317,15 @@ def build_model(
 ) -> nn.Module:
     """Build the model on this rank.
 
-    One that will be sharded has weights on rank 0 only, or on no rank if a checkpoint has them;
-    elsewhere its parameters are on the meta device.
+    A model that will be sharded has weights on rank 0 only, or on no rank if a checkpoint will be
+    loaded; on the other ranks its parameters are on the meta device.
 
     Args:
         config: Settings of the run.
         group: All ranks; each calls this function.
-        architecture: What `architecture()` of the same model returned, as the checkpoint has it;
-            None: read the pretrained weights that the settings name, if any.
+        architecture: Description of the model's layers, which `architecture()` of the same model
+            returned and the checkpoint contains. None: read the pretrained weights that the
+            settings name, if any.
         resumes: Whether the weights will be loaded from a checkpoint.
 
     Returns:

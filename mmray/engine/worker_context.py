@@ -69,19 +69,21 @@ class DriverHandle:
         self.report({"stage": title})
 
     def phase(self, title: str) -> None:
-        """Report what all ranks do between two steps, if it takes long, such as `evaluating`."""
+        """Report work of all ranks between two steps that takes long, such as `evaluating`."""
         self.report({"phase": title})
 
 
 @dataclass
 class DataBoundHint:
-    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors a data-bound run
-    needs.
+    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors the run needs.
+
+    Decode actors are the processes that read and decode rows. The hint appears if training waits
+    for data.
 
     Args:
         context: Settings and data of the run.
-        notify: Gets a label and the hint.
-        device: What is fed, for the hint: `GPU` or `CPU`.
+        notify: Called with a label and the hint.
+        device: What waits for the data, for the hint: `GPU` or `CPU`.
     """
 
     context: WorkerContext
@@ -107,10 +109,10 @@ class DataBoundHint:
             self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
 
     def format_hint(self, wait_fraction: float) -> str:
-        """Return the hint how to feed the device.
+        """Return a hint for the user: how many decode actors would keep the device busy.
 
-        With w decode actors, rows arrive at (1 - wait) of the rate that training could use, so w /
-        (1 - wait) actors suffice.
+        Decode actors are the processes that read and decode rows. With w of them, rows arrive at (1
+        - wait) of the rate that training could use, so w / (1 - wait) actors suffice.
 
         Args:
             wait_fraction: Fraction of the time that training waits for data, 0 to 1.

@@ -95,8 +95,8 @@ class WeightedSum:
 
     @property
     def objective_parts(self) -> ObjectiveParts:
-        """The sum of the terms that need the outputs of all ranks, and the sum of the other
-        terms.
+        """The sum of the terms that need the outputs of all ranks (`global_loss`), and the sum of
+        the other terms (`local_loss`); None for a sum without terms.
         """
         global_terms = [term for term in self._terms if term.objective.gathered_outputs]
         local_terms = [term for term in self._terms if not term.objective.gathered_outputs]
@@ -108,7 +108,7 @@ class WeightedSum:
 
         Args:
             batch: Columns of the rows by name, as each term's `count` reads them, such as `valid`
-                bool [B].
+                bool [B], False for padding.
         """
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
@@ -120,7 +120,8 @@ class WeightedSum:
         Args:
             outputs: Outputs of the model for the B local rows by name, as the terms read them, such
                 as `image_embed` [B, D] and the scalar `logit_scale`.
-            batch: Columns of these rows by name, such as `valid` bool [B] and `label` int64 [B].
+            batch: Columns of these rows by name, such as `valid` bool [B], False for padding, and
+                `label` int64 [B].
             gathered: Rows of all ranks, for terms over all pairs: each of `gathered_outputs` [G,
                 ...], `valid` bool [G], and the int `offset`, the index of the first local row among
                 the G. None: the local rows are all rows.

@@ -40,7 +40,8 @@ class Contrastive(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar
                 `logit_scale` (1 / temperature), for the B local rows.
-            batch: `valid` bool [B]; invalid rows neither count nor serve as negatives.
+            batch: `valid` bool [B], False for padding; invalid rows neither count nor serve as
+                negatives.
             gathered: Rows of all ranks: `image_embed` and `text_embed` [G, D], `valid` bool [G],
                 and the int `offset`, the index of the first local row among the G. None: the local
                 rows are all rows.
@@ -111,7 +112,7 @@ class Sigmoid(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalars
                 `logit_scale` and `logit_bias`, for the B local rows.
-            batch: `valid` bool [B]; pairs with an invalid row do not count.
+            batch: `valid` bool [B], False for padding; pairs with an invalid row do not count.
             gathered: Texts of all ranks: `text_embed` [G, D], `valid` bool [G], and the int
                 `offset`, the index of the first local row among the G. None: the local rows are all
                 rows.
@@ -146,9 +147,9 @@ class Sigmoid(RowLoss):
         Args:
             outputs: `image_embed` [B, D], L2-normalized, and the scalars `logit_scale` and
                 `logit_bias`, for the local rows.
-            valid: Local rows that count, bool [B].
+            valid: bool [B], False for local rows that do not count, such as padding.
             remote: `text_embed` [V, D], L2-normalized.
-            remote_valid: Texts that count, bool [V].
+            remote_valid: bool [V], False for texts that do not count.
             positive_row: Local row of each text's own image, int64 [V]; -1 or any other number
                 outside 0..B-1 if that image is on another rank.
 
@@ -179,6 +180,6 @@ def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
 
     Args:
         embed: Embeddings [B, D].
-        valid: Rows that count, bool [B].
+        valid: bool [B], False for rows that do not count, such as padding.
     """
     return torch.where(valid[:, None], at_least_float32(embed), 0)

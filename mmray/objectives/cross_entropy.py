@@ -49,8 +49,9 @@ class CrossEntropy:
             outputs: Outputs of the model, with its logits [B, ..., C] under the name in the
                 attribute `logits`: `class_logits` [B, C], `logits` [B, T, V] or `region_logits` [B,
                 N, C].
-            batch: `valid` bool [B] and the column with the classes to predict: `label` int64 [B],
-                `labels` int64 [B, T], or `box_labels` int64 and `box_mask` bool [B, N].
+            batch: `valid` bool [B], False for padding, and the column with the classes to predict:
+                `label` int64 [B], `labels` int64 [B, T], or `box_labels` int64 and `box_mask` bool
+                [B, N].
             gathered: Unused, because rows are independent of each other.
 
         Returns:

@@ -44,8 +44,8 @@ class Matching(RowLoss):
         Args:
             outputs: `match` and `match_negative` [B], logits that the image matches its own caption
                 and the negative one.
-            batch: `valid` bool [B], and `has_negative` bool [B], False if no other caption was
-                found; the row's second cross-entropy is then 0.
+            batch: `valid` bool [B], False for padding, and `has_negative` bool [B], False if no
+                other caption was found; the row's second cross-entropy is then 0.
             gathered: Unused; `sample_hard_negatives` has put the negative captions into the batch.
 
         Returns:
@@ -73,10 +73,12 @@ class Matching(RowLoss):
 
         Args:
             outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
-            batch: `pos` int64 [B], the position of each row in the sample order.
+            batch: `pos` int64 [B], the position of each row in the sample order (how many rows the
+                run takes before it).
             gathered: Rows of all ranks: `text_embed` [G, D], the captions `input_ids` and
-                `attention_mask` int64 [G, T], `pos` int64 [G], `valid` bool [G], and the int
-                `offset`, the index of the micro-batch's first row among the G.
+                `attention_mask` int64 [G, T], `pos` int64 [G], `valid` bool [G] (False for
+                padding), and the int `offset`, the index of the micro-batch's first row among the
+                G.
 
         Returns:
             `negative_ids` and `negative_mask` int64 [B, T], and `has_negative` bool [B]. A row
@@ -103,10 +105,11 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
     Args:
         outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
-        batch: `pos` int64 [B], the position of each row in the sample order.
+        batch: `pos` int64 [B], the position of each row in the sample order (how many rows the run
+            takes before it).
         gathered: Rows of all ranks: `text_embed` [G, D], `input_ids` and `attention_mask` int64 [G,
-            T], `pos` int64 [G], `valid` bool [G], and the int `offset`, the index of the first of
-            the B rows among the G.
+            T], `pos` int64 [G], `valid` bool [G] (False for padding), and the int `offset`, the
+            index of the first of the B rows among the G.
 
     Returns:
         Index of each image's negative among the G rows, int64 [B]; -1 if no caption differs.
@@ -126,6 +129,8 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
     """Return standard Gumbel noise that is a hash of two positions in the sample order.
+
+    A position is the number of rows that a run takes before a row, over all workers and epochs.
 
     Args:
         row: Positions of B images, int64 [B].

@@ -46,7 +46,8 @@ class Objective(Protocol):
         A sum of K losses returns vectors [K] in place of the scalars here and in `compute_loss`.
 
         Args:
-            batch: Columns of the rows by name, such as `valid` bool [B] and `label` int64 [B].
+            batch: Columns of the rows by name, such as `valid` bool [B], False for padding, and
+                `label` int64 [B].
         """
 
     def compute_loss(
@@ -57,9 +58,10 @@ class Objective(Protocol):
         Args:
             outputs: Outputs of the model for the B rows of the batch, by name [B, ...], and scalars
                 of the step.
-            batch: Columns of the rows by name. A local loss gets a micro-batch with all its
-                columns; a global loss gets all rows of this rank with the one-dimensional columns,
-                such as `valid` bool [B] and `label` int64 [B].
+            batch: Columns of the rows by name. A local loss (a sum over rows) gets a micro-batch
+                with all its columns. A global loss (over pairs of rows of all ranks) gets all rows
+                of this rank with the one-dimensional columns, such as `valid` bool [B], False for
+                padding, and `label` int64 [B].
             gathered: For global losses, the rows of all ranks: each of `gathered_outputs` [G, ...],
                 `valid` bool [G], and the int `offset`, the index of this rank's first row among the
                 G. None: the batch is the whole global batch.
@@ -77,7 +79,7 @@ class RowLoss:
         """Return the number of valid rows, an int64 scalar: the denominator of the loss.
 
         Args:
-            batch: `valid` bool [B].
+            batch: `valid` bool [B], False for padding and unreadable rows.
         """
         return batch["valid"].sum()
 
@@ -102,7 +104,8 @@ class HardNegativeMining(Protocol):
         Args:
             outputs: The outputs in `score_outputs` [B, ...] and the scalars in
                 `scalar_output_names`, without gradient.
-            batch: Columns of the B rows of the micro-batch by name, such as `pos` int64 [B].
+            batch: Columns of the B rows of the micro-batch by name, such as `pos` int64 [B], the
+                position in the sample order.
             gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
                 `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
                 micro-batch's first row among the G.
@@ -130,17 +133,19 @@ class PairwiseLoss(Protocol):
         remote_valid: Tensor,
         positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss summed over all pairs of B local and V remote rows, and the sums of
+        """Return the loss summed over all pairs of a local and a remote row, and the sums of
         metrics.
 
+        Local rows are those of this rank. Remote rows are a chunk of the rows of all ranks.
+
         Args:
-            outputs: Outputs of the local rows by name [B, ...], and the scalars; those in
+            outputs: Outputs of the B local rows by name [B, ...], and the scalars; those in
                 `remote_outputs` may be absent.
-            valid: Local rows that count, bool [B].
-            remote: The outputs in `remote_outputs` of the remote rows [V, ...], by name.
-            remote_valid: Remote rows that count, bool [V].
-            positive_row: Local row that each remote row belongs to, int64 [V]; outside 0..B-1 if it
-                is not local.
+            valid: bool [B], False for local rows that do not count, such as padding.
+            remote: The outputs in `remote_outputs` of the V remote rows [V, ...], by name.
+            remote_valid: bool [V], False for remote rows that do not count.
+            positive_row: For each remote row the index of the same row among the local ones, int64
+                [V]; outside 0..B-1 if it is a row of another rank.
 
         Returns:
             The loss sum and the sums of metrics by name, all scalars.
@@ -149,7 +154,11 @@ class PairwiseLoss(Protocol):
 
 @dataclass(frozen=True)
 class ObjectiveParts:
-    """The global and the local loss of an objective, either of which may be None."""
+    """The global and the local loss of an objective, either of which may be None.
+
+    A global loss compares rows of all ranks with each other, such as the contrastive loss. A local
+    loss is a sum over rows, such as a cross-entropy of classes.
+    """
 
     global_loss: Objective | None
     local_loss: Objective | None
@@ -165,15 +174,18 @@ class ObjectiveParts:
 
     @cached_property
     def mining_loss(self) -> HardNegativeMining | None:
-        """The local loss if it needs hard negatives from all ranks, otherwise None."""
+        """The loss that is a sum over rows, if it needs hard negatives from all ranks; otherwise
+        None.
+        """
         local = self.local_loss
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
     @cached_property
     def pairwise_loss(self) -> PairwiseLoss | None:
-        """The global loss if its pairs can be scored in chunks of remote rows, otherwise None.
+        """The loss over rows of all ranks if its pairs can be scored in chunks, otherwise None.
 
-        It is None with hard negatives, which need all embeddings at once.
+        A chunk has some of the gathered rows. It is None with hard negatives, which need all
+        embeddings at once.
         """
         return (
             self.global_loss
@@ -183,7 +195,7 @@ class ObjectiveParts:
 
     @cached_property
     def gathered_names(self) -> tuple[str, ...]:
-        """Names of the outputs that are needed from all ranks, such as `image_embed`."""
+        """Names of the model's outputs that are gathered from all ranks, such as `image_embed`."""
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
         return tuple(
             dict.fromkeys(
@@ -193,11 +205,15 @@ class ObjectiveParts:
 
 
 def split_objective(objective: Any) -> ObjectiveParts:
-    """Split an objective into its global loss (over pairs of rows of all ranks) and its local loss.
+    """Split an objective into its global loss (over pairs of rows of all ranks) and its local loss
+    (a sum over rows).
 
     Args:
         objective: An object with the members of `Objective`. Its own `objective_parts` are returned
             if it has them; otherwise it is global if its `gathered_outputs` are not empty.
+
+    Returns:
+        Both losses, None for the one that it has not.
     """
     single = (
         ObjectiveParts(objective, None)

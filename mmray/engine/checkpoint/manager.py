@@ -30,18 +30,20 @@ class CheckpointManager:
     Under DDP only rank 0 has a manager. Under FSDP every rank has one and writes its own file.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last
-    save has to succeed. Any other error, such as a lost lease, is raised by the next call.
+    save has to succeed. Any other error is raised by the next call, for example that another
+    process has taken over the run's folder (its lease).
 
     Args:
         folder: folder of the run.
-        fencing_token: token of rank 0's lease; None on other ranks.
+        fencing_token: number of this process's claim on the folder, which is checked before each
+            write; None on ranks other than 0.
         meta: values that meta.json of each checkpoint has besides step, rows and metrics.
         notify: takes a label and a message for the console.
         keep: number of newest checkpoints to keep, in addition to the best one by `metric`.
         metric: name of the metric that selects the best checkpoint.
         max_wait_s: longest wait of a save for the previous one; None: no limit.
-        cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if
-            this process saves alone.
+        cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if this
+            process saves alone.
     """
 
     def __init__(
@@ -75,9 +77,12 @@ class CheckpointManager:
         self.save_duration_s: float | None = None
 
     def log_from(self, step: int) -> MetricsLog:
-        """Open and return the metrics log of a run that starts or resumes after `step` steps.
+        """Open and return the metrics log (metrics.jsonl) of a run.
 
         Its pending lines are written before each checkpoint.
+
+        Args:
+            step: Number of steps before the start or the resume; lines of later steps are removed.
 
         Raises:
             StorageError: The log cannot be opened.
@@ -91,8 +96,8 @@ class CheckpointManager:
         """Copy the state to the host and write it in the background.
 
         If the previous save is still in progress after a while, as on a stalled storage, this save
-        is skipped unless it is the `last`, because other ranks wait in their next collective. Ranks
-        that all write wait for each other anyway.
+        is skipped unless it is the `last`: other ranks would otherwise wait in their next
+        collective. With one rank, and under FSDP, where all ranks write, it waits without a limit.
 
         Args:
             step: The step after which the state was taken.
@@ -267,7 +272,7 @@ class CheckpointSchedule:
         return self.every > 0 and step % self.every == 0
 
     def saved(self, step: int, steps: int) -> None:
-        """Record a save; with "auto" it sets the step of the next one.
+        """Record a save; if `every` is "auto", the next one is due after `steps` further steps.
 
         Args:
             step: Step of this save.

@@ -144,13 +144,14 @@ def save_async(
 
 
 class HostStager(AsyncStager):
-    """Copies the state into host memory that is kept for the next save; that of a GPU is pinned.
+    """Copies the state into host memory that is kept for the next save; for a GPU it is pinned.
 
-    A GPU copies on a side stream while the next step computes: only the optimizer's update waits
-    for it, on the device. torch's DefaultStager makes the host wait, or copies without waiting for
-    the optimizer's kernels. Tensors of less than 5 bytes, such as AdamW's step counts, are not
-    pinned, so the host waits for their copies: they come first, because copies of a stream are in
-    order.
+    A GPU copies on a side stream while the next step computes; only the optimizer's update waits
+    for the copy, on the device. torch's DefaultStager makes the host wait, or does not wait for the
+    optimizer's kernels before it copies.
+
+    Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for
+    their copies. They are copied first, because a stream copies in order.
     """
 
     _synchronize_after_execute = False
@@ -488,7 +489,8 @@ class CheckpointReader(HuggingFaceStorageReader):
         request.
 
         Args:
-            plan: Slices to read; only the rows (first dimension) of each are requested.
+            plan: Slices to read. A slice is requested as a range of the first dimension, with all
+                of the other dimensions.
             planner: Has the tensors to read into.
 
         Returns:

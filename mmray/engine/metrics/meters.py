@@ -33,7 +33,7 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Meter:
-    """Metrics of one rank."""
+    """Metrics of one rank, which `compute` returns for a line of metrics.jsonl."""
 
     rates: Throughput
     group: Group

@@ -26,11 +26,11 @@ BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")
 
 @dataclass
 class Throughput:
-    """Wall-clock time since the last line; the first step (compilation, allocation, warm-up) is
-    separate.
+    """Wall-clock time of the training thread since the last logged line, divided into activities.
 
-    `lap` divides this time: each moment of the training thread is part of a step or of one of
-    BETWEEN_STEPS.
+    Each moment is part of a step, or of one of BETWEEN_STEPS (evaluate, checkpoint, log,
+    callbacks). `add` ends a step, `lap` another activity. The first step of the run is measured
+    separately, because it includes compilation, allocation and warm-up.
     """
 
     timers: PhaseTimers
@@ -41,11 +41,11 @@ class Throughput:
     _lap_start_s: float = field(default_factory=lambda: time.perf_counter())
 
     def lap(self, name: str = "") -> float:
-        """Return the seconds since the last call of `lap` or `add`.
+        """End an activity, and return its seconds: the time since the last call of `lap` or `add`.
 
         Args:
-            name: Activity to which they are added: `evaluate`, `checkpoint`, `log` or `callbacks`;
-                empty: none.
+            name: Activity whose total gets these seconds: `evaluate`, `checkpoint`, `log` or
+                `callbacks`; empty: none.
         """
         now_s = time.perf_counter()
         lap_s = now_s - self._lap_start_s
@@ -117,8 +117,9 @@ class Throughput:
 class PhaseTimers:
     """Device time of a step by phase: `with timers("forward"): ...`.
 
-    The phases are `transfer`, `forward`, `backward`, `sync` and `optimizer`. `sync` is the step's
-    own collectives; DDP's communication is part of the last backward.
+    The phases are `transfer`, `forward`, `backward`, `sync` and `optimizer`. `sync` has the
+    collectives of mmray's step, such as the gathering of embeddings; DDP's communication is part of
+    the last backward.
 
     Args:
         device: Device of training.
@@ -143,9 +144,7 @@ class PhaseTimers:
                 self._read(name, MAX_SCOPES // 2)
 
     def pop_s(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call; waits for the timed work of a
-        GPU.
-        """
+        """Return the seconds by phase (such as `forward`) since the last call; waits for a GPU."""
         for name, scopes in self._scopes.items():
             self._read(name, len(scopes))
         phase_s = self._phase_s

@@ -34,16 +34,16 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step`
     steps.
 
-    Lines of later steps, from a failed attempt, are dropped, because those steps are taken again;
-    `wasted_steps` is their number. A thread writes, because storage may stall. Lines that cannot be
-    written are kept and written later.
+    Lines of later steps, from workers that failed, are dropped, because those steps are taken
+    again; `wasted_steps` is their number. A thread writes, because storage may stall. Lines that
+    cannot be written are kept and written later.
 
     Args:
         folder: Local folder of the log.
-        start_step: Number of steps taken before this attempt.
+        start_step: Number of steps before the start or the resume.
         notify: Gets a label and a warning if lines cannot be written.
-        check_lease: Raises TrainingError if another process owns the run; the thread calls it at
-            most every ten seconds, and at the end.
+        check_lease: Raises TrainingError if another process has taken over the run; the thread
+            calls it at most every ten seconds, and at the end.
 
     Raises:
         StorageError: The log cannot be opened.
@@ -104,7 +104,7 @@ class MetricsLog:
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
 
     def flush(self) -> None:
-        """Wait until the thread has written what it was given, or has failed to."""
+        """Wait until the thread has written all pending lines and files, or has failed to."""
         wait([self._last])
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ Notify = Callable[[str, str], None]  # label, text: a console line
 
 
 class Recorder(Protocol):
-    """Records functions whose repetitions never overlap."""
+    """Records functions whose repetitions never overlap, such as the forward of a branch."""
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
         """Run a function and measure how much of its time the host needs to launch it.
@@ -81,21 +81,22 @@ def graph_branches(
     device: torch.device,
     notify: Notify,
 ) -> str:
-    """Let branches of the model run as CUDA graphs if `train.cuda_graphs` allows it.
+    """Let branches of the model, such as its image encoder, run as CUDA graphs if
+    `train.cuda_graphs` allows it.
 
     A deep copy of a branch has no graphs.
 
     Args:
         branches: Parts of the model by name, with the transforms of `train` already applied.
         train: The `train` section, without `auto` in `precision` and `compile`.
-        batch_shape: Batch shape of all steps.
+        batch_shape: Global batch and micro-batch of all steps.
         device: Device of the model.
         notify: Called with a label and a line if a capture fails; the branch then runs without
             graphs.
 
     Returns:
-        A line for the console about the branches with graphs, and why others have none; empty on a
-        CPU.
+        A line for the console that names the branches with graphs and the reasons of the others;
+        empty on a CPU.
     """
     if device.type != "cuda" or not branches:
         return ""
@@ -116,7 +117,7 @@ def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
 
     Args:
         train: The `train` section.
-        batch_shape: Batch shape of all steps.
+        batch_shape: Global batch and micro-batch of all steps.
     """
     if train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
@@ -238,7 +239,11 @@ def _fixed_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) ->
 
 
 class PendingBackward:
-    """Exists from the forward of a graph until its backward has run, or its output is dropped."""
+    """A marker whose lifetime shows whether the backward of a graph's forward is still to come.
+
+    The autograd graph of the output holds it, so it is freed when the backward has run or the
+    output is dropped.
+    """
 
 
 class BranchGraph:
@@ -344,7 +349,7 @@ class _Replay(torch.autograd.Function):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, which share memory for what only one of them needs at a time.
+    """Captures CUDA graphs in one memory pool, so that graphs that never run at once share memory.
 
     Args:
         device: The GPU.

@@ -35,9 +35,9 @@ Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of a
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """The fastest settings of a device.
+    """The fastest settings of a device, which replace `auto`.
 
-    None depends on its memory: `batch.micro auto` measures the rows that fit.
+    None depends on its memory: the largest micro-batch (`batch.micro auto`) is measured instead.
     """
 
     precision: str  # of train.precision auto
@@ -75,7 +75,8 @@ def resolve_auto(
     Args:
         train: The `train` section.
         group: All ranks, which call this together.
-        notify: Called with a label and a line if blocks stay eager because a rank cannot compile.
+        notify: Called with a label and a line if the model is not compiled because torch.compile
+            does not work on a rank.
 
     Returns:
         The section without `auto` in `precision` and `compile`.
@@ -116,9 +117,9 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
 
 
 def limit_compile_workers() -> None:
-    """Share the cores of a node among the compile processes of its ranks.
+    """Divide the cores of a node among the compile processes of its ranks.
 
-    It sets TORCHINDUCTOR_COMPILE_THREADS, unless the user did.
+    It sets TORCHINDUCTOR_COMPILE_THREADS, unless the user has set it.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(MAX_COMPILE_WORKERS, max(1, cores() // ranks))

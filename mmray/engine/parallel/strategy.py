@@ -121,7 +121,7 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
     """Yield the blocks of a module, such as transformer layers.
 
-    They are the members of its outermost ModuleList and Sequential containers.
+    They are the children of its outermost ModuleList and Sequential containers.
 
     Args:
         module: The module.
@@ -384,14 +384,14 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
-    """Return a function that returns the addresses of the memory of a module's unsharded weights.
+    """Return a function that returns the memory addresses of a module's unsharded weights.
 
     Args:
         module: The module.
 
     Returns:
-        A function without arguments. Of a sharded module it returns the addresses at the time of
-        the call, because weights are gathered and freed; otherwise those of now.
+        A function without arguments. For a sharded module it returns the addresses at the time of
+        its call, because weights are gathered and freed; for others always those of now.
     """
     slots = [
         (submodule._parameters, name)
