@@ -23,24 +23,26 @@ class RunReporter(Protocol):
         """
 
     def status(self, title: str) -> None:
-        """Receive the stage of a start.
+        """Receive the name of the next stage of a start.
 
         Args:
-            title: Such as `starting Ray`; the last one is `mmray.engine.worker_context.TRAINING`.
+            title: Such as `starting Ray`; the last one is `training`, when the first step has been
+                taken.
         """
 
     def phase(self, title: str) -> None:
-        """Receive what follows or interrupts the steps.
+        """Receive the name of work that interrupts or follows the training steps.
 
         Args:
             title: Such as `evaluating` or `writing the report`.
         """
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Receive how many rows `prepare` or an evaluation has done.
+        """Receive how many rows `prepare` or an evaluation has processed.
 
         Args:
-            progress: Stage, and numbers of rows.
+            progress: `stage` (such as `pack`), `done_rows`, `total_rows` (0: unknown) and
+                `bad_rows`.
         """
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:

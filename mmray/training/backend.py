@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the workers of an attempt start from.
+    """One start of the workers of a run, and what they start from.
+
+    An attempt ends when the run is finished or stopped, a worker fails, or the number of workers
+    changes. In the last two cases another attempt resumes from the newest checkpoint.
 
     Args:
         resolved: The run.
         folder: Folder of the run.
-        fencing_token: Number of this attempt's claim on the folder.
+        fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
+            no longer write.
         config: Settings with the number of workers and the device of the attempt; the workers get
             the settings of the run.
         batch_shape: Global batch and micro-batches for this number of workers.
@@ -51,7 +55,9 @@ class Attempt:
     bad_rows: set[int]  # rows that earlier attempts could not read
 
     def worker_context(self, decoders: int | None) -> WorkerContext:
-        """Return what each worker needs: settings, the reader of rows, and the evaluation set.
+        """Return what each worker of the attempt (this start of the workers) needs.
+
+        It has the settings, the reader of rows, and the evaluation set.
 
         Args:
             decoders: Number of data processes of all workers together; None: as many as they need.
@@ -83,8 +89,10 @@ class Attempt:
 
 
 def num_gpus(config: Config) -> int:
-    """Return the number of GPUs of a worker that trains on GPUs: two with `train.parallel`
-    `branches`, otherwise one.
+    """Return the number of GPUs of each worker that trains on GPUs.
+
+    It is two if `train.parallel` is `branches` (image and text encoder on different GPUs),
+    otherwise one.
     """
     return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
 
@@ -95,13 +103,13 @@ def resume_point(
     world: int,
     batch_shape: BatchShape | None = None,
 ) -> ResumePoint:
-    """Return where the workers of an attempt start, the same for every rank.
+    """Return from which step and checkpoint the workers start, the same for every rank.
 
     Args:
         resolved: The run.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
         world: Number of workers.
-        batch_shape: Batch shape of the attempt; None: that of the run.
+        batch_shape: Global batch and micro-batch for these workers; None: those of the run.
 
     Returns:
         The rows of each step for this number of workers, the first step, and the checkpoint.
@@ -142,7 +150,11 @@ def format_counts(names: Iterable[str]) -> str:
 
 
 class Backend(Protocol):
-    """Starts the workers of each attempt."""
+    """Starts the workers of each attempt, on a Ray cluster or on this machine.
+
+    An attempt is one start of the workers of a run; after a failure, a preemption or a change of
+    the number of workers another one follows.
+    """
 
     # failures of a cluster or a worker, which are retried; others are bugs
     errors: tuple[type[Exception], ...]
@@ -160,8 +172,10 @@ class Backend(Protocol):
         """
 
     def resolve(self, config: Config) -> Config:
-        """Return the settings with `cluster.accelerator` and `cluster.cpus_per_worker` resolved,
-        fixed for all attempts.
+        """Return the settings with values in place of `auto` in `cluster.accelerator` and
+        `cluster.cpus_per_worker`.
+
+        These values are kept when workers are restarted.
 
         Args:
             config: Settings of the run, in which both may be `auto`.
@@ -176,7 +190,7 @@ class Backend(Protocol):
         """
 
     def choose_world_size(self, config: Config) -> int:
-        """Return the number of workers of the next attempt.
+        """Return the number of workers for the next start of the workers.
 
         Args:
             config: Settings of the run. If `cluster.workers` is a range, as many as fit now are
@@ -187,7 +201,10 @@ class Backend(Protocol):
         """Start the workers of an attempt, without waiting for them.
 
         Args:
-            attempt: What they start from.
+            attempt: Run, settings, batch shape and checkpoint that they start from.
+
+        Returns:
+            Handle of the workers, to wait for them, read their messages and stop them.
         """
 
     def exclude_node(self, config: Config, node: str) -> bool:
@@ -202,14 +219,15 @@ class Backend(Protocol):
         """
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
-        """Find what made an attempt fail.
+        """Find out why the workers failed.
 
         Args:
-            error: The error that the attempt raised.
-            monitor: The monitor of the attempt.
+            error: The error that they raised.
+            monitor: The monitor of these workers, which has their last heartbeats.
 
         Returns:
-            The kind of the failure (`Failure.kind`, such as `lost` or `raised`) and its error.
+            The kind of the failure and its error. Kinds are those of `Failure`, such as `lost` (a
+            worker or node was lost), `device` (a GPU failed) or `raised` (code raised an error).
         """
 
 

@@ -11,11 +11,13 @@ IMPORTING = "importing the engine"  # a worker's first stage
 
 
 class Coordinator:
-    """Keeps new messages (metrics, stages, notes, durations), each rank's last heartbeat, bad rows
-    and requests.
+    """Messages between the driver and the workers, an actor under Ray.
+
+    It keeps new messages of workers (metrics, stages, notes, durations), each rank's last
+    heartbeat, the unreadable rows, and requests of the driver.
 
     Args:
-        bad_rows: Numbers of the rows that earlier attempts could not read.
+        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
     """
 
     def __init__(self, bad_rows: set[int]) -> None:
@@ -62,8 +64,9 @@ class Coordinator:
 
         Args:
             record: `rank`, `node` (its ID), `pid`, `started_s` (of the process, since the epoch),
-                `step`, `progress` (a counter), `state`, `where` (file:line) and `in_collective`
-                (bool); with {"ended": True} the rank is removed.
+                `step`, `progress` (a counter), `state` (such as `training` or `evaluating`),
+                `where` (file:line) and `in_collective` (bool); with {"ended": True} the rank is
+                removed.
 
         Returns:
             Three flags: a stop is requested, stacks are requested, and CPUs that the run can do
@@ -90,8 +93,9 @@ class Coordinator:
         return len(self._bad_rows)
 
     def request_stop(self) -> None:
-        """Request a checkpoint and the end of the attempt after the next step, with the next
-        heartbeat of each rank.
+        """Request that all ranks save a checkpoint after the next step and end.
+
+        Each rank gets the request as the reply to its next heartbeat.
         """
         self._stop_requested = True
 
@@ -102,5 +106,8 @@ class Coordinator:
         self._must_yield = must_yield
 
     def request_stacks(self) -> None:
-        """Request that all ranks write their stacks, with their next heartbeat."""
+        """Request that all ranks write the stacks of their threads to the run's folder.
+
+        Each rank gets the request as the reply to its next heartbeat.
+        """
         self._stacks_requested = True

@@ -45,12 +45,14 @@ class RunOutcome:
 
 
 class StartTimeline:
-    """Passes progress to another reporter; keeps the stages of each start, from the command or a
-    restart to step 1.
+    """Reporter that passes progress to another one, and records when each stage of a start began.
+
+    A start is that of the command, or a restart of the workers; it ends with step 1 or the first
+    step after the restart.
 
     Args:
         reporter: The other reporter.
-        start_s: time.monotonic() at the command.
+        start_s: time.monotonic() at the start of the command.
     """
 
     def __init__(self, reporter: RunReporter, start_s: float) -> None:
@@ -63,7 +65,7 @@ class StartTimeline:
         self._start_s = start_s
 
     def status(self, title: str) -> None:
-        """Record the stage with its time since the command, and pass it on.
+        """Record a stage of the start with the seconds since the command, and pass it on.
 
         Args:
             title: The stage, such as `starting Ray`.
@@ -87,7 +89,8 @@ def train(
     Args:
         config: Settings of the run.
         reporter: Receives progress and messages.
-        start_s: time.monotonic() at the command, for the times of the start stages; None: now.
+        start_s: time.monotonic() when the command started, from which the times of the stages of
+            the start are measured; None: now.
         should_stop: Polled each second; True stops like Ctrl-C, at a checkpoint.
         local: Do not use Ray, although this process is connected to it.
         check_storage: Check that all nodes can use `run.storage`.
@@ -235,10 +238,10 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
 
 
 def describe_idle(config: Config, num_local: int | None) -> str | None:
-    """Describe which cores or GPUs of this machine train nothing, and the setting that uses them.
+    """Describe which cores or GPUs of this machine are not used for training, and how to use them.
 
     Args:
-        config: Settings of the run, with the device resolved.
+        config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
         num_local: Number of GPUs of the machine (of cores for training on CPUs); None: the workers
             run on a cluster.
 

@@ -107,10 +107,11 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 def pretrained_config(weights: str) -> Config:
     """Return the config with which pretrained weights are evaluated or exported.
 
-    It is the recipe of their model kind, with the settings of the model that the weights define.
+    It is the recipe of their model kind (such as `clip`), with the settings that the weights
+    define, such as image size and tokenizer.
 
     Args:
-        weights: Name or folder, as in `--weights` of `mmray evaluate`.
+        weights: A folder saved by transformers, a hub name, or an open_clip checkpoint.
 
     Raises:
         UsageError: The weights are unknown or cannot be read.
@@ -151,15 +152,15 @@ def export_run(
 
 @torch.no_grad()
 def interpolate_from_start(model: nn.Module, config: Config, share: float) -> None:
-    """Set weights on the line from those the run started with to those of the model, in place.
+    """Interpolate between the weights that a run started with and the trained ones, in place.
 
-    Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903): weights in between often keep the
-    accuracy of the start on other data.
+    Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903). Weights in between often keep the
+    accuracy of the initial weights on other data.
 
     Args:
         model: The trained model, without adapters.
-        config: Config of its run.
-        share: Share of the trained weights, 0 (the start) to 1.
+        config: Config of its run; `model.weights` are the initial weights.
+        share: Factor of the trained weights, 0 to 1; that of the initial ones is 1 - share.
 
     Raises:
         UsageError: The share is outside 0 to 1, or the run did not start from `model.weights`.

@@ -46,7 +46,8 @@ class WorkerFailed(Exception):
 
 
 class LocalBackend:
-    """Starts the worker of each attempt in a new process; the methods are described in `Backend`.
+    """Starts the single worker of a run in a new process of this machine, again after a failure;
+    the methods are described in `Backend`.
 
     The first process imports torch while the driver prepares the run.
     """
@@ -80,7 +81,7 @@ class LocalBackend:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:
-        """End the process that was started ahead, if no attempt has used it."""
+        """End the process that was started in advance for the worker, if it was not used."""
         if self._next is not None:
             self._next.kill()
 
@@ -135,13 +136,14 @@ def resolve_on_this_machine(config: Config) -> Config:
 
 
 class LocalWorkers:
-    """The worker process of an attempt, and the thread that receives its messages.
+    """The single worker process of a run on this machine, and the thread that receives its
+    messages.
 
     The methods are described in `monitor.Workers`.
 
     Args:
         process: A process that runs `run_worker` and waits for its arguments.
-        attempt: What the worker starts from.
+        attempt: Run, settings, batch shape and checkpoint that the worker starts from.
     """
 
     def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
@@ -238,10 +240,11 @@ def worker_failed(died: ChildDied) -> WorkerFailed:
 
 
 def num_decode_processes(config: Config, device: str) -> int:
-    """Return the number of data processes of a worker on this machine.
+    """Return the number of processes that read and decode rows for a worker on this machine.
 
     Args:
-        config: Settings of the run. By default one; with a GPU the cores that training leaves.
+        config: Settings of the run. By default one; with a GPU the cores that training does not
+            use.
         device: `cpu` or `gpu`.
     """
     if config.data.worker_range is not None:

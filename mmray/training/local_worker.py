@@ -25,8 +25,9 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     It imports the engine before it waits for its arguments.
 
     Args:
-        channel: Connection to the driver. It receives (WorkerContext, ResumePoint, Config of the
-            attempt), and sends (method of the Coordinator, argument).
+        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint, Config)
+            once, and sends messages (name of a method of Coordinator, its argument), such as
+            ("push", {"step": 1, ...}).
 
     Returns:
         Fields of result.json, such as `status` and `steps`.

@@ -48,7 +48,7 @@ StopReason = Literal["user", "resize", "preempted"]
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """The last heartbeat of a rank; `age_s` by the coordinator's clock."""
+    """The last heartbeat of a rank; `age_s` is the seconds since the coordinator received it."""
 
     rank: int
     node: str
@@ -75,17 +75,17 @@ class HeartbeatRecord:
 
 
 class Workers(Protocol):
-    """The workers of a running attempt."""
+    """The workers of one attempt (one start of the workers of a run), as the driver sees them."""
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        """Wait until the attempt ends.
+        """Wait until the workers have ended.
 
         Args:
             poll: Called several times per second.
 
         Returns:
-            The outcome of rank 0, fields of result.json such as `status` and `steps`. An error that
-            ended the attempt is raised.
+            The result of rank 0, fields of result.json such as `status` and `steps`. An error that
+            a worker raised is raised.
         """
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -97,14 +97,15 @@ class Workers(Protocol):
 
         Returns:
             Messages in order, each a dict with keys such as `step`, `stage`, `phase` or `note`; and
-            the fields of HeartbeatRecord for each rank.
+            a dict for each rank with its last heartbeat, such as `rank`, `step`, `state` and
+            `age_s`.
         """
 
     def request_stop(self) -> None:
-        """Request a checkpoint and the end of the attempt after the next step."""
+        """Request that all ranks save a checkpoint after the next step and end."""
 
     def request_stacks(self) -> None:
-        """Request the stacks of all ranks, written to the run's folder."""
+        """Request that all ranks write the stacks of their threads to the run's folder."""
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         """Send SIGKILL to the processes of the ranks.
@@ -126,11 +127,12 @@ class Workers(Protocol):
         """
 
     def share_resources(self) -> None:
-        """Give back what the attempt can do without, if others wait for resources."""
+        """Give back CPUs that the workers can do without, if other jobs wait for resources."""
 
     def num_more_workers(self) -> int:
-        """Return how many workers fit in addition to the running ones, after requesting nodes for
-        them if the cluster can grow.
+        """Return how many more workers would fit next to the running ones.
+
+        If the cluster can grow, nodes for more workers are requested first.
         """
 
     def describe_data(self) -> str:
@@ -139,12 +141,12 @@ class Workers(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the attempt holds, such as processes and actors."""
+        """Release the processes and actors of the workers."""
 
 
 @dataclass
 class HangDetector:
-    """Detect ranks that made no progress for the limit of their state.
+    """Detects ranks that made no progress for longer than the limit of their state.
 
     A new state counts as progress: a rank that waited longer than a step may take has just received
     its rows, or a rank that waited for it has just left the collective.
@@ -160,7 +162,8 @@ class HangDetector:
         """Compare the heartbeats with those of earlier checks, and detect a hang.
 
         Args:
-            records: The last heartbeat of each rank.
+            records: The last heartbeat of each rank, with its state, its counter of progress and
+                its age.
             now_s: The present time, of time.monotonic().
 
         Returns:
@@ -205,21 +208,21 @@ class HangDetector:
         return sorted(set(range(world)) - self._last.keys())
 
     def waits_for_data(self) -> tuple[list[int], float]:
-        """Return which ranks waited for data at the last check, and the longest wait of one in
+        """Return which ranks waited for data at the last check, and the longest of their waits in
         seconds.
         """
         return sorted(self._waits_s), max(self._waits_s.values(), default=0.0)
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
-    """Return the ranks for which the others wait.
+    """Return the heartbeats of the ranks that the others probably wait for.
 
     Args:
         records: The last heartbeat of each rank.
 
     Returns:
-        Heartbeats of silent processes; if there are none, of ranks outside a collective; otherwise
-        all.
+        Heartbeats of processes that have sent none for 5 s. If there are none, those of ranks that
+        are not in a collective; otherwise all.
     """
     silent = [record for record in records if record.age_s > SILENT_S]
     outside = [record for record in records if not record.in_collective]
@@ -247,7 +250,7 @@ def checkpoint_request_time_s(
 
 @dataclass
 class RunProgress:
-    """State of a run, from the messages of its workers; kept over attempts."""
+    """Progress of a run, from the messages of its workers; kept when workers are restarted."""
 
     last_step: int = 0  # last logged step, else the step the attempt resumed from
     logged: bool = False  # some attempt logged a step
@@ -257,11 +260,12 @@ class RunProgress:
     all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
 
     def update(self, message: dict[str, Any]) -> None:
-        """Take over what a message of a worker reports.
+        """Store the values that a message of a worker reports.
 
         Args:
-            message: May have `step` (the number of a logged step), `time/step_s`, `checkpoint_s`
-                and `wasted_steps`; other keys are ignored.
+            message: May have `step` (the number of a logged step), `time/step_s` (seconds of a
+                step), `checkpoint_s` (seconds of a save) and `wasted_steps` (steps that were taken
+                again); other keys are ignored.
         """
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
@@ -272,7 +276,11 @@ class RunProgress:
 
 @dataclass
 class AttemptMonitor:
-    """Monitors one attempt from the driver: hangs, preemption, capacity, signals."""
+    """Monitors one attempt (one start of the workers of a run) from the driver.
+
+    It detects hung ranks, nodes that will be preempted and capacity for more workers, and handles
+    signals.
+    """
 
     config: Config  # with the range of workers that the user set
     batch_shape: BatchShape  # of the attempt; as found by the dry run, after its end
@@ -344,12 +352,13 @@ class AttemptMonitor:
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
-        """Request a checkpoint and the end of the attempt after the next step.
+        """Request that all ranks save a checkpoint after the next step and end.
 
         Without effect after an earlier request, whose reason is kept.
 
         Args:
-            reason: `user`, `resize` or `preempted`.
+            reason: `user` (Ctrl-C), `resize` (restart with more workers) or `preempted` (a node
+                will be taken away).
             message: A line for the log.
         """
         if self.stop_reason is None:

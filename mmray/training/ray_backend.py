@@ -79,7 +79,8 @@ T = TypeVar("T")
 
 
 class RayBackend:
-    """Starts the workers of each attempt with Ray Train; the methods are described in `Backend`.
+    """Starts the workers of a run with Ray Train, again after a failure; the methods are described
+    in `Backend`.
 
     Args:
         check_storage: Check before the run that all nodes can use `run.storage`.
@@ -210,12 +211,12 @@ class RayBackend:
 
 
 class RayWorkers:
-    """The worker group, decode actors and coordinator actor of an attempt.
+    """Ray Train's worker group of a run, with its decode actors and its coordinator actor.
 
     The methods are described in `monitor.Workers`.
 
     Args:
-        attempt: What the workers start from.
+        attempt: Run, settings, batch shape and checkpoint that the workers start from.
         nodes: Nodes on which workers can start.
         excluded: IDs of nodes on which a device failed.
         autoscaler: The run's request for nodes.
@@ -317,13 +318,13 @@ class RayWorkers:
 
 
 def start_coordinator(bad_rows: set[int]) -> Any:
-    """Start the Coordinator actor on the driver's node.
+    """Start the actor that passes messages between workers and driver, on the driver's node.
 
     Args:
-        bad_rows: Numbers of the rows that earlier attempts could not read.
+        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
 
     Returns:
-        Ray's handle of the actor.
+        Ray's handle of the actor, of the class Coordinator.
     """
     driver_node = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
@@ -440,15 +441,19 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 def resource_demand(
     config: Config, with_data: bool = True, excluded: Collection[str] = ()
 ) -> Demand:
-    """Return the resources that a run requests from Ray for the largest number of workers.
+    """Return the resources that a run requests from Ray for its largest number of workers.
 
-    With accelerator `auto`, workers have GPUs if the cluster has, or can add, any.
+    With `cluster.accelerator` `auto`, workers have GPUs if the cluster has, or can add, any.
 
     Args:
         config: Settings of the run.
-        with_data: The CPUs of a worker include those of its decode actors, if that leaves CPUs for
-            all workers. So one reservation has all that the run cannot train without.
+        with_data: Include the CPUs of decode actors (processes that read and decode rows) in those
+            of each worker, if the cluster then still has CPUs for all workers. One reservation then
+            has all that the run needs.
         excluded: IDs of nodes on which no worker may start.
+
+    Returns:
+        The number of workers, the resources of each, and labels of the nodes.
     """
     nodes, cluster = placement.alive_nodes(), config.cluster
     pools = placement.autoscaling_pools()
@@ -479,7 +484,8 @@ def resource_demand(
 
 
 def min_decoders(config: Config) -> int:
-    """Return the smallest number of decode actors of each worker.
+    """Return the smallest number of decode actors (processes that read and decode rows) of a
+    worker.
 
     Args:
         config: Settings of the run; `data.workers` is divided by the largest number of workers.
@@ -489,11 +495,11 @@ def min_decoders(config: Config) -> int:
 
 
 def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
-    """Check that the cluster can provide what a run needs, also after growing.
+    """Check that the cluster can provide the resources of a run, now or after it has grown.
 
     Args:
         config: Settings of the run. Without effect if `cluster.wait_for_nodes` is set.
-        with_data: Include the CPUs of decode actors.
+        with_data: Include the CPUs of decode actors (processes that read and decode rows).
         excluded: IDs of nodes that the run cannot use.
 
     Raises:
@@ -516,13 +522,14 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers without data fit the free resources.
+    """Return how many workers fit into the free resources, without decode actors.
 
     Args:
         config: Settings of the evaluation or run.
 
     Returns:
-        At most the largest number of workers, and at least the smallest, which then has to wait.
+        At most the largest number of workers, and at least the smallest; the smallest number may
+        have to wait for resources.
 
     Raises:
         ResourceError: The cluster can never have the smallest number.
@@ -560,11 +567,13 @@ def request_nodes(
     running: int,
     excluded: Collection[str] = (),
 ) -> None:
-    """Request nodes for the further workers that an elastic run can use, if the cluster can grow.
+    """Request nodes from the autoscaler for the further workers that an elastic run can use.
+
+    A run is elastic if `cluster.workers` is a range. Without effect if the cluster cannot grow.
 
     Args:
         config: Settings of the run.
-        autoscaler: The run's request.
+        autoscaler: The run's request, which is sent or changed.
         running: Number of workers that need no further nodes.
         excluded: IDs of nodes on which no worker may start.
     """
@@ -625,7 +634,7 @@ def torch_trainer(
     Args:
         loop: The `train_loop_per_worker`.
         config: Settings of the run; the timeout of collectives is read.
-        folder: Ray's small files are written to its folder `ray`.
+        folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources.
         queue_timeout_s: Seconds for which the trainer waits for these resources.
         name: Name of Ray's run; None: a random one.
@@ -675,15 +684,19 @@ def is_single_node(config: Config) -> bool:
 
 
 def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
-    """Return how many decode actors each worker has, and which nodes may have more of them.
+    """Return how many decode actors (processes that read and decode rows) each worker has, and on
+    which nodes.
 
-    `data.workers` `auto` is limited by cores and memory of a single machine, whose CPUs Ray may
-    count higher (connect.num_local_cpus). On a cluster, each further actor asks Ray for a CPU and
-    memory.
+    With `data.workers` `auto`, their number on a single machine is limited by its cores and memory;
+    on a cluster, each further actor asks Ray for a CPU and memory.
 
     Args:
         config: Settings of the run.
-        demand: The resources of the workers, with data.
+        demand: The resources of the workers, including CPUs for data.
+
+    Returns:
+        Numbers of actors of a worker: the ones with CPUs reserved by the worker, the least and the
+        most. And labels of the nodes for further ones.
     """
     minimum = min_decoders(config)
     reserved = demand.per_worker["CPU"] - resource_demand(config, False).per_worker["CPU"]

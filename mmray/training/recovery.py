@@ -22,7 +22,7 @@ EVENTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Cause of a failed attempt.
+    """Cause of a failure of the workers, after which they are restarted or the run ends.
 
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the
     group was killed; `preempted`: a node was drained; `device`: a GPU or its link failed;
@@ -31,8 +31,8 @@ class Failure:
     Args:
         kind: One of these kinds.
         error: The error.
-        step: The last logged step, otherwise the step from which the attempt resumed.
-        logged: Whether this attempt or an earlier one logged a step.
+        step: The last logged step, otherwise the step from which the workers resumed.
+        logged: Whether the run has logged a step.
     """
 
     kind: str
@@ -58,12 +58,14 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
     """Return the number of consecutive failures without a new checkpoint, including a new one if it
     counts.
 
-    Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
+    Preemptions do not count, nor do restarts with smaller micro-batches, whose number is limited
+    because a micro-batch has at least one row.
 
     Args:
         failures: The number before.
         failure: The new failure.
-        progressed: Whether its attempt saved a new checkpoint, which resets the number.
+        progressed: Whether a checkpoint was saved since the failure before, which resets the
+            number.
     """
     return (0 if progressed else failures) + (
         failure.kind != "preempted" and retry_shape(failure.error) is None
@@ -71,10 +73,10 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
 
 def retry_shape(error: BaseException) -> BatchShape | None:
-    """Return the batch shape to restart with after an attempt ran out of memory.
+    """Return the batch shape (with smaller micro-batches) to restart with after memory ran out.
 
     Args:
-        error: The error of the attempt.
+        error: The error of the workers.
 
     Returns:
         The smaller shape of an OutOfMemoryError; None for another error, or if it cannot be
@@ -86,11 +88,11 @@ def retry_shape(error: BaseException) -> BatchShape | None:
 def decide_recovery(
     failure: Failure, before: Failure | None, failures: int, max_failures: int
 ) -> Restart | MmrayError:
-    """Decide what follows a failed attempt.
+    """Decide whether workers that failed are restarted, or the run ends.
 
     Args:
         failure: The failure.
-        before: The latest failure of earlier attempts; None: none.
+        before: The latest earlier failure; None: none.
         failures: Consecutive failures without a new checkpoint, from `count_failures`.
         max_failures: `cluster.max_failures`, the number that is tolerated.
 
@@ -139,12 +141,11 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
 
 
 def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Backend) -> Failure:
-    """Return the cause of a failed attempt: from the monitor, otherwise from the error of the
-    backend.
+    """Return why workers failed: as the monitor has detected, otherwise from their error.
 
     Args:
-        error: The error that the attempt raised.
-        monitor: The monitor of the attempt.
+        error: The error that the workers raised.
+        monitor: The monitor of the workers, which detects hangs and preemptions.
         backend: Finds the cause of errors of Ray or a process.
     """
     kind = "raised"

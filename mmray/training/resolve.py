@@ -47,7 +47,8 @@ class ResolvedRun:
             is in its weights.
         batch_shape: Global batch and micro-batches with the largest number of workers.
         steps: Steps of the run.
-        data_identity: Content of data.json; equal in all attempts and when the run is resumed.
+        data_identity: Content of data.json, such as the fingerprint of the set; equal whenever the
+            run is resumed.
         token_lengths: Tokens of each row of the training set, uint32 [num_rows], if `batch.tokens`
             divides the rows of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.
@@ -67,15 +68,15 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
-    """Resolve each `auto` of a config, and open the sets of the run; raw sources are prepared
+    """Replace each `auto` of a config, and open the sets of the run; raw sources are prepared
     first.
 
     Args:
-        config: Settings of the run, with the device resolved.
+        config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
         reporter: Receives progress and messages.
 
     Returns:
-        The run, ready to start.
+        The run, ready to start: its settings, sets, tokenizer, batch shape and number of steps.
 
     Raises:
         MmrayError: A mistake of the user, such as a source that cannot be read, or a batch that is
@@ -273,10 +274,10 @@ def _check_one_image_a_row(
 
 
 def eval_prepare_settings(config: Config, source: str) -> Prepare:
-    """Return the settings with which a source for evaluation is prepared.
+    """Return the section `prepare` with which a source for evaluation is prepared.
 
-    It gets no holdout, because all of it is held out. A source that the run also trains on keeps
-    the holdout, so its training rows are not evaluated.
+    `holdout` is 0, because all rows are held out. A source that the run also trains on keeps its
+    `holdout`, so that its training rows are not evaluated.
 
     Args:
         config: Settings of the run.

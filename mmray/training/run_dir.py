@@ -148,7 +148,7 @@ class RunDir:
 
 @dataclass(frozen=True)
 class RunSelection:
-    """What a command does with a folder.
+    """Whether a command starts or resumes a run, and in which folder.
 
     Args:
         action: `start` a new run, `resume` an existing one, or `done`: it has finished.
@@ -169,8 +169,9 @@ def select_run(
 
     Args:
         config: Settings of this command.
-        data: Identity of the data as in data.json: `train`, `fingerprint`, `num_rows`, `tokenizer`.
-        steps: Total number of steps with which the run has finished.
+        data: Content of data.json, which identifies the data: `train` (address of the set),
+            `fingerprint`, `num_rows` and `tokenizer`.
+        steps: Number of steps after which a run counts as finished.
         keep_shuffle: Whether an existing run may have another `data.shuffle_blocks`, which it
             keeps.
 
@@ -218,7 +219,7 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
     Args:
         path: Folder of the run.
         address: Address of the set when the run started.
-        fingerprint: Fingerprint of the split `train` of the set, to recognize it.
+        fingerprint: Hash of the split `train` of the set, to recognize it.
 
     Returns:
         The new address; `address` itself if the set is still there or cannot be found.
@@ -239,10 +240,14 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
 
 
 def stored_shuffle(path: AnyPath) -> str:
-    """Return `data.shuffle_blocks` of an existing run: `8x1400x16`, or `1x1` for a full shuffle.
+    """Return `data.shuffle_blocks` of an existing run as text.
 
     Args:
         path: Folder of the run.
+
+    Returns:
+        Lanes x rows per block x blocks per window, such as `8x1400x16`; `1x1` for a full shuffle of
+        single rows.
     """
     return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 
@@ -258,8 +263,9 @@ def select_folder(
     Args:
         run: The `run` section: storage, name and whether to resume.
         stem: Without `run.name`, the first suitable folder of STEM, STEM-2, STEM-3, ... is used.
-        inspect: Called with a folder. Returns the forbidden changes of the run or sweep in it and
-            whether that has finished; None if the folder has none.
+        inspect: Called with a folder. Returns the settings that prevent resuming the run or sweep
+            in it (texts such as `train.seed: 0 -> 1`), and whether it has finished; None if there
+            is none in the folder.
         kind: `run` or `sweep`, for messages.
 
     Returns:
@@ -310,7 +316,7 @@ def write_run_files(
     Args:
         path: Folder of the run.
         config: Settings, for config.yaml.
-        data: Identity of the data, for data.json.
+        data: Content of data.json, which identifies the data.
         tokenizer_json: Content of tokenizer.json.
 
     Raises:

@@ -51,14 +51,14 @@ STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between t
 
 
 class Supervisor:
-    """Runs the attempts of one run; writes result.json.
+    """Starts the workers of a run, restarts them after failures, and writes result.json.
 
-    `config` has the range of workers that the user set.
+    Each start is an attempt. `config` has the range of workers that the user set.
 
     Args:
         resolved: The run.
         run: Its folder.
-        lease: Lease on the folder, which this process holds.
+        lease: The exclusive right of this process to write into the folder.
         reporter: Receives progress and messages.
         backend: Starts the workers.
         starts: Stages of each start, `StartTimeline.starts`, for result.json.
@@ -75,7 +75,7 @@ class Supervisor:
         starts: list[Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read the result of earlier commands; no attempt is started."""
+        """Read the result of earlier commands; no workers are started."""
         self.resolved = resolved
         self.run = run
         self.lease = lease
@@ -98,7 +98,8 @@ class Supervisor:
         self.should_stop = should_stop
 
     def train(self) -> dict[str, Any]:
-        """Run attempts until one finishes, recovery fails or the user stops it.
+        """Train until the run is finished, cannot be restarted after a failure, or the user stops
+        it.
 
         Returns:
             The content of result.json, which is written.
@@ -358,14 +359,14 @@ def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> N
 
 
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcome of a run whose last checkpoint is complete, as its workers would return
-    it.
+    """Return the result of a run whose checkpoint of the last step exists, without starting
+    workers.
 
     Args:
         meta: Content of the checkpoint's meta.json; `metrics`, `step` and `rows_consumed` are read.
 
     Returns:
-        Fields of result.json: `status` finished, `steps`, `rows_consumed`, `skipped_steps` and
+        Fields of result.json: `status` (`finished`), `steps`, `rows_consumed`, `skipped_steps` and
         metrics.
     """
     return result_fields(

@@ -63,7 +63,7 @@ class Tracker(Protocol):
         """Log the metrics of a step.
 
         Args:
-            step: Number of the step; it only grows.
+            step: Number of the step, higher than in the call before.
             metrics: Finite values by name, such as `train/loss`.
         """
 

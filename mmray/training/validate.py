@@ -31,7 +31,7 @@ def validate_settings(config: Config) -> None:
         config: Settings of the run.
 
     Raises:
-        UsageError: They contradict each other, or an address is invalid.
+        UsageError: They contradict each other, or a path or URI is invalid.
     """
     resolve_batch_shape(config.batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     reasons = unsupported_reasons(config)

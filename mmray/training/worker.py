@@ -24,11 +24,13 @@ from mmray.training.coordinator import IMPORTING
 
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train one rank, in the process group that Ray Train made.
+    """Train one rank, in the process group that Ray Train has created.
 
     Args:
-        arguments: `context` (WorkerContext), `resume_point` (ResumePoint), `coordinator` (the
-            handle of the Coordinator actor) and `decoders` (DecoderLimits).
+        arguments: `context` (WorkerContext: settings, folder and data of the run), `resume_point`
+            (ResumePoint: first step and checkpoint), `coordinator` (handle of the actor that passes
+            messages to the driver) and `decoders` (DecoderLimits: how many decode actors a rank may
+            have).
 
     Returns:
         Fields of result.json, such as `status` and `steps`.

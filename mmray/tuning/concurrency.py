@@ -22,13 +22,13 @@ DRIVER_GIB = 1.0
 
 
 def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
-    """Return the config of a run with the resources of a trial in place of `auto`.
+    """Return the config of a trial's run with its share of the resources in place of `auto`.
 
     Args:
         config: The config of a trial's run. `cluster.cpus_per_worker` and `data.workers` are
             replaced if they are `auto`.
-        resources: CPUs and decode actors of a trial, when several run at once. A value of None
-            replaces nothing.
+        resources: CPUs of a worker, and number of decode actors (processes that read and decode
+            rows) of a trial, when several trials run at once. A value of None replaces nothing.
     """
     if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
@@ -44,10 +44,11 @@ def plan_resources(
 ) -> TrialResources:
     """Return how many trials run at a time, and the resources of each.
 
-    A single trial has the whole cluster, as a run has. Requires an initialized Ray.
+    If trials run one after another, each has the whole cluster. Requires an initialized Ray.
 
     Args:
-        configs: Configs of feasible trials; the plan fits the largest of them.
+        configs: Configs of trials at the corners of the search space; each must get enough
+            resources.
         concurrency: Requested number of trials at a time; None: one on a single machine, otherwise
             as many as fit.
         num_trials: Number of trials that will run, an upper limit.
@@ -100,12 +101,15 @@ def fit_trials(
 ) -> tuple[int, int]:
     """Return how many trials fit at a time, and the largest number of decode actors of each.
 
+    Decode actors are the processes that read and decode rows.
+
     Args:
-        free: Free resources of the nodes.
-        nodes: All resources of the nodes, for a trial that must wait for other jobs.
-        demand: Resources of one trial.
+        free: Nodes of the cluster with their free resources.
+        nodes: The same nodes with all of their resources, for a trial that must wait for other
+            jobs.
+        demand: Resources of one trial: workers and CPUs for data.
         wanted: Upper limit of the number of trials.
-        pools: Nodes that an autoscaler can add.
+        pools: Node types that an autoscaler can add.
 
     Returns:
         Number of trials and number of decode actors, both at least 1.

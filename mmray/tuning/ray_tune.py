@@ -68,12 +68,14 @@ def run_trials_on_ray_tune(
     num_rungs: int,
     names: Sequence[str] | None,
 ) -> None:
-    """Train trials with Ray Tune in a thread, while this thread handles signals.
+    """Train trials with Ray Tune, up to a rung (a number of samples after which trials are
+    compared).
 
-    The rows of the trials in `state`, and in trials.jsonl, are updated while they run.
+    Ray Tune runs in a thread, while the calling thread handles signals. The rows of the trials in
+    `state`, and in trials.jsonl, are updated meanwhile.
 
     Args:
-        state: The running sweep.
+        state: The running sweep, with a row for each trial.
         request: Recipe, search space, goal, searcher and scheduler.
         resources: Number of trials at a time, and the resources of each.
         num_rungs: Number of rungs up to which the trials train.
@@ -150,6 +152,8 @@ def _tune_config(
 def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
     """Return Ray Tune's ASHA scheduler (Li et al. 2020), which ends trials at rungs.
 
+    A rung is a number of samples after which trials are compared.
+
     Args:
         rungs: Samples of each rung, ascending; the first and the last one are used.
     """
@@ -202,9 +206,11 @@ def train_rungs(
 ) -> TrialOutcome:
     """Train a trial from rung to rung, and report its value at each.
 
+    A rung is a number of samples after which trials are compared.
+
     Args:
-        trial: The trial.
-        plan: What every trial of the sweep trains and measures, with the samples of the rungs.
+        trial: The trial: its settings and config.
+        plan: Recipe, goal, rungs and data of the sweep.
         start: Index of the first rung to train to.
         stop: Index after the last rung to train to.
         reporter: Receives the progress of the run.

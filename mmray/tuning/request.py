@@ -62,14 +62,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What a search shall do.
+    """Recipe, search space, goal and budget of a sweep, as the user has requested it.
 
     Attributes:
         base: The recipe, with its own training length (steps, samples or epochs), for best.yaml.
         length: Section `train` with the training length of a trial; without any it is that of the
             recipe.
         space: Lists and ranges by searched setting.
-        goal: `throughput`, `loss` or `recall`.
+        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
         recipe_rows: Rows of the recipe's global batch if accumulation is searched; `base` has none
             then.
         concurrency: Trials at a time; None: one on a single machine, as many as fit on a cluster.

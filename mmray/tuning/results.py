@@ -66,15 +66,14 @@ def summarize_error(error: BaseException) -> str:
 
 
 def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
-    """Return the newest value of the goal of a trial, or why there is none.
+    """Return the newest value by which a trial is compared, or the reason why there is none.
 
     Args:
         lines: The lines of metrics.jsonl of its run, by step.
-        goal: `throughput`, `loss` or `recall`.
+        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
 
     Returns:
-        Samples/s, held-out loss or mean recall@1; a text with the reason if it was not measured or
-        is not finite.
+        The value of the goal; a text with the reason if it was not measured or is not finite.
     """
     name = GOALS[goal].eval_metric
     if name is None:
@@ -109,7 +108,7 @@ def measured_row(
     Args:
         row: The row of trials.jsonl before.
         trial: The trial, with its batch shape.
-        outcome: Status of the trial, and its error.
+        outcome: How the trial ended: its status, such as `finished`, and its error.
         goal: `throughput`, `loss` or `recall`; selects the metric of the learning curve.
         lines: The lines of metrics.jsonl of the run by step; empty if it has not logged any.
 
@@ -172,11 +171,12 @@ def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:
     """Return the best trial and the reason; None if no trial measured the goal.
 
-    Only full trials are compared. If there are none, the trials with most samples are compared.
+    Only trials of the full length are compared. If there are none, the trials with most samples are
+    compared.
 
     Args:
-        rows: The rows of all trials.
-        goal: `throughput`, `loss` or `recall`.
+        rows: The rows of trials.jsonl, one per trial, with its settings and measurements.
+        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
     """
     measured = [row for row in rows if row.status == "finished" and row.rungs]
     if not measured:

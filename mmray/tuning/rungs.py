@@ -19,7 +19,7 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
     """Return the rungs of a sweep: the numbers of samples after which trials are compared.
 
     Args:
-        samples: Samples of a full trial, the last rung.
+        samples: Samples of a trial of the full length, the last rung.
         min_samples: Smallest first rung.
 
     Returns:
@@ -33,17 +33,24 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
 
 
 def num_promoted(count: int) -> int:
-    """Return how many of `count` trials continue after a rung: a quarter, but at least two if
-    possible.
+    """Return how many trials continue after they were compared at a rung (a number of samples).
+
+    It is a quarter of them, but at least two if there are two.
+
+    Args:
+        count: Number of trials that have reached the rung.
     """
     return min(count, max(MIN_PROMOTED, count // REDUCTION))
 
 
 def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list[str]:
-    """Select the trials that continue after a rung: the best quarter of those that reached it.
+    """Select the trials that continue after a rung (a number of samples at which trials are
+    compared).
+
+    They are the best quarter, and at least two, of those that reached it.
 
     Args:
-        rows: The rows of all trials.
+        rows: The rows of trials.jsonl, one per trial, with the values at its rungs.
         rung: Index of the rung, from 0.
         maximize: Whether a larger value of the goal is better.
 
@@ -56,13 +63,13 @@ def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list
 
 
 def planned_samples(count: int, rungs: Sequence[int]) -> int:
-    """Return the samples that all trials of successive halving train in total.
+    """Return the samples that all trials of a sweep train in total with successive halving.
 
     ASHA trains about as many.
 
     Args:
         count: Number of trials.
-        rungs: Samples of a trial at each rung, ascending.
+        rungs: Numbers of samples of a trial after which trials are compared, ascending.
     """
     total = 0
     before = 0

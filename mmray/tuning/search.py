@@ -56,11 +56,12 @@ from mmray.tuning.trials import (
 
 
 def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
-    """Run or resume a sweep, and return its record.
+    """Run or resume a sweep (trials that train one recipe with different settings), and return its
+    record.
 
-    An unfinished sweep of the recipe with the same space, goal and rungs in `run.storage` is
-    resumed; otherwise a new one is started. A trial that fails does not end the sweep; its row has
-    the reason.
+    An unfinished sweep of the recipe with the same space, goal and trial lengths in `run.storage`
+    is resumed; otherwise a new one is started. A trial that fails does not end the sweep; its row
+    has the reason.
 
     Args:
         request: Recipe (`base`, which also has the folder), search space, goal, training length and
@@ -68,7 +69,7 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
         reporter: Receives the rows of trials and log lines.
 
     Returns:
-        The content of the folder of the sweep.
+        The content of the folder of the sweep: its summary and a row per trial.
 
     Raises:
         MmrayError: The request is invalid, no trial is feasible, or Ray Tune failed.
@@ -123,13 +124,14 @@ def prepare_data(
     """Prepare the data of all trials, each distinct data set once.
 
     Args:
-        trials: Trials at the corners of the search space.
+        trials: Trials at the corners of the search space (listed values and ends of ranges).
         goal: `throughput`, `loss` or `recall`; the last two need held-out rows.
         reporter: Receives progress and log lines.
 
     Returns:
-        The feasible trials, and the data of all trials. A trial is not feasible if it has no batch
-        shape, needs more resources than the cluster has, or cannot use its data.
+        The feasible trials, and the prepared sets and numbers of rows of all trials. A trial is not
+        feasible if it has no batch shape, needs more resources than the cluster has, or cannot use
+        its data.
 
     Raises:
         MmrayError: The last such error, if no trial is feasible.
@@ -198,7 +200,7 @@ def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> N
 
     Args:
         request: Search space, goal and requested concurrency.
-        state: The sweep, with the rows of earlier commands.
+        state: The sweep, with the rows of trials that earlier commands have trained.
         num_concurrent: Number of trials at a time.
     """
     num_trials = request.space.num_trials
@@ -224,8 +226,8 @@ def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config
 
     Args:
         request: Recipe, search space, goal, searcher and scheduler.
-        state: The running sweep.
-        configs: Configs of feasible trials, by which resources are planned.
+        state: The running sweep: its folder, and a row for each trial.
+        configs: Configs at the corners of the search space; each must get enough resources.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -256,9 +258,9 @@ def write_best_recipe(
 
     Args:
         folder: The folder of the sweep.
-        plan: How trials are trained.
+        plan: Recipe and data of the sweep; makes the recipe of the best trial.
         settings: Searched settings of the best trial, such as {"optimizer.lr": 0.001}.
-        best: The recommendation, with the reason.
+        best: Name of the best trial, and the reason.
     """
     recipe = plan.best_recipe(plan.trial(best.best, settings))
     folder.write("best.yaml", f"# {best.why}\n" + to_yaml(recipe))
@@ -267,14 +269,15 @@ def write_best_recipe(
 def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Config]) -> None:
     """Train all trials with the scheduler of the request.
 
-    `halving` trains all trials to the first rung, and the best ones to the next. `asha` lets Ray
-    Tune's ASHA decide at each rung. Results are in the rows of `state` and in trials.jsonl; a
-    failed trial has its error there.
+    A rung is a number of samples after which trials are compared. `halving` trains all trials to
+    the first rung, and the best ones to the next. `asha` lets Ray Tune's ASHA decide at each rung.
+    Results are in the rows of `state` and in trials.jsonl; a failed trial has its error there.
 
     Args:
         request: Recipe, search space, goal, searcher and scheduler.
-        state: The running sweep.
-        configs: Configs of feasible trials, by which the number of trials at a time is planned.
+        state: The running sweep: its folder, and a row for each trial.
+        configs: Configs at the corners of the search space, by which the number of trials at a time
+            is planned.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -297,10 +300,14 @@ def run_halving(
 ) -> None:
     """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
 
+    A rung is a number of samples after which trials are compared.
+
     Args:
         request: Recipe, search space, goal and searcher.
-        state: The running sweep; returns early if it was stopped.
-        configs: Configs of feasible trials, by which the number of trials at a time is planned.
+        state: The running sweep: its folder, and a row for each trial. Returns early if it was
+            stopped.
+        configs: Configs at the corners of the search space, by which the number of trials at a time
+            is planned.
         names: Trials of the first rung, such as `t001`; None: the trials that Optuna suggests.
 
     Raises:

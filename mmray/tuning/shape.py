@@ -33,7 +33,7 @@ SUFFICIENT = 0.95
 
 
 class Visit(NamedTuple):
-    """A timed batch shape.
+    """One timing of a batch shape (global batch and micro-batch); a shape may be timed repeatedly.
 
     Attributes:
         global_rows: Rows of the global batch.
@@ -91,12 +91,12 @@ class ShapeTask:
 
 @dataclass
 class Measurements:
-    """Measured batch shapes.
+    """Measured batch shapes (global batch and micro-batch).
 
     Attributes:
         workers: Number of ranks.
         limit_gib: Memory that each rank may use.
-        visits: Batch shapes that were timed, in order of time.
+        visits: Batch shapes that were timed, in order of time; a shape may occur repeatedly.
         failures: Batch shapes that did not fit into memory.
     """
 
@@ -112,8 +112,8 @@ class Measurements:
             global_rows: Rows of the global batch.
 
         Returns:
-            Seconds of a step in each visit, by micro-batch in rows. Micro-batches that do not fit
-            into memory are omitted.
+            Seconds of a step, one for each time that it was measured, by rows of a micro-batch.
+            Micro-batches that do not fit into memory are omitted.
         """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
@@ -186,7 +186,7 @@ def next_micro(measurements: Measurements, global_rows: int) -> int | None:
     """Return the micro-batch to time next for a global batch.
 
     Args:
-        measurements: All measurements so far.
+        measurements: Step times and memory of the batch shapes so far.
         global_rows: Rows of the global batch.
 
     Returns:
@@ -232,17 +232,18 @@ def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int
 
 
 def best_two(measurements: Measurements, global_rows: int) -> list[int]:
-    """Return the fastest micro-batch, and one to compare it with.
+    """Return the fastest micro-batch of a global batch, and one to compare it with.
 
-    The other one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
-    and needs less memory, otherwise the second fastest.
+    The second one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
+    and needs less memory; otherwise the second fastest.
 
     Args:
-        measurements: All measurements so far, at least one of this global batch.
+        measurements: Step times and memory of the batch shapes so far, at least one of this global
+            batch.
         global_rows: Rows of the global batch.
 
     Returns:
-        One or two micro-batches in rows.
+        Rows of one or two micro-batches.
     """
     times = measurements.step_times(global_rows)
     step_s = {micro: min(seconds[:VISITS]) for micro, seconds in times.items()}
@@ -279,7 +280,7 @@ def build_rows(global_rows: Sequence[int], measurements: Measurements) -> list[T
 
     Args:
         global_rows: The global batches in rows, in the order of the result.
-        measurements: All measurements.
+        measurements: Step times and memory of all measured batch shapes.
 
     Returns:
         A row per measured batch shape, and for each global batch one of the smallest micro-batch
@@ -333,7 +334,7 @@ def recommend(
 
     Args:
         rows: Rows of all batch shapes, as `build_rows` returns them.
-        measurements: The measurements of these rows.
+        measurements: Step times and memory, from which the rows were built.
         own_global: Rows of the recipe's global batch, which its learning rate is for.
 
     Returns:
@@ -371,11 +372,11 @@ def recommend(
 def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[TrialRow, str]:
     """Return the better of one or two measured batch shapes of a global batch, and the reason.
 
-    Of two shapes whose speeds differ by at most TOLERANCE (2%), the one with less memory is better.
+    If their speeds differ by at most TOLERANCE (2%), the one with less memory is better.
 
     Args:
-        pair: One or two rows of the same global batch.
-        measurements: All measurements, for the spread of the step times.
+        pair: One or two rows of trials.jsonl, for batch shapes of the same global batch.
+        measurements: Step times of all batch shapes, for their spread.
 
     Returns:
         The row, and sentences for the user.
@@ -401,7 +402,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
 
 
 def format_shape(row: TrialRow) -> str:
-    """Format a batch shape as `micro 32 x accumulation 4 x workers 2`."""
+    """Format the batch shape of a row as `micro 32 x accumulation 4 x workers 2`."""
     return f"micro {row.micro} x accumulation {row.accumulation} x workers {row.workers}"
 
 

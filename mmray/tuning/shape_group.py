@@ -55,10 +55,10 @@ class ShapeGroup:
         """Start a new worker group that measures batch shapes, and wait for its result.
 
         Args:
-            task: The global batches to measure, and what earlier groups measured.
+            task: The global batches to measure, and what earlier worker groups measured.
             on_message: Called with each message of rank 0, a dict with one or more of `status` and
                 `note` (texts), `trying` (global batch and micro-batch in rows) and `measured` (a
-                Visit or a Failure).
+                Visit with step time and memory, or a Failure with the reason).
 
         Returns:
             All measurements, also those of earlier groups.

@@ -85,7 +85,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
         reporter: Receives log lines.
 
     Returns:
-        The content of the folder.
+        The content of the folder: the summary, and a row per batch shape.
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.
@@ -150,7 +150,8 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
 
     Args:
         base: The recipe.
-        best: The row of the batch shape.
+        best: The row of trials.jsonl of the batch shape, with its micro-batch, accumulation and
+            global batch.
     """
     assert best.global_rows is not None
     config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})

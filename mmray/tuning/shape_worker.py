@@ -56,11 +56,12 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
         task: Global batches in rows, and what earlier worker groups measured.
         group: All ranks.
         report: Called with a dict with one or more of `status` and `note` (texts), `trying` (global
-            batch and micro-batch in rows) and `measured` (a Visit or a Failure). A batch shape is
-            reported before it is timed, so that the driver knows which one killed a worker.
+            batch and micro-batch in rows) and `measured` (a Visit with step time and memory, or a
+            Failure with the reason). A batch shape is reported before it is timed, so that the
+            driver knows which one killed a worker.
 
     Returns:
-        All measurements, also those of earlier groups; equal on all ranks.
+        Step times and memory of all batch shapes, also those of earlier groups; equal on all ranks.
 
     Raises:
         OutOfMemoryError: This rank ran out of memory in a step in which other ranks wait for it.

@@ -17,11 +17,10 @@ from mmray.config.search_space import Range, Space, override_settings, round_sam
 
 
 def tune_space(base: Config, space: Space) -> dict[str, Any]:
-    """Convert a search space to domains of Ray Tune; a range of an integer setting has integers
-    only.
+    """Convert a search space to domains of Ray Tune.
 
     Args:
-        base: The recipe, for the types of settings.
+        base: The recipe; a setting that is an integer in it gets integers only.
         space: Lists and ranges by setting.
 
     Returns:
@@ -120,7 +119,10 @@ def _sizes_to_try(axis: tuple[Any, ...] | Range) -> list[int]:
 
 
 class MetricOnlyOptuna(OptunaSearch):
-    """Optuna's TPE for trials that also send reports without a metric, such as their start."""
+    """Ray Tune's searcher for Optuna (TPE), for trials that also send reports without a metric.
+
+    Such a report is sent at the start of a trial.
+    """
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Pass a report of a trial to Optuna if it has the metric.
@@ -141,8 +143,9 @@ def build_optuna(
     Args:
         base: The recipe.
         space: Lists and ranges by setting, number of samples and seed.
-        earlier: Settings of the trials of earlier commands, which are tried first. Ray Tune's
-            searcher cannot be restored without pickles; the trials report their rungs again.
+        earlier: Settings of the trials of earlier commands, which are tried first. Finished ones
+            are not trained again: they only report their values again, because the state of Ray
+            Tune's searcher cannot be restored without pickles.
         max_concurrent: Number of trials at a time.
     """
     import optuna

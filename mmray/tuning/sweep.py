@@ -54,10 +54,10 @@ class SweepDir(RunDir):
         return RunDir(self.path / "trials" / trial)
 
     def write_rows(self, rows: Sequence[TrialRow]) -> None:
-        """Replace trials.jsonl by these rows, in the order of the names of the trials.
+        """Replace the content of trials.jsonl, in the order of the names of the trials.
 
         Args:
-            rows: The rows of all trials.
+            rows: The rows of all trials, each with settings, status and measurements.
         """
         ordered = sorted(rows, key=lambda row: row.trial)
         self.write(TRIALS, "".join(json.dumps(row.to_json()) + "\n" for row in ordered))
@@ -77,9 +77,10 @@ def resolve_sweep_dir(
 
     Args:
         base: The recipe of the sweep, with `run.storage` and `run.name`.
-        identity: Entries of sweep.json that a resumed sweep must have, such as `goal`.
+        identity: Entries of sweep.json that must be equal for a sweep to be resumed, such as
+            `goal`.
         reporter: Receives the log line.
-        restart: Return the folder of an equal sweep that has finished, too.
+        restart: Also return the folder of such a sweep that has finished.
 
     Raises:
         UsageError: `run.name` is the folder of something else, or of a sweep with other settings.
@@ -115,7 +116,7 @@ class SweepProgress:
     Attributes:
         elapsed_s: Seconds of all commands.
         left_s: Seconds to the end, from the samples per second of this command; None: unknown.
-        budget_spent: Spent part of the budget; None: no budget.
+        budget_spent: Spent fraction of the budget, 1 or more if nothing is left; None: no budget.
     """
 
     elapsed_s: float
@@ -129,28 +130,31 @@ class SweepReporter(RunReporter, Protocol):
     def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Receive the row of a trial that reached a rung or ended.
 
+        A rung is a number of samples after which trials are compared.
+
         Args:
-            row: The row of the trial.
+            row: The row of trials.jsonl: settings, status and measurements.
             num_rungs: Number of rungs of the sweep.
         """
 
     def trials(
         self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
     ) -> None:
-        """Receive all rows, once a second.
+        """Receive the rows of all trials, once a second.
 
         Args:
-            rows: The rows of all trials.
+            rows: The rows of trials.jsonl: settings, status and measurements of each trial.
             goal: `throughput`, `loss` or `recall`.
-            num_rungs: Number of rungs of the sweep.
-            progress: Time and budget used so far.
+            num_rungs: Number of rungs of the sweep (numbers of samples after which trials are
+                compared).
+            progress: Time of the sweep, and the spent fraction of its budget.
         """
 
 
 class SweepState:
-    """The rows of the trials of a running sweep, its time and its stop.
+    """The rows of the trials of a running sweep, the time it has taken, and whether it must stop.
 
-    Ray Tune calls it in its thread; signal handlers call `on_signal`.
+    Ray Tune calls its methods in a thread; signal handlers call `on_signal`.
 
     Attributes:
         rows: Rows by name of the trial, also of earlier commands.
@@ -170,7 +174,7 @@ class SweepState:
 
         Args:
             folder: The folder of the sweep.
-            plan: What every trial trains and measures.
+            plan: Recipe, goal, rungs and data of the sweep.
             reporter: Receives the progress of the trials.
             budget: Limit of the time or the GPU-hours; None: no limit.
             summary: Entries of sweep.json that do not change.
@@ -202,13 +206,13 @@ class SweepState:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of all commands of this sweep so far."""
+        """Seconds of all commands of this sweep so far, also of those before it was resumed."""
         return self._earlier_s + self.clock() - self._start_s
 
     @property
     def gpu_seconds(self) -> float:
-        """Seconds of all trials so far, each multiplied by its GPUs (by its workers if it has no
-        GPU).
+        """Sum over the trials so far of their seconds times their GPUs (their workers if they have
+        no GPU).
         """
         self._add_running_time()
         gpus_per_worker = num_gpus(self.plan.base)
@@ -231,8 +235,8 @@ class SweepState:
         return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
-        """Return the seconds so far, those to the end of all trials, and the spent fraction of the
-        budget.
+        """Return the seconds so far, the estimated seconds to the end, and the spent fraction of
+        the budget.
         """
         samples = self._num_samples()
         planned = planned_samples(self.plan.space.num_trials, self.plan.rungs)
@@ -253,8 +257,8 @@ class SweepState:
             settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
 
         Returns:
-            The name of the trial of an earlier command with the same settings, otherwise a new one
-            such as `t004`.
+            The name of an existing trial with the same settings, otherwise a new one such as
+            `t004`.
         """
         typed = self.plan.trial("", settings).settings
         for name, row in self.rows.items():
@@ -270,6 +274,8 @@ class SweepState:
     def has_reached(self, name: str, rung: int) -> bool:
         """Return whether a trial has reached a rung, or has ended and cannot reach it.
 
+        A rung is a number of samples after which trials are compared.
+
         Args:
             name: Name of the trial, such as `t001`.
             rung: Index of the rung, from 0.
@@ -278,7 +284,7 @@ class SweepState:
         return len(row.rungs) > rung or row.status in ENDED
 
     def start(self, name: str) -> None:
-        """Mark a trial as running and write its row, so that the next command finds its run.
+        """Mark a trial as running and write its row, so that a resumed sweep finds its run.
 
         Its time is not counted yet, because it may still wait for its workers.
 
@@ -301,7 +307,9 @@ class SweepState:
             self._running[name] = self.clock()
 
     def reach(self, name: str, samples: int, value: float) -> None:
-        """Add a rung that a trial has reached to its row; a known one is ignored.
+        """Add a rung (a number of samples and the value measured after them) to the row of a trial.
+
+        A rung that the row already has is ignored.
 
         Args:
             name: Name of the trial, such as `t001`.
@@ -345,10 +353,10 @@ class SweepState:
             self.end(name, TrialOutcome("stopped"))
 
     def prune_paused(self, keep: Sequence[str] = ()) -> None:
-        """Set the status of paused trials to `pruned`, because no later rung continues them.
+        """Set the status of trials that wait for a decision (`paused`) to `pruned`.
 
         Args:
-            keep: Names of trials that continue.
+            keep: Names of trials that continue to train and keep their status.
         """
         for name, row in self.rows.items():
             if row.status == "paused" and name not in keep:
@@ -380,10 +388,9 @@ class SweepState:
         self.folder.write_json(SWEEP, self._summary)
 
     def poll(self) -> None:
-        """Update the table of trials, save rows and time, and request a stop when the budget is
-        spent.
+        """Update the table of trials, save the rows and the time, and stop if the budget is spent.
 
-        To be called several times a second.
+        Call it several times a second.
         """
         now_s = self.clock()
         if now_s >= self._table_s + TABLE_INTERVAL_S:
@@ -399,9 +406,9 @@ class SweepState:
             self._request_stop("budget", "the budget is spent; stopping the running trials")
 
     def is_stopped(self) -> bool:
-        """Return whether a requested stop is complete.
+        """Return whether the sweep was to be stopped and its trials have ended.
 
-        True if no trial runs, or if one did not stop within the time limit of saving a checkpoint.
+        True also if a trial did not stop within the time limit of saving a checkpoint.
         """
         if self.stop_reason is None:
             return False

@@ -38,7 +38,8 @@ MIN_RUNG_STEPS = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """A combination of settings with its config, or the reason why it is infeasible.
+    """A combination of searched settings with the config to train, or the reason why it is
+    infeasible.
 
     Attributes:
         name: For example `t001`.
@@ -73,9 +74,9 @@ class TrialData:
 
 
 def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
-    """Return the recipe without its training length (`train.steps`, `samples` and `epochs`).
+    """Return the recipe with None as its training length (`train.steps`, `samples` and `epochs`).
 
-    It also has no `batch.global` if `batch.accumulation` is searched without it, because the global
+    `batch.global` is None too if `batch.accumulation` is searched without it, because the global
     batch then follows from the accumulation.
 
     Args:
@@ -86,12 +87,12 @@ def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Confi
 
 
 def restore_length(settings: Config, recipe: Config) -> Config:
-    """Return the settings with the training length of the recipe, as `best.yaml` has it.
+    """Return a config with the training length of the recipe, as `best.yaml` has it.
 
     The training length is `train.steps`, `train.samples` or `train.epochs`.
 
     Args:
-        settings: Config of a sweep, whose length may be that of a trial.
+        settings: Config of a trial, which may be shorter than a run of the recipe.
         recipe: The recipe of the sweep, with its own length.
     """
     length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
@@ -232,9 +233,10 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
 
 
 def data_key(config: Config) -> str:
-    """Return a key that is equal for trials with the same prepared data.
+    """Return a text that is equal for trials with the same prepared data.
 
-    It is a text of `data.train`, `data.eval` and the section `prepare`, not a path or a hash.
+    It has the values of `data.train`, `data.eval` and the section `prepare`; it is not a path or a
+    hash.
 
     Args:
         config: The config of a trial.
@@ -259,13 +261,14 @@ class TrialResources:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What every trial of a sweep trains and measures; the driver sends it to the trials.
+    """Recipe, goal, rungs and data of a sweep; the driver sends it to the trials.
 
     Attributes:
         base: The recipe, to which trials add their settings.
         space: Lists and ranges by searched setting.
-        goal: `throughput`, `loss` or `recall`.
-        rungs: Samples after which trials are compared; the last is the length of a full trial.
+        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
+        rungs: Numbers of samples after which trials are compared; the last is the length of a full
+            trial.
         recipe_rows: Rows of the recipe's global batch: the unit of its warm-up, and the number of
             rows among which the held-out loss is computed.
         data: The prepared data of all trials.
@@ -287,16 +290,16 @@ class SweepPlan:
 
     @property
     def is_learned(self) -> bool:
-        """Whether trials are compared by a held-out metric at rungs, instead of by their speed."""
+        """Whether trials are compared by a held-out metric, not by their speed."""
         return GOALS[self.goal].eval_metric is not None
 
     @property
     def warmup_samples(self) -> int:
-        """Samples of the recipe's warm-up of the learning rate."""
+        """Number of samples of the recipe's learning-rate warm-up."""
         return self.base.optimizer.warmup_steps * self.recipe_rows
 
     def is_recipe(self, settings: dict[str, Any]) -> bool:
-        """Return whether these settings have the values of the recipe.
+        """Return whether a trial's settings have the values of the recipe.
 
         Args:
             settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
@@ -321,14 +324,14 @@ class SweepPlan:
             return Trial(name, rounded, self.base, infeasible=str(error))
 
     def run_config(self, trial: Trial, samples: int) -> Config:
-        """Return the config with which a trial trains to a rung.
+        """Return the config with which a trial trains up to a number of samples.
 
-        It has the largest number of workers. A lost node restarts the run once; on one machine a
-        lost worker ends it, because the trial is then the likely cause.
+        It has the largest number of workers. If a node is lost the workers are restarted once. On
+        one machine a lost worker ends the run, because the trial is then the likely cause.
 
         Args:
             trial: A feasible trial.
-            samples: Samples after which the run ends, those of the rung.
+            samples: Samples after which the run ends, and trials are compared.
         """
         assert trial.shape is not None
         config = trial.config
@@ -412,7 +415,8 @@ class SweepPlan:
 
 
 def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) -> SweepPlan:
-    """Return the plan of a sweep, with the rungs at which trials are compared.
+    """Return the plan of a sweep, with the rungs (numbers of samples after which trials are
+    compared).
 
     Args:
         request: Recipe, search space, goal and training length of a trial.
@@ -438,10 +442,11 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
 
 
 def warmup_warning(plan: SweepPlan) -> str | None:
-    """Return a warning if a full trial ends during warm-up, or has no rung before its end.
+    """Return a warning if a trial of the full length ends during warm-up, or is compared only at
+    its end.
 
     Args:
-        plan: The plan of the sweep.
+        plan: Recipe, goal and rungs of the sweep.
 
     Returns:
         A sentence with advice; None if there is nothing to warn about.
