@@ -36,7 +36,7 @@ Source = list[tuple[str, str]] | PreparedSet  # (image file, caption) of each ro
 
 
 class Arrival(NamedTuple):
-    """A block of rows received by a consumer.
+    """A block (several rows read together) that a consumer received.
 
     Attributes:
         at_s: Wall time in seconds.
@@ -48,10 +48,13 @@ class Arrival(NamedTuple):
 
 
 def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVALS) -> float:
-    """Return the rows/s of consumers that receive blocks of rows at the same time, summed.
+    """Return the rows/s of all consumers together, which receive blocks of rows at the same time.
+
+    The rate of a consumer is measured from its first counted arrival to its last one.
 
     Args:
-        consumers: Arrivals of blocks of each consumer, in order of time; at least one each.
+        consumers: Time and number of rows of the blocks that each consumer received, in order of
+            time; at least one each.
         skip: Number of first arrivals of each consumer that do not count.
     """
     total = 0.0
@@ -176,7 +179,7 @@ class TunedDataset(BaselineDataset):
 
 @ray.remote(num_cpus=0)
 class LoaderWorker:
-    """A process that receives rows for one window per method call; rows are dropped.
+    """A Ray actor that receives rows for the duration of a method call and drops them.
 
     Args:
         rank: Number of the process, from 0.
@@ -194,17 +197,17 @@ class LoaderWorker:
         block_mb: float,
         limits: DecoderLimits,
     ) -> list[Arrival]:
-        """Consume this rank's part of mmray's stream to its end, in the micro-batches of a worker.
+        """Receive this rank's rows of mmray's stream to its end, and drop them.
 
         Args:
             reader: Reads and decodes the rows.
             start: Order and number of the rows, and the first step.
             consumers: Number of ranks on this node.
-            block_mb: Largest size of a block of rows in MB.
-            limits: Number of decode actors of the rank.
+            block_mb: Largest size in MB of a block, the rows that are read together.
+            limits: Number of decode actors (processes that read and decode rows) of the rank.
 
         Returns:
-            Time and valid rows of each block.
+            Time and number of valid rows of each block.
         """
         arrivals = []
         rows = start.plan.rank_rows
@@ -219,16 +222,16 @@ class LoaderWorker:
     def loader(
         self, dataset: BaselineDataset, batch: int, workers: int, window_s: float
     ) -> list[Arrival]:
-        """Consume a PyTorch DataLoader over random rows for one window.
+        """Receive batches of random rows from a PyTorch DataLoader for a time, and drop them.
 
         Args:
             dataset: A baseline dataset.
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
-            window_s: Seconds of the window, after the warm-up arrivals.
+            window_s: Seconds after the first (warm-up) batches.
 
         Returns:
-            Time and rows of each batch.
+            Time and number of rows of each batch.
         """
         seed = torch.Generator().manual_seed(self.rank)
         batches = DataLoader(
@@ -256,10 +259,10 @@ class LoaderWorker:
             world: Number of processes that do the same, each with every `world`-th chunk of rows.
             reader: Reads and decodes the rows.
             plan: Order of the rows.
-            window_s: Seconds of the window, after the warm-up arrivals.
+            window_s: Seconds after the first (warm-up) chunks.
 
         Returns:
-            Time and rows of each chunk.
+            Time and number of rows of each chunk.
         """
         starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
         blocks = (reader.read_block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
@@ -269,10 +272,10 @@ class LoaderWorker:
 
 
 def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
-    """Return the arrivals until `window_s` seconds after the warm-up arrivals.
+    """Return the arrivals of the warm-up and of `window_s` seconds after it.
 
     Args:
-        arrivals: Blocks of rows as they arrive; not read further afterwards.
+        arrivals: Time and number of rows of each block, as it arrives; not read further afterwards.
         window_s: Seconds.
     """
     seen: list[Arrival] = []

@@ -67,7 +67,8 @@ def tolerance(kind: str, device: torch.device) -> float:
     """Return the largest allowed difference of weights in float64 from those of a CPU.
 
     Args:
-        kind: A key of MODELS. `generative` has norms in float32, so its tolerance is larger.
+        kind: Name of the tiny model, a key of MODELS. `generative` has norms in float32, so its
+            tolerance is larger.
         device: The device that is checked.
     """
     return 1e-5 if kind == "generative" and device.type == "cuda" else 1e-9
@@ -76,19 +77,20 @@ def tolerance(kind: str, device: torch.device) -> float:
 def steps_of(
     kind: str, first: int = 0, plan: SamplePlan = PLAN, micro_batch_size: int = MICRO_BATCH_SIZE
 ) -> Iterator[list[Batch]]:
-    """Yield the synthetic micro-batches of each step, on the CPU.
+    """Yield the synthetic micro-batches of each step of a tiny model, on the CPU.
 
     The last step has rows that are not valid, and with the default sizes a micro-batch of only
     these.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         first: Index of the first step.
         plan: Number of steps and rows.
         micro_batch_size: Rows of a micro-batch.
 
     Yields:
-        The micro-batches of a step: the inputs of the model, `valid` bool [B] and `pos` int64 [B].
+        The micro-batches of a step: the inputs of the model, `valid` bool [B] (False for rows
+        without effect) and `pos` int64 [B] (position in the sample order).
     """
     for step in range(first, plan.steps):
         positions = torch.from_numpy(plan.positions(step, 0))
@@ -110,7 +112,7 @@ def spec_of(
     """Return a training run of a tiny model, with the same initial weights on each device.
 
     Args:
-        kind: A key of MODELS, which has the model and its objective, such as `clip`.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         plan: Number of steps and rows.
@@ -153,7 +155,7 @@ def train(
     """Train a tiny model, and return its final weights in one vector on the CPU.
 
     Args:
-        kind: A key of MODELS, which has the model and its objective.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device of the model.
         plan: Number of steps and rows.
         micro_batch_size: Rows of a micro-batch.
@@ -194,12 +196,13 @@ def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
 
 
 def check_run(kind: str, device: torch.device) -> dict[str, float]:
-    """Check that a run equals that of a CPU, and a resumed run the whole one.
+    """Check that training on a device gives the weights of a CPU, and a resumed run those of a
+    whole one.
 
-    The runs have EMA and activation checkpointing.
+    The runs train a tiny model with EMA and activation checkpointing.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device to check.
 
     Returns:
@@ -227,10 +230,11 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
-    """Check that accumulated micro-batches equal the whole batch in one pass.
+    """Check that training with accumulated micro-batches gives the weights of the whole batch in
+    one pass.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device to check.
 
     Returns:
@@ -244,12 +248,13 @@ def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
-    """Check that compiled branches equal eager ones.
+    """Check that training with compiled branches (such as the image encoder) gives the weights of
+    eager ones.
 
     All micro-batches have one shape, because each shape is compiled anew.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device to check.
 
     Returns:
@@ -266,12 +271,13 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
-    """Check that branches replayed as CUDA graphs take the steps of eager ones.
+    """Check that training with branches (such as the image encoder) as CUDA graphs gives the
+    weights of eager ones.
 
     A step of several micro-batches must use no graphs.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device to check; on a CPU no graphs are captured.
 
     Returns:
@@ -316,12 +322,13 @@ def compile_backend(device: torch.device) -> str:
 
 
 def check_branches(kind: str, device: torch.device) -> dict[str, float]:
-    """Check that image and text branch on two devices equal a model on the CPU.
+    """Check that training with image and text branch on two devices gives the weights of a model on
+    the CPU.
 
     In half precision the weights must be finite.
 
     Args:
-        kind: A key of MODELS with an image and a text branch.
+        kind: Name of a tiny model with an image and a text branch, a key of MODELS such as `clip`.
         device: The first device.
 
     Returns:
@@ -344,7 +351,7 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
     The loss of bf16 must be close to that of fp32, the one of fp16 finite.
 
     Args:
-        kind: A key of MODELS.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device to check.
         syncs: Counts host synchronizations in its attribute `count`; None: torch counts them.
 

@@ -39,10 +39,11 @@ LAST_CASE_S = 15  # no case of a stage starts later than this before its limit
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run stages of GPU measurements, each in a process with a time limit, and write their results.
+    """Run stages (groups of GPU measurements), each in a process with a time limit, and write their
+    results.
 
     Writes STAGE.json and STAGE.log per stage and summary.json into the folder of `--out`, and
-    prints a line per case.
+    prints a line per measurement (case).
 
     Args:
         argv: Arguments such as `["--out", "results", "--stages", "step"]`; None: those of this
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
-    """Run the cases of a stage in this process, and write their rows to STAGE.json.
+    """Run the cases (measurements or checks) of a stage in this process, and write STAGE.json.
 
     Args:
         name: Name of the stage, a key of LIMITS_S.
@@ -195,7 +196,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Return how many cases `passed`, `failed` and were `skipped`.
+    """Return how many cases (measurements or checks) `passed`, `failed` and were `skipped`.
 
     Args:
         rows: A dict per case; a failed one has the key `error`, a skipped one `skipped`.
@@ -210,7 +211,8 @@ def format_counts(counts: dict[str, int]) -> str:
 
 
 def format_table(stage: dict[str, Any]) -> list[str]:
-    """Return a line per case of a stage, such as `step  clip, 1024 rows  loop_vs_bare 0.98, ...`.
+    """Return a line per case (measurement) of a stage, such as `step  clip, 1024 rows  loop_vs_bare
+    0.98`.
 
     Args:
         stage: `stage` (name) and `rows` (a dict per case), as `run_stage` returns them.

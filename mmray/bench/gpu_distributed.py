@@ -30,7 +30,7 @@ BYTES = 2**28
 
 
 def nccl(device: torch.device) -> Iterator[Case]:
-    """Yield cases that run distributed code in a process group of one rank.
+    """Yield cases (named checks) that run distributed code in a process group of one rank.
 
     They are the collectives, DDP, FSDP2, and the copy of a checkpoint to the host. The backend is
     NCCL on a GPU and gloo on a CPU.
@@ -48,7 +48,7 @@ def nccl(device: torch.device) -> Iterator[Case]:
 
 
 def process_group(device: torch.device) -> dict[str, Any]:
-    """Start the process group as a worker does, and time each collective.
+    """Start a process group of this process alone, as a worker does, and time each collective.
 
     Args:
         device: The device; tensors have 256 MiB on a GPU and 4 KiB on a CPU.

@@ -42,9 +42,10 @@ NUMBERS = {
 
 
 def run(device: torch.device) -> Iterator[Case]:
-    """Yield cases that run `mmray train`, and its loop alone with the same batch shape.
+    """Yield cases (named measurements) that run `mmray train`, and its loop alone with the same
+    batch shape.
 
-    The model is that of `sample`, and then `clip` without and with Ray.
+    The model is that of the recipe `sample`, and then of `clip` without and with Ray.
 
     Args:
         device: The device to measure.

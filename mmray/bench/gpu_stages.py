@@ -92,7 +92,7 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
 
 
 def environment(device: torch.device) -> Iterator[Case]:
-    """Yield cases: versions, devices, and the rates that limit a step.
+    """Yield cases (named measurements): versions, devices, and the rates that limit a step.
 
     The rates are those of a matrix product, of a copy in the device's memory, and of a copy to it.
 
@@ -177,7 +177,7 @@ def free_gib(device: torch.device) -> float:
 
 
 def checks(device: torch.device) -> Iterator[Case]:
-    """Yield cases that check that runs on the device equal those of a CPU.
+    """Yield cases (named checks) that runs on the device give the weights of those on a CPU.
 
     The runs are accumulated, resumed, in half precision, with CUDA graphs, on two GPUs, and
     compiled.
@@ -219,7 +219,7 @@ class StepLog(StepTimer):
 
 
 def models(device: torch.device) -> Iterator[Case]:
-    """Yield cases in which the model of every recipe takes two steps.
+    """Yield cases (named measurements) in which the model of every recipe takes two steps.
 
     Steps are eager in fp32, bf16 and fp16, and compiled in bf16.
 
@@ -267,10 +267,10 @@ def models(device: torch.device) -> Iterator[Case]:
 
 
 def memory(device: torch.device) -> Iterator[Case]:
-    """Yield cases about `batch.micro auto` of the recipe `clip`.
+    """Yield cases (named measurements) about the search of the micro-batch for the recipe `clip`.
 
-    The first case searches the micro-batch and predicts the memory; the second one measures the
-    peak memory of a run with this micro-batch.
+    The first case searches the largest micro-batch that fits (`batch.micro auto`) and predicts the
+    memory; the second one measures the peak memory of a run with this micro-batch.
 
     Args:
         device: The device to measure.
@@ -309,7 +309,8 @@ def memory(device: torch.device) -> Iterator[Case]:
 
 
 def step(device: torch.device) -> Iterator[Case]:
-    """Yield cases that time mmray's loop and two loops written by hand, for the recipe `clip`.
+    """Yield cases (named measurements) that time mmray's loop and two loops written by hand, for
+    the recipe `clip`.
 
     Args:
         device: The device to measure.
@@ -336,10 +337,13 @@ def resnet(device: torch.device) -> Iterator[Case]:
 
 
 def rows_of(device: torch.device) -> tuple[int, int]:
-    """Return two numbers of rows of a step: the first is limited by the device, the second by the
-    host.
+    """Return the numbers of rows of a step in a slow and in a fast measurement.
 
-    The second one is so small that starting kernels takes longer than running them.
+    The device limits the speed of the first one. The second one is so small that starting kernels
+    takes the host longer than running them takes the device.
+
+    Args:
+        device: The device to measure; on a CPU both numbers are small.
     """
     cuda = device.type == "cuda"
     return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
@@ -400,7 +404,7 @@ class ProfiledSteps:
 
 
 def kernels(device: torch.device) -> Iterator[Case]:
-    """Yield cases that profile the kernels of a step, for the recipe `clip`.
+    """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`.
 
     Measured are the kernels that take most time, the time by kind of kernel, the largest gaps
     between kernels, in which the device waits for the host, and host synchronizations.
@@ -574,7 +578,8 @@ STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
 def run_stage(
     name: str, device: torch.device, write: Callable[[list[dict[str, Any]]], None], end_s: float
 ) -> None:
-    """Run the cases of a stage one after another; a failed case does not end the stage.
+    """Run the cases (measurements or checks) of a stage in turn; a failed case does not end the
+    stage.
 
     Args:
         name: Name of the stage, a key of STAGES.

@@ -76,16 +76,17 @@ def bench_loader(
         notify: Called with lines of progress.
         data: A prepared set or a raw source; None: synthetic photographs.
         images: Number of images.
-        rounds: Number of windows per loader, in alternating order.
-        window_s: Approximate seconds per window.
-        workers: Decode actors of the stream, and DataLoader workers in total; 0: one per core.
-        block_mb: Size of a block of the stream in MB.
+        rounds: How often each loader is measured; the loaders take turns.
+        window_s: Approximate seconds of each measurement.
+        workers: Decode actors of the stream (processes that read and decode rows), and DataLoader
+            workers in total; 0: one per core.
+        block_mb: Size in MB of a block of the stream, the rows that are read together.
         gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
 
     Returns:
         `machine` (dict), `ratios` (medians of the ratios of two loaders' rates by name), `spread`
-        ({median, min, max, pairs} by ratio), `rows` (per loader: `arm`, `images_per_s` and
-        `first_batch_s`, medians) and `notes` (texts about the bottleneck).
+        ({median, min, max, pairs} by ratio), `rows` (per loader: `arm`, its name, `images_per_s`
+        and `first_batch_s`, medians) and `notes` (texts about the bottleneck).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
@@ -204,13 +205,13 @@ def _build_loaders(
 
 
 def write_images(data: str | None, images: int, cache: Path) -> Path:
-    """Write image files with captions into a folder of the cache, unless they are there.
+    """Write image files with captions into a folder, unless an earlier call has written them.
 
     Args:
         data: A prepared set or a raw source, from which rows are sampled; None: synthetic
             photographs.
         images: Number of images.
-        cache: Parent of the folder.
+        cache: Parent of the folder, which keeps such images for later benchmarks.
 
     Returns:
         The folder, with captions.jsonl and the image files.

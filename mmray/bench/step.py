@@ -225,8 +225,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
 
     Args:
         config: The model and the batch; the objective must be `contrastive`.
-        pairs: Number of rounds, each with a timed window per loop.
-        window_s: Approximate seconds per window.
+        pairs: Number of rounds, in each of which every loop is timed once.
+        window_s: Approximate seconds of each timing.
 
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s of mmray's loop relative to the
@@ -271,14 +271,14 @@ def _measure(
 
 
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
-    """Time mmray's loop and two loops written by hand in rounds of windows.
+    """Time mmray's loop and two loops written by hand, in several rounds.
 
     A collective call of all ranks of the benchmark.
 
     Args:
         bench: Model and batches of this rank.
-        pairs: Number of rounds.
-        window_s: Approximate seconds per window.
+        pairs: Number of rounds, in each of which every loop is timed once.
+        window_s: Approximate seconds of each timing.
 
     Returns:
         `micro` (rows of a micro-batch), `ratios` (samples/s of mmray's loop relative to the others:
@@ -320,7 +320,7 @@ class StepTimer:
     """Callback of a training loop that records the seconds of steps after the warm-up.
 
     Args:
-        devices: Devices whose queued kernels are waited for.
+        devices: Devices whose kernels must have finished before a time is taken.
         total_until: Record only the total of all steps until this one; None: record each step.
         times_s: Filled with the seconds.
     """
@@ -331,8 +331,7 @@ class StepTimer:
     _last_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        """Record the time since the last recorded step, after waiting for kernels in the devices'
-        queues.
+        """Record the time since the last recorded step, after the device has finished all kernels.
 
         The first WARMUP_STEPS steps are not recorded. With `total_until` only the total from the
         end of the warm-up to that step is recorded.
@@ -404,21 +403,24 @@ class Bench:
         return loop.train_loop(spec, micro_batches(plan, shape, self.group.rank, self.batches))
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
-        """Take the synthetic step with which a run searches its micro-batch and measures its
+        """Take a synthetic step to search the largest micro-batch that fits, and to measure its
         memory.
 
+        A run does the same before its first step.
+
         Args:
-            shape: Global batch and micro-batch in rows; with `auto`, the largest micro-batch that
-                fits is searched.
+            shape: Global batch and micro-batch in rows; the micro-batch is searched only if
+                `shape.auto` is True.
 
         Returns:
-            The shape with the micro-batch of a run, and the memory by component in GiB.
+            The shape with the micro-batch of a run, and the memory by component in GiB, such as
+            `memory/activations_gib`.
         """
         objective = objectives.build(self.config.objective)
         return dry_run(self.config, self.model, objective, self.group, shape, steps=1)
 
     def loop_window(self, steps: int, accumulated: bool = False) -> tuple[float, float]:
-        """Time mmray's loop on a copy of the model.
+        """Time some steps of mmray's loop on a copy of the model.
 
         Args:
             steps: Number of steps; the first WARMUP_STEPS are not timed.
@@ -549,7 +551,7 @@ class Bench:
         )
 
     def copy_of_model(self, shape: BatchShape) -> nn.Module:
-        """Return a copy of the model with compiled blocks and CUDA graphs, if the config has them.
+        """Return a copy of the model; it is compiled and uses CUDA graphs if the config has them.
 
         Args:
             shape: Global batch and micro-batch in rows, which the graphs are captured for.
@@ -580,7 +582,7 @@ def micro_batches(
 
     Yields:
         The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]
-        (position of the row in the run) and `valid` bool [B] replaced.
+        (position of the row in the sample order) and `valid` bool [B] (False for padding) replaced.
     """
     size = len(batches[0]["image"])  # of a micro-batch, or of a step
     for step in range(plan.steps):
@@ -636,16 +638,16 @@ def build_bench(
 
 
 def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Time a window of each loop per round, in alternating order.
+    """Time each loop once per round, in alternating order.
 
-    All ranks run the same windows, timed on rank 0. The loops are `loop` (mmray's), `bare` and
-    `best` (by hand). If `micro` is less than the rows of this rank, `accumulated` is mmray's loop
-    on whole steps, and `best` is compared with it, because both see the global batch.
+    All ranks run the same steps, timed on rank 0. The loops are `loop` (mmray's), `bare` and `best`
+    (by hand). If `micro` is less than the rows of this rank, `accumulated` is mmray's loop on whole
+    steps, and `best` is compared with it, because both see the global batch.
 
     Args:
         bench: Model and batches of this rank.
         pairs: Number of rounds.
-        window_s: Approximate seconds per window.
+        window_s: Approximate seconds of each timing.
 
     Returns:
         A dict per round: `pair` (number), the ratios `loop_vs_bare` and `loop_vs_best`, and

@@ -35,17 +35,20 @@ ROLES = {"DecodeActor": "decoder", "RankGroup": "rank", "gcs_server": "head", "r
 
 
 class SleepingReader:
-    """Has the interface of a RowReader that a BlockDecoder uses; decodes nothing."""
+    """A reader of rows that decodes nothing, to measure the stream alone.
+
+    It has the method of RowReader that decode actors (processes that read and decode rows) call.
+    """
 
     row_bytes = 3 * SIDE**2
     subprocess_decoder = None
 
     def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
-        """Sleep for DECODE_S, and return a block of undefined pixels.
+        """Sleep for DECODE_S seconds in place of decoding, and return undefined pixels.
 
         Args:
             plan: Unused.
-            positions: Positions of the rows in the run, int64 [B].
+            positions: Positions of the rows in the sample order, int64 [B].
 
         Returns:
             `image` uint8 [B, 3, 32, 32] and `pos`, the positions.
@@ -55,7 +58,7 @@ class SleepingReader:
 
 
 class RankGroup:
-    """A process with several ranks, one in each thread, which receive blocks of rows until `stop`.
+    """A process with several ranks, one in each thread, which receive rows until `stop`.
 
     Args:
         plan: Order and number of the rows.
@@ -87,7 +90,9 @@ class RankGroup:
                     return
 
     def counts(self) -> list[int]:
-        """Return how many blocks each rank of this process has received."""
+        """Return how many blocks (rows that are read together) each rank of this process has
+        received.
+        """
         return list(self._blocks)
 
     def stop(self) -> None:
@@ -101,8 +106,10 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
     """Measure how the stream scales with the number of ranks, with a sleep in place of decoding.
 
     Args:
-        consumers: Number of ranks, each with one decode actor.
-        window_s: Seconds of the measurement, after each rank has received two blocks.
+        consumers: Number of ranks, each with one decode actor (a process that reads and decodes
+            rows).
+        window_s: Seconds of the measurement, after each rank has received two blocks (rows that are
+            read together).
 
     Returns:
         `machine` (dict), `rows` with one dict, and `notes` (texts). The row has `consumers`,

@@ -55,9 +55,9 @@ class _Display(Progress):
 class ConsoleReporter:
     """Print messages and tables, and show the progress of the current work.
 
-    Implements the reporters of `mmray.training` and `mmray.tuning.sweep`. A terminal, and
-    Jupyter with ipywidgets, show a live bar. Anything else, such as a file, gets a line every few
-    seconds, so that a log shows progress too.
+    It has the methods that a run (`RunReporter`) and a sweep (`SweepReporter`) call. A terminal,
+    and Jupyter with ipywidgets, show a live bar. Anything else, such as a file, gets a line every
+    few seconds, so that a log shows progress too.
 
     Args:
         console: where to print; None: standard output.
@@ -166,7 +166,8 @@ class ConsoleReporter:
             self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
 
     def show_above(self, *renderables: RenderableType) -> None:
-        """Replace what is shown above the progress bar; without effect if there is no bar.
+        """Show tables above the progress bar, in place of those shown before; without effect if
+        there is no bar.
 
         Args:
             renderables: objects that rich can print, such as a `rich.table.Table`.
@@ -238,13 +239,14 @@ class ConsoleReporter:
         self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
-        """Print a line about a trial that reached a rung or ended.
+        """Print a line about a trial of a sweep that reached a rung or ended.
 
-        With a live table, which has all trials, only failures are printed.
+        A rung is a number of samples after which trials are compared. With a live table, which has
+        all trials, only failures are printed.
 
         Args:
-            row: the row of the trial.
-            num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+            row: settings, status and measurements of the trial, a row of trials.jsonl.
+            num_rungs: number of rungs of the sweep.
         """
         if not self.is_live or row.status in ("failed", "out_of_memory", "infeasible"):
             self.log(trial_line(row, num_rungs), row.trial)
@@ -255,10 +257,10 @@ class ConsoleReporter:
         """Redraw the live table of all trials; without effect if the output is not a terminal.
 
         Args:
-            rows: rows of all trials.
+            rows: settings, status and measurements of each trial, the rows of trials.jsonl.
             goal: `throughput`, `loss` or `recall`.
             num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
-            progress: time of the sweep, and the spent part of the budget.
+            progress: time of the sweep, and the spent fraction of the budget.
         """
         if self.is_live:
             limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)

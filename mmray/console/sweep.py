@@ -21,7 +21,7 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
     """Return the table of a running sweep: running trials first, then the best ones.
 
     Args:
-        rows: rows of all trials.
+        rows: settings, status and measurements of each trial, the rows of trials.jsonl.
         num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
         goal: `throughput`, `loss` or `recall`, whose value is a column.
         limit: largest number of trials in the table. The caption counts the others by status.
@@ -62,10 +62,11 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
 def settings_columns(
     rows: Sequence[TrialRow], without: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """Return a column for each searched setting, for `rows_table`.
+    """Return the table column of each setting that a sweep varies, for `rows_table`.
 
     Args:
-        rows: rows of trials. They search the same settings, so the first defines the columns.
+        rows: rows of trials.jsonl. All trials vary the same settings, so the first row defines the
+            columns.
         without: settings without a column, such as `batch.micro`.
 
     Returns:
@@ -110,7 +111,7 @@ def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) 
     """Return the table of trials or of measured batch shapes.
 
     Args:
-        rows: at least one row.
+        rows: rows of trials.jsonl (settings, status and measurements of a trial), at least one.
         goal: `throughput`, `loss` or `recall`. The held-out value of the last two is the column
             before the status.
         winners: names of the trials that are marked with a star.
@@ -149,9 +150,11 @@ def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) 
 def trial_line(row: TrialRow, num_rungs: int) -> str:
     """Format a trial that reached a rung or ended as a line of a log.
 
+    A rung is a number of samples after which trials are compared.
+
     Args:
-        row: the row of the trial.
-        num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+        row: settings, status and measurements of the trial, a row of trials.jsonl.
+        num_rungs: number of rungs of the sweep.
 
     Returns:
         A line such as `optimizer.lr=0.001: running in 12 s  rung 1 of 3: 2.31 after 4,096 samples`.

@@ -84,7 +84,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of a run.
 
     Args:
-        run: The content of the run folder.
+        run: The content of the run folder, such as its config and metrics.
 
     Returns:
         Charts by page section: `learning`, `recall`, `speed` and `start`. Charts of metrics that

@@ -61,7 +61,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the headline numbers of a run, as texts for its page.
 
     Args:
-        run: The content of the run folder.
+        run: The content of the run folder, such as its config and metrics.
 
     Returns:
         (name, value, note) of each measured one of recall or perplexity, loss, speed, data wait,
@@ -108,7 +108,11 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 def gpu_idle_fraction(run: RunRecord) -> float | None:
     """Return the median fraction of the time (0 to 1) in which the GPU ran no kernel.
 
-    None if NVML did not measure it.
+    Args:
+        run: The content of the run folder; the logged metrics are read.
+
+    Returns:
+        The fraction; None if NVML (nvidia-ml-py) did not measure it.
     """
     busy_percent = run.values("gpu/busy_percent")
     return 1 - median(busy_percent) / 100 if busy_percent else None
@@ -118,7 +122,7 @@ def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the memory of a worker by component, in GiB.
 
     Args:
-        run: The content of the run folder.
+        run: The content of the run folder; the logged memory metrics are read.
 
     Returns:
         Pairs of name and value as texts, such as ("parameters", "0.334"), the last one `peak`;
@@ -136,7 +140,7 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
     """Return the newest evaluation of a run without its retrieval metrics.
 
     Args:
-        run: The content of the run folder.
+        run: The content of the run folder; the logged metrics are read.
 
     Returns:
         Pairs of name and value as texts: step, metrics, number of evaluations, time per evaluation.
@@ -160,7 +164,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     """Return sentences about problems of a run, for its page.
 
     Args:
-        run: The content of the run folder.
+        run: The content of the run folder, such as its metrics and result.json.
 
     Returns:
         Pairs of kind and sentence. The kind is `bad` for failures such as a loss of NaN, or `note`,
@@ -259,7 +263,8 @@ MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
 def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
-    """Summarize the rows quarantined by a run and by `prepare` of its data, and contamination.
+    """Summarize the quarantined (excluded) rows of a run and of its data, and overlaps with other
+    sets.
 
     Args:
         run_folder: The folder of the run.
@@ -268,9 +273,10 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
     Returns:
         `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
         (quarantined by the run), `reasons` (pairs of reason and count, the most frequent first),
-        `shown` (example rows as {reason, key, source, detail}), `contamination` (a dict per checked
-        set: `set`, its name, the entries of `leakage` in its manifest, and example `pairs`), and
-        `unread` (names of sets that cannot be read from here).
+        `shown` (example rows as {reason, key, source, detail}), `contamination` (overlap of
+        training and held-out rows, a dict per checked set: `set`, its name, the counts in `leakage`
+        of its manifest, and example `pairs`), and `unread` (names of sets that cannot be read from
+        here).
     """
     given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
     folders = [folder for folder in given if _is_readable(folder / MANIFEST)]

@@ -27,7 +27,11 @@ class Column(NamedTuple):
     scale: float = 1.0
 
     def text(self, row: TrialRow) -> str:
-        """Return the cell of a trial in this column; a value that was not measured is a dash."""
+        """Return the cell of a trial in this column; a value that was not measured is a dash.
+
+        Args:
+            row: Settings, status and measurements of the trial, a row of trials.jsonl.
+        """
         if self.field in row.settings:
             return format_setting(row.settings[self.field])
         value = getattr(row, self.field, None)
@@ -48,12 +52,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """Content of the folder of a sweep.
+    """Content of the folder of a sweep, in which trials with different settings were compared.
 
     Attributes:
         folder: The folder.
         summary: Content of sweep.json.
-        trials: The rows of trials.jsonl, one per trial.
+        trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 
     folder: AnyPath
@@ -85,13 +89,16 @@ class SweepRecord:
 
     @property
     def goal_name(self) -> str:
-        """`throughput`, `loss` or `recall`; `throughput` if sweep.json has no valid goal."""
+        """What the sweep optimizes: `throughput`, `loss` or `recall`.
+
+        It is `throughput` if sweep.json has no valid goal.
+        """
         name = str(self.summary.get("goal"))
         return name if name in GOALS else "throughput"
 
     @property
     def goal(self) -> Goal:
-        """Title, direction and held-out metric of the goal."""
+        """What the sweep optimizes: title, whether higher is better, and held-out metric."""
         return GOALS[self.goal_name]
 
     @property
@@ -115,17 +122,21 @@ class SweepRecord:
         return next((row for row in self.trials if row.trial == name), None)
 
     def value(self, row: TrialRow) -> float | None:
-        """Return the value by which the goal compares a trial; None if it was not measured.
+        """Return the value by which a trial is compared; None if it was not measured.
 
-        Samples/s for `throughput`, otherwise the held-out metric at the last rung.
+        It is samples/s for the goal `throughput`, otherwise the newest held-out metric.
+
+        Args:
+            row: Settings, status and measurements of the trial, a row of trials.jsonl.
         """
         return row.value(self.goal_name)
 
     @property
     def best_per_global_batch(self) -> list[TrialRow]:
-        """The rows of the best batch shape of each global batch, by ascending global batch.
+        """The rows of the best batch shape (micro-batch, accumulation) of each global batch,
+        ascending.
 
-        Empty for a sweep of trials, and without a recommendation.
+        Empty for a sweep of trials that train, and without a recommendation.
         """
         names = self.recommendation.per_global.values() if self.recommendation else ()
         rows = [row for row in self.trials if row.trial in names]
@@ -133,8 +144,8 @@ class SweepRecord:
 
     @property
     def columns(self) -> list[Column]:
-        """Columns of the table of trials: the searched settings, then fields that a trial has a
-        value of.
+        """Columns of the table of trials: the searched settings, then the measurements that a trial
+        has.
         """
         names = dict.fromkeys(
             name for row in self.trials for name in row.settings if name not in BATCH_SETTINGS
@@ -150,8 +161,9 @@ class SweepRecord:
     def table(self) -> list[TrialRow]:
         """All trials in the order of the table.
 
-        Trials are ordered by the number of reached rungs, most first, and then by the value, the
-        best first. Batch shapes are ordered by the global batch, ascending, and then by the value.
+        Trials that train are ordered by the number of rungs that they reached (sample counts after
+        which trials are compared), most first, and then by their value, the best first. Batch
+        shapes are ordered by the global batch, ascending, and then by their value.
         """
         sign = -1 if self.goal.maximize else 1
 
@@ -169,20 +181,30 @@ class SweepRecord:
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
     def status_label(self, row: TrialRow) -> str:
-        """Return the status of a trial as text for the page, such as `ended early` for `pruned`."""
+        """Return the status of a trial as text for the page, such as `ended early` for `pruned`.
+
+        Args:
+            row: Settings, status and measurements of the trial, a row of trials.jsonl.
+        """
         labels = {"finished": "measured"} if self.is_throughput else {"pruned": "ended early"}
         return labels.get(row.status, row.status).replace("_", " ")
 
     @property
     def rungs(self) -> str:
-        """The samples after which trials are compared, such as `1,024, 4,096 and 16,384`."""
+        """The numbers of samples after which trials are compared, as text such as `1,024, 4,096 and
+        16,384`.
+        """
         texts = [f"{samples:,}" for samples in self.summary.get("rungs", [0])]
         return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
     def report_link(self, row: TrialRow) -> str | None:
         """Return the path of a trial's report.html relative to the sweep folder, for a link.
 
-        None if the trial has no report, or its run is outside the sweep folder.
+        Args:
+            row: The row of the trial, which has the folder of its run.
+
+        Returns:
+            The path; None if the trial has no report, or its run is outside the sweep folder.
         """
         page = f"{row.run}/report.html"
         if row.run is None or ".." in page or page.startswith("/"):

@@ -27,7 +27,7 @@ def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
     """Return the charts of a sweep.
 
     Args:
-        sweep: The content of the sweep folder.
+        sweep: The content of the sweep folder: its summary and the rows of its trials.
 
     Returns:
         Charts by page section: `learning` (held-out values of the trials over their samples) or

@@ -39,7 +39,9 @@ MAX_PAUSE_S = 1.0
 
 
 class Lease:
-    """The right to write into a directory, renewed by a thread. Use it as a context manager.
+    """The exclusive right of a process to write into a folder, renewed by a thread.
+
+    Use it as a context manager.
 
     Args:
         directory: local folder or folder on a store.
@@ -81,7 +83,8 @@ class Lease:
             self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease, and start the thread that renews it.
+        """Acquire the exclusive right to write into the folder, and start the thread that renews
+        it.
 
         Waits up to `stale_after_s` if the owner is on another machine and may be dead.
 
@@ -118,6 +121,9 @@ class Lease:
     def claim_next_token(self) -> int:
         """Claim a higher fencing token, so that workers with the current one can no longer write.
 
+        A fencing token is a number that grows with each claim on the folder. Before a write, a
+        worker checks that no higher one exists.
+
         Returns:
             The new fencing token.
 
@@ -136,7 +142,7 @@ class Lease:
         return self.fencing_token
 
     def check(self) -> None:
-        """Check that this process still owns the lease.
+        """Check that this process still has the exclusive right to write into the folder.
 
         Raises:
             TrainingError: another process has taken over the lease.
@@ -145,7 +151,9 @@ class Lease:
         check_fencing_token(self._directory, self.fencing_token)
 
     def release(self) -> None:
-        """Stop the heartbeat and release the lease; without effect if it is not held."""
+        """Give up the right to write into the folder and stop its renewal; without effect if it is
+        not held.
+        """
         if self._thread is None:
             return
         self._released.set()
@@ -249,15 +257,15 @@ class Lease:
 
 
 def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
-    """Check that no other process has taken over a lease.
+    """Check that no other process has taken over a folder.
 
     Args:
-        directory: Folder of the run or set that the lease protects.
-        fencing_token: Number that this process, or the driver that started it, got from
-            `Lease.acquire` or `Lease.claim_next_token`.
+        directory: Folder of the run or set.
+        fencing_token: Number of the claim of this process, or of the driver that started it, as
+            `Lease.acquire` or `Lease.claim_next_token` returned it.
 
     Raises:
-        TrainingError: A later claim exists.
+        TrainingError: A claim with a higher number exists.
         OSError: The storage failed.
     """
     fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
@@ -271,7 +279,9 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
 
 
 def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
-    """Return whether a process holds the lease, without waiting; for display only.
+    """Return whether a process holds the lease of a folder (writes into it), without waiting.
+
+    The result is for display only, because it may be out of date at once.
 
     Args:
         directory: Folder of the run or set that the lease protects.

@@ -282,8 +282,8 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
 
     Args:
         path: the file.
-        mapped: memory-map a local file. Truncating it then kills its readers, so map only files
-            that never change.
+        mapped: map a local file into memory instead of reading it. Truncating the file then kills
+            its readers, so map only files that never change.
 
     Returns:
         A file of pyarrow, to be closed by the caller.
@@ -346,7 +346,8 @@ class _RetriedFile(io.RawIOBase):
 
 @contextmanager
 def open_output(path: AnyPath) -> Iterator[pa.NativeFile]:
-    """Return a context manager that opens a file for writing; it appears when the block succeeds.
+    """Return a context manager that opens a file for writing; it exists only after the block
+    succeeded.
 
     An error in the block leaves the old file on a local disk, and no file on a store.
 
@@ -550,7 +551,7 @@ def remove_tree(path: AnyPath) -> None:
 
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:
-    """Rename a folder of files; on a store by copying.
+    """Rename a folder of files; on a store by copying the files.
 
     Args:
         path: The folder. On a store it must have no subfolders.
@@ -573,7 +574,7 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file that has several writers.
+    """Append a line to a file to which several processes may append.
 
     An object cannot be appended to. On a store the line is written as an object of its own, until
     `merge_appended_lines` merges these objects.

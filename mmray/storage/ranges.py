@@ -57,7 +57,7 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
 class RangeReader:
     """Reads byte ranges of the files in a folder and keeps recently used ones open.
 
-    Thread-safe, and cheap to pickle.
+    It is thread-safe. When pickled it has only the path, and reopens the files.
 
     Args:
         folder: A folder on a local disk or a store.
