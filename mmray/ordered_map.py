@@ -32,8 +32,9 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
         """Start to compute an item, after the items that were submitted before.
 
         Args:
-            item: Argument of the work.
-            careful: Whether the item may have killed another process.
+            item: The argument of the function that the map computes.
+            careful: Whether the item may have killed another process, so that the function must
+                protect this one.
 
         Returns:
             A future of the result, or of the error.
@@ -41,7 +42,7 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
 
 
 class Pool(Protocol[Item, Result]):
-    """The processes of an OrderedMap."""
+    """The processes that compute the items of an OrderedMap."""
 
     @property
     def workers(self) -> Sequence[Worker[Item, Result]]:
@@ -49,15 +50,15 @@ class Pool(Protocol[Item, Result]):
 
     @property
     def max_in_flight(self) -> int:
-        """Largest number of items whose computation has started and whose result was not yet
-        iterated.
+        """Largest number of items that may be started and whose results the caller has not taken
+        yet.
         """
 
     def node_limit(self, node: str) -> int:
-        """Return how many results may occupy the memory of a node at a time.
+        """Return for how many items a node may hold work or results in its memory.
 
-        This bounds the items that its workers compute or have computed, until their results are
-        iterated.
+        An item counts from its submission to a worker of the node until the caller has taken its
+        result.
 
         Args:
             node: ID of the node of a worker, such as the ID of a node of Ray.
@@ -71,7 +72,7 @@ class Pool(Protocol[Item, Result]):
         """
 
     def replace(self, worker: Worker[Item, Result]) -> None:
-        """Start another process for a lost one. May raise to end the map.
+        """Start another process for a lost one; an error that this raises ends the map.
 
         Args:
             worker: The lost process.
@@ -119,21 +120,22 @@ class _Entry(Generic[Item, Result]):
 
 
 class OrderedMap(Generic[Item, Result]):
-    """Iterates the results of `items`, in order, computed by the processes of a pool.
+    """Iterates the results of a function for `items`, in order, computed by the processes of a
+    pool.
 
     Items are submitted before their results are requested, each to the process with the fewest
-    items. Items of a lost process are submitted to others with `careful`. An item that is late is
-    submitted to another process too, and the first result counts. If there is no other process, the
-    caller's process computes it. Iterating raises what the work raises.
+    items. Items of a lost process are submitted to others, with `careful` True. An item that is
+    late is submitted to another process too, and the first result counts. If there is no other
+    process, the caller's process computes it. Iterating raises what the function raises.
 
     Args:
         pool: The processes.
-        items: Arguments of the work.
+        items: Arguments of the function.
         late_s: An item is late after this many seconds or LATE_FACTOR times the median time of an
             item, whichever is longer; None: items are never late.
 
     Attributes:
-        careful: Submit all further items with `careful`.
+        careful: If True, all further items are submitted with `careful` True.
         waited_s: Seconds that the caller has waited for results.
     """
 

@@ -69,7 +69,7 @@ def describe_signal(number: int) -> str:
 
 
 class Channel:
-    """The end of a child process's connection to its parent; several threads may use it.
+    """A child process's connection to its parent; several threads may use it.
 
     Args:
         connection: The child's end of a pipe.
@@ -244,11 +244,11 @@ def pickled(error: Exception) -> bytes:
 
 @contextmanager
 def starting_children() -> Iterator[None]:
-    """Return a context manager in whose block child processes are started.
+    """Return a context manager in whose block child processes can be started safely.
 
     The children ignore Ctrl-C from their first instruction, because the parent handles it. They do
-    not import the user's script again, as spawned processes do otherwise, because the script may
-    start a run without a guard `if __name__ == "__main__"`. Threads enter the block one at a time.
+    not import the user's script again, as spawned processes do otherwise: the script may start a
+    run without a guard `if __name__ == "__main__"`. Threads enter the block one at a time.
     """
     main = sys.modules["__main__"]
     with _start_lock:
@@ -310,7 +310,8 @@ class ChildPool(Generic[Item, Result]):
         work: The function, which is pickled once per process. `careful` is True if the item may
             have killed a process before.
         num_processes: Number of processes.
-        max_in_flight: Largest number of items that are submitted and whose result was not iterated.
+        max_in_flight: Largest number of items that are submitted and whose results the caller has
+            not taken yet.
         on_crash: Called with the number of processes that died so far before one is replaced;
             raises to end the map.
     """
@@ -329,11 +330,21 @@ class ChildPool(Generic[Item, Result]):
         self.workers = [_Child(work) for _ in range(num_processes)]
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of items in flight; all processes are on this machine."""
+        """Return the largest number of items that may be submitted and whose results were not taken
+        yet.
+
+        Args:
+            node: Unused, because all processes are on this machine.
+        """
         return self.max_in_flight
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an error means that a process died, not that its work failed."""
+        """Return whether an error means that a process died, not that the pool's function raised
+        it.
+
+        Args:
+            error: The error of an item.
+        """
         return isinstance(error, ChildDied)
 
     def replace(self, worker: Any) -> None:
@@ -350,11 +361,22 @@ class ChildPool(Generic[Item, Result]):
         self.workers[self.workers.index(worker)] = _Child(self._work)
 
     def compute_here(self, item: Item) -> Result:
-        """Return the result of an item, computed in this process."""
+        """Compute an item in this process.
+
+        Args:
+            item: The argument of the pool's function.
+
+        Returns:
+            Its result.
+        """
         return self._work(item, True)
 
     def update(self, waited_s: float) -> None:
-        """Do nothing, because the number of processes is fixed."""
+        """Do nothing, because the number of processes is fixed.
+
+        Args:
+            waited_s: Unused.
+        """
 
     def kill(self) -> None:
         """Kill the processes with SIGKILL; running calls raise ChildDied."""

@@ -48,7 +48,7 @@ GOALS = {
 
 
 class Rung(NamedTuple):
-    """The value of a trial's goal after a number of samples.
+    """The value of a trial after a number of samples at which trials are compared.
 
     Attributes:
         samples: Samples (rows) trained.
@@ -117,18 +117,22 @@ class TrialRow:
 
     @property
     def samples(self) -> int | None:
-        """Samples (rows trained) at the last rung; None before the first rung."""
+        """Samples (rows trained) at the last rung, a number of samples after which trials are
+        compared.
+
+        None before the first rung.
+        """
         return self.rungs[-1].samples if self.rungs else None
 
     def value(self, goal: str) -> float | None:
-        """Return the value by which a goal compares trials.
+        """Return the value by which trials are compared.
 
         Args:
             goal: `throughput`, `loss` or `recall`.
 
         Returns:
-            Samples/s for `throughput`, otherwise the held-out metric at the last rung; None if it
-            was not measured.
+            Samples/s for `throughput`, otherwise the newest held-out loss or recall@1 at which
+            trials were compared (a rung); None if it was not measured.
         """
         if goal == "throughput":
             return self.samples_per_s
@@ -140,7 +144,9 @@ class TrialRow:
         return f"{self.micro} x {self.accumulation} x {self.workers}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this row in trials.jsonl; `global_rows` is named `global`."""
+        """Return this row as the JSON object of a line of trials.jsonl; `global_rows` is named
+        `global`.
+        """
         values = asdict(self)
         values["global"] = values.pop("global_rows")
         values["rungs"] = [rung._asdict() for rung in self.rungs]

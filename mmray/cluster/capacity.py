@@ -80,12 +80,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class Demand:
-    """Resources of one run.
+    """Resources that one run requests from Ray.
 
     Args:
         workers: Number of training workers.
         per_worker: Resources of each worker, such as {"CPU": 4, "GPU": 1}.
-        data_cpus: Number of single CPUs for data.
+        data_cpus: Number of CPUs for processes that read and decode rows; each may be on another
+            node.
         worker_label_selector: Labels of the nodes for workers; {}: any node.
         data_label_selector: Labels of the nodes for data; {}: any node.
     """
@@ -97,7 +98,7 @@ class Demand:
     data_label_selector: LabelSelector = field(default_factory=dict)
 
     def with_cpus(self, more: float) -> Demand:
-        """Return the demand with more CPUs for each worker.
+        """Return the demand (resources of a run) with more CPUs for each worker.
 
         Args:
             more: Number of CPUs to add to each worker.
@@ -123,12 +124,12 @@ class Demand:
 def missing_capacity(
     demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()
 ) -> str | None:
-    """Return what is missing for a demand to fit a cluster, as a message for the user.
+    """Return what a cluster lacks for a run, as a message for the user.
 
     Args:
         demand: Resources of the workers and of the data.
         nodes: The alive nodes, with their total or free resources.
-        pools: Node pools that the autoscaler can grow; empty for a cluster of fixed size.
+        pools: Node types that the autoscaler can add; empty for a cluster of fixed size.
 
     Returns:
         None if the demand fits the nodes, or the nodes with all pools at their maximum. Otherwise
@@ -193,7 +194,7 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
-    """Return whether one such run fits.
+    """Return whether the resources of one run fit into the free resources of a cluster.
 
     Args:
         demand: Resources of the workers and of the data.
@@ -203,7 +204,7 @@ def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
 
 
 def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
-    """Return how many such runs fit at once.
+    """Return how many runs with the same demand fit at once.
 
     Args:
         demand: Resources of the workers and of the data of one run.
@@ -221,7 +222,7 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
 
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
-    """Return how many workers of a demand fit together with its data CPUs.
+    """Return how many of a run's workers fit into the free resources, together with its data CPUs.
 
     Args:
         demand: Resources of the workers and of the data; its number of workers is the largest
@@ -236,15 +237,16 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the largest cluster that the autoscaler can start for a demand.
+    """Return the nodes of the largest cluster that the autoscaler can start for a run.
 
     Args:
-        demand: Limits the nodes of a pool, because each hosts at least one worker or data CPU.
+        demand: Resources of the run. A pool gets at most as many nodes as the run has workers and
+            data CPUs.
         nodes: The alive nodes, with their total resources.
-        pools: Node pools of the autoscaler.
+        pools: Node types of the autoscaler.
 
     Returns:
-        The nodes outside pools, and each pool at its maximum.
+        The nodes that are in no pool, and the largest number of nodes of each pool.
     """
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool

@@ -42,10 +42,10 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def needs_ray(cluster_config: Cluster) -> bool:
-    """Return whether a run needs Ray.
+    """Return whether a run needs Ray; otherwise a process of this machine can be its worker.
 
-    True if this process is connected to Ray, or if several workers or settings of a cluster are
-    given. Otherwise a process of this machine can be the worker.
+    It does if this process is connected to Ray, or if several workers or settings of a cluster are
+    given.
 
     Args:
         cluster_config: The `cluster` section.
@@ -113,8 +113,8 @@ def ray_session(
     Args:
         cluster_config: The `cluster` section; without `address` and RAY_ADDRESS, Ray is started
             here.
-        decode_actors: Number of decode actors of a run, for which a Ray that is started here has
-            CPUs.
+        decode_actors: Number of decode actors (processes that read and decode rows); if Ray is
+            started here, it gets CPUs for them.
         while_starting: Runs in a thread while Ray starts; its errors are raised. It must not import
             Ray.
 
@@ -273,11 +273,11 @@ def check_reachable(address: str) -> None:
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
     """Return the number of logical CPUs with which Ray is started on this machine.
 
-    It is at least enough for the workers and their data, which share cores.
+    It is at least enough for the workers and their decode actors, which may share cores.
 
     Args:
         cluster_config: The `cluster` section.
-        decode_actors: Number of decode actors of the run.
+        decode_actors: Number of decode actors (processes that read and decode rows) of the run.
         available_cores: Cores of this machine that this process may use.
     """
     workers = cluster_config.max_workers

@@ -314,7 +314,7 @@ def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
-    """Check that each node has a network interface with the IP address that Ray uses.
+    """Check that each node has a network interface with the IP address by which Ray knows it.
 
     Workers set this interface for gloo and NCCL.
 

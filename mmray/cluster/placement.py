@@ -95,7 +95,8 @@ def free_nodes() -> list[Node]:
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
-    """Wait until a demand fits the free resources, because ended workers release theirs late.
+    """Wait until the resources of a run are free, because workers that have ended release theirs
+    late.
 
     Args:
         demand: Resources of the workers and of the data.
@@ -138,7 +139,7 @@ def _is_reachable(node: dict[str, Any]) -> bool:
 
 
 def autoscaling_pools() -> list[Pool]:
-    """Return the node pools of an autoscaling cluster.
+    """Return the node types that the autoscaler of the cluster can add.
 
     They are those of Ray's autoscaler, otherwise those of the launcher file of `ray up` on the head
     node. Empty if the cluster cannot grow or its limits are unknown.
@@ -155,7 +156,7 @@ def autoscaling_pools() -> list[Pool]:
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
-    """Return the worker pools of a cluster launcher file.
+    """Return the node types for workers in a cluster launcher file of Ray.
 
     Args:
         launcher: Content of a file such as cluster.yaml; `max_workers`, `available_node_types` and
@@ -191,7 +192,7 @@ class AutoscalerRequest:
     _sent_s: float = field(default=float("-inf"))
 
     def request(self, per_worker: Resources, selector: LabelSelector, count: int) -> None:
-        """Request capacity for the workers that are missing.
+        """Request nodes for the workers that an elastic run is missing.
 
         Call it repeatedly: an unchanged request is sent again after 15 s. If the autoscaler fails
         or does not answer within 5 s, the next call sends the request again.
@@ -220,10 +221,12 @@ class AutoscalerRequest:
 
 
 def available_cores_if_local() -> int | None:
-    """Return the cores of this machine if the cluster is one node for which Ray counts more CPUs;
-    otherwise None.
+    """Return the cores of this machine if the cluster is one node with more CPUs in Ray than cores.
 
-    Ray counts more if mmray started it here, because workers and data share cores.
+    mmray starts Ray so on a small machine, because workers and data share cores.
+
+    Returns:
+        The number of cores; None for any other cluster.
     """
     nodes, available_cores = alive_nodes(), cores()
     return (
@@ -259,8 +262,10 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of the nodes for further decode actors: data nodes, but not the
-    head, unless it is the only node.
+    """Return the label selector of the nodes for further decode actors.
+
+    Decode actors are the processes that read and decode rows. They get the nodes for data, but not
+    the head node, unless it is the only node.
 
     Args:
         setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
@@ -297,29 +302,31 @@ def _has_roles(nodes: list[Node]) -> bool:
 
 
 def set_data_placement(cluster_config: Cluster) -> None:
-    """Restrict Ray Data jobs of this process to the data nodes.
+    """Restrict Ray Data jobs of this process to the nodes that `cluster.data_label` selects.
 
     Args:
-        cluster_config: The `cluster` section, with `data_label`.
+        cluster_config: The `cluster` section.
     """
     selector = data_label_selector(cluster_config.data_label, alive_nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = selector or None
 
 
 def data_demand(cluster_config: Cluster) -> Demand:
-    """Return what a job of Ray Data needs at least: one CPU of a data node.
+    """Return the smallest resources of a job of Ray Data: one CPU on a node for data.
 
     Args:
-        cluster_config: The `cluster` section, with `data_label`.
+        cluster_config: The `cluster` section; `data_label` selects the nodes for data.
     """
     return Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, alive_nodes()))
 
 
 def check_data_capacity(cluster_config: Cluster) -> None:
-    """Check that there can be a data node with a CPU, because Ray would wait forever without one.
+    """Check that a node for data with a CPU exists or can be added, because Ray would wait forever
+    for one.
 
     Args:
-        cluster_config: The `cluster` section; without effect if `wait_for_nodes` is set.
+        cluster_config: The `cluster` section, with `data_label`; without effect if `wait_for_nodes`
+            is set.
 
     Raises:
         ResourceError: The cluster can never have such a node.

@@ -142,7 +142,7 @@ def request_nodes(
     expire_s: float,
     timeout_s: float,
 ) -> None:
-    """Request capacity for bundles of resources from the autoscaler.
+    """Request nodes for bundles of resources from the autoscaler.
 
     Args:
         requester: Name of the request; a later one of the same name replaces it.

@@ -41,7 +41,7 @@ class ResourceWait:
         self._next_line_s = FIRST_LINE_S
 
     def poll(self) -> None:
-        """Log what the command waits for, first after 10 s and then every 60 s."""
+        """Log which resources the command waits for, first after 10 s and then every 60 s."""
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
             self._next_line_s = waited_s + LINE_INTERVAL_S
@@ -117,12 +117,12 @@ def own_job() -> str:
 
 
 def is_reserved(demand: Demand) -> bool:
-    """Return whether the workers of a demand have their resources.
+    """Return whether the workers of a run have their resources.
 
     False while a placement group of this job for these workers waits for resources.
 
     Args:
-        demand: The resources of the workers; its data is not compared.
+        demand: The resources of the workers; CPUs for data are not compared.
     """
     job = own_job()
     bundles = [dict(demand.per_worker)] * demand.workers

@@ -86,7 +86,8 @@ class EvalDataset:
         """Decode the image of a row in a child process, because a corrupt one may crash the
         decoder.
 
-        Images that `prepare` has decoded are not checked, and each source is checked once.
+        Images that `prepare` has decoded are not checked, and the image of a source row is checked
+        only once.
 
         Args:
             row: The stored row, with its encoded image.
@@ -146,7 +147,7 @@ class EvalBatches:
         return map(self._collate, self.readable_rows())
 
     def readable_rows(self) -> Iterator[list[tuple[int, EvalRow]]]:
-        """Read and decode the rows of this rank, `evaluate.batch` at a time.
+        """Read and decode the rows of this rank, in batches of the setting `evaluate.batch`.
 
         Unreadable rows are added to `skipped`, which is cleared first. A batch without readable
         rows is omitted.

@@ -54,10 +54,10 @@ def build_evaluator(
 
 
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
-    """Check the names of `evaluate.classes` against the labels of a set.
+    """Check that the class names in `evaluate.classes` fit the labels of a set.
 
-    Synonyms of a name are accepted. Another number of classes is an error, and so is the name of
-    one label at the index of another.
+    A name that is a synonym of the set's name is accepted. Another number of classes is an error,
+    and so is the name of one label at the index of another.
 
     Args:
         classes: Names of the labels 0, 1, ... in the config; empty: the names of the set are used.
@@ -98,9 +98,9 @@ def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
-    """Check that the model has the methods that its evaluator calls, such as `embed_image`.
+    """Check that the model has the methods with which it is evaluated, such as `embed_image`.
 
-    A generative model is not checked.
+    A model that generates text is not checked.
 
     Args:
         config: The config of the run.

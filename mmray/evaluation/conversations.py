@@ -78,7 +78,7 @@ class ConversationEvaluator:
         A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The unwrapped model, of the class `Vlm`.
+            model: The model without DDP, of the class `Vlm` in mmray.models.
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.

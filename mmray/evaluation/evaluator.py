@@ -51,10 +51,10 @@ class Evaluator(EvalDataset):
             group: The ranks.
             objective: Objective of the run. `loss` is computed if it reads no outputs of the model
                 except the two embeddings.
-            global_rows: Number of rows among which the loss is computed, unless
-                `evaluate.loss_batch` is set.
-            save_examples: Receives examples of hits and misses, the result of `retrieval_examples`;
-                given on one rank or none.
+            global_rows: Rows of a step of the run. The loss is computed within groups of this many
+                rows, unless `evaluate.loss_batch` is set.
+            save_examples: Called with examples of hits and misses as JSON values, the content of
+                examples.json; given on one rank or none.
 
         Returns:
             Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
@@ -119,16 +119,18 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
+    """Count the rows whose correct class is among the 1 and the 5 classes with the highest scores.
 
     Args:
         scores: Score of each class, float [N, C].
-        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
+        label: Correct class of each row, int64 [N]; rows with a number outside 0..C-1 are not
+            counted.
         tie: A class ranks before the correct one unless its score is lower by more than this. NaN
             of a class ranks before it too; NaN of the correct class is no hit.
 
     Returns:
-        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
+        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3]; the counts of
+        batches can be added.
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
@@ -163,9 +165,10 @@ def topk_accuracy(
 
 
 def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
-    """Return the rank of each image among the captions, and of each caption among the images.
+    """Return the retrieval rank of each image among the captions, and of each caption among the
+    images.
 
-    A collective call; each rank of the group computes a part.
+    A collective call; each rank of the process group computes a part.
 
     Args:
         embedded: The embeddings of all rows, N images and C captions. A query with several correct
@@ -214,11 +217,11 @@ def retrieval_scores(
     A collective call.
 
     Args:
-        embedded: The embeddings of all rows.
+        embedded: The image and text embeddings of all rows.
         retrieval_ranks: Result of `compute_retrieval_ranks`: int64 ranks by direction.
         group: The ranks of the process group.
         objective: The objective of the run.
-        global_rows: Number of rows among which the loss is computed.
+        global_rows: The loss is computed within groups of this many rows.
 
     Returns:
         `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION `image_to_text`
@@ -253,7 +256,8 @@ def embed_dataset(
             temperature.
 
     Returns:
-        The embeddings of all rows, on each rank, on the CPU.
+        The image and text embeddings of all rows, with captions and labels, on each rank, on the
+        CPU.
     """
     with eval_mode(model):
         # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,

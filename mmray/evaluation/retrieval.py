@@ -64,11 +64,14 @@ class EmbeddingSet:
 
     @property
     def image_index(self) -> Tensor:
-        """Index in `image` of the image of each caption, int64 [C]."""
+        """Index in `image` (embeddings of the distinct images) of the image of each caption, int64
+        [C].
+        """
         return torch.searchsorted(self.row, self.caption_row)
 
     def matching_captions(self, image: int) -> Tensor:
-        """Return which captions are correct for an image: its own, and equal ones of other images.
+        """Return which of the C captions are correct for an image: its own, and equal ones of other
+        images.
 
         Args:
             image: Index of the image, 0..N-1.
@@ -93,7 +96,7 @@ class EmbeddingSet:
 
 
 def first_index(dense_id: Tensor) -> Tensor:
-    """Return the index of the first occurrence of each id.
+    """Return the index of the first occurrence of each id in a tensor.
 
     Args:
         dense_id: Ids 0, 1, ..., K-1, each at least once, int64 [N].
@@ -124,8 +127,8 @@ def compute_ranks(
         positives: Index of the query and of the gallery embedding of each correct pair, int64 [2,
             P]; at least one pair per query.
         device: Where scores are computed.
-        gallery_counts: How many items of the gallery each embedding stands for, int64 [G]; None:
-            one each.
+        gallery_counts: How many equal items of the gallery each embedding represents, int64 [G];
+            None: one each.
 
     Returns:
         Ranks, int64 [Q] on the CPU; 1 is the top.
@@ -218,7 +221,7 @@ def retrieval_examples(
     device: torch.device,
     max_pixels: int,
 ) -> dict[str, Any]:
-    """Return hits spread over the set, and misses from the smallest rank to the largest.
+    """Return examples for the report: hits spread over the set, and misses by their rank.
 
     Args:
         embedded: The embeddings of all rows, N images and C captions.
