@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class ExtraColumns(Protocol):
-    """Columns that a model reads in addition to those of every model."""
+    """Further columns of the rows of a batch, such as boxes, which only models with the setting
+    read.
+    """
 
     def empty(self, num_rows: int) -> Block:
-        """Return the columns of a block of rows that have no values yet.
+        """Return the columns of several rows (a block), filled with the values of a row without
+        any.
 
         Args:
             num_rows: Number of rows, R.
@@ -57,22 +60,26 @@ class ExtraColumns(Protocol):
         ...
 
     def to_batch(self, rows: Block) -> Block:
-        """Return the columns that the model reads.
+        """Convert the columns of stored rows to those that the model reads.
 
         Args:
-            rows: Columns of `empty` for the rows of a batch, [B, ...].
+            rows: Arrays [B, ...] by column name for the rows of a batch, with the columns that
+                `empty` returns.
 
         Returns:
-            Arrays [B, ...] by name, without padding that no row of the batch needs.
+            Arrays [B, ...] by name, such as `boxes`, `box_labels` and `box_mask`, without padding
+            that no row of the batch needs.
         """
         ...
 
     def synthetic(self, num_rows: int) -> Block:
-        """Return the columns of `empty` for rows with as many values as a row can have, for runs
-        without data.
+        """Return columns for synthetic rows, with as many values in each row as a row can have.
 
         Args:
             num_rows: Number of rows.
+
+        Returns:
+            Arrays [num_rows, ...] by column name, such as `boxes`, `box_labels` and `num_boxes`.
         """
         ...
 
@@ -82,12 +89,15 @@ COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {"max_box
 
 
 def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraColumns]:
-    """Return the kinds of columns that a model reads besides pixels and texts.
+    """Return the objects that compute the columns of a model besides pixels and texts, such as
+    boxes.
 
     Args:
-        inputs: The `model.inputs` section. Kinds whose setting (a key of COLUMNS) is zero are left
-            out; `max_boxes` above zero adds BoxColumns.
+        inputs: The `model.inputs` section. `max_boxes` above zero adds BoxColumns.
         augment: The `augment` section, which is applied as to the pixels; None for none.
+
+    Returns:
+        One object for each kind of column; empty for most models.
     """
     return [
         build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting)

@@ -47,11 +47,11 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class ImageRef:
-    """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or an
-    allowed URL.
+    """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or a
+    URL.
 
     `file` is None for inline bytes and for a URL. `length` is None for a complete file. `url` may
-    contain a secret (a signature); `name` never does.
+    contain a secret (a signature); `name`, which is for messages, never does.
     """
 
     name: str
@@ -235,7 +235,7 @@ def is_safe_path(name: str) -> bool:
 def is_valid_name(text: str) -> bool:
     """Return whether a text has no control characters and can be encoded as UTF-8.
 
-    A text from JSON may have a lone surrogate, which UTF-8 cannot encode.
+    A text from JSON may have a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot encode.
     """
     try:
         text.encode()

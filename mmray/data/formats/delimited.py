@@ -71,7 +71,7 @@ class CsvSource(JsonlSource):
 
         Args:
             name: Path of the file, relative to the folder of the source.
-            lines: Reader of the file, from its start or from the start of a chunk.
+            lines: Reader of the file, from its start or from a record within it.
 
         Yields:
             The fields, in which each UTF-8 byte is one character (Latin-1); `parse` decodes them.
@@ -176,11 +176,14 @@ class CsvSource(JsonlSource):
                 )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield (line number, `file:line`, (layout of the file, its fields)) for each row of a
-        chunk.
+        """Yield the rows of a chunk (a range of bytes of one file).
 
         Args:
             chunk: A chunk that `scan` yielded.
+
+        Yields:
+            (line number, `file:line`, record), with a record as `parse` reads it: the columns of
+            the file and the fields of the row.
 
         Raises:
             DataError: The file changed after it was scanned.
@@ -196,7 +199,8 @@ class CsvSource(JsonlSource):
         notation. A numeric `label` becomes a number.
 
         Args:
-            record: Layout of the file, and the fields of the row as `iter_records` yields them.
+            record: Columns and delimiter of the file, and the fields of the row as `iter_records`
+                yields them.
 
         Raises:
             BadRow: The record is invalid, or has another number of fields than the header.

@@ -24,7 +24,7 @@ _HEAD_BYTES = 512
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format and location of a source.
+    """Format and location of a source, the files that a user passes to `prepare`.
 
     Args:
         format: Name of the format, such as `webdataset`, or a user's `package.module:Class`.
@@ -45,7 +45,7 @@ class SourceSpec:
 
 
 def source_class(name: str) -> type[Source]:
-    """Return the class of a format.
+    """Return the class that reads a source format.
 
     Args:
         name: A key of FORMATS, such as `parquet`, or a user's `package.module:Class`.
@@ -62,7 +62,7 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
     Args:
         address: Path or URI of a file or a folder; several COCO documents are joined by commas.
-        source_format: A format, or `auto` to detect it.
+        source_format: Name of a format such as `parquet`, or `auto` to detect it.
 
     Raises:
         DataError: The source does not exist, or its format is unknown.

@@ -33,12 +33,14 @@ Rows = Iterator[dict[str, Any]]
 
 
 class ListingSource(Source):
-    """Base of the sources whose rows are listed; each subclass implements `list_rows` for one
-    layout.
+    """Base of the sources whose rows the driver lists once in a file, from which tasks read them.
+
+    Each subclass implements `list_rows` for one layout of files.
     """
 
     def list_rows(self) -> Rows:
-        """Yield the rows of the source in order, before they are written to the listing.
+        """Yield the rows of the source in order; they are written to a file, from which tasks read
+        them.
 
         Yields:
             Values by column name, such as `id`, `image`, `text` or `texts`, `label`, `split` and
@@ -222,7 +224,8 @@ class ImageTextPairs(ListingSource):
                 yield {"origin": texts[stem], "id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk; on an object store, several caption files are read at a time.
+        """Yield the rows of a chunk (a range of rows); on an object store, several caption files
+        are read at a time.
 
         Args:
             chunk: A chunk that `scan` yielded.

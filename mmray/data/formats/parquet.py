@@ -121,9 +121,10 @@ class ParquetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks of rows, in order: several small row groups, or a part of a large one.
+        """Yield chunks in order, each a range of rows of one file that one task reads.
 
-        Also sets `class_names` if the metadata of `datasets` has them.
+        A chunk has several small row groups, or a part of a large one. `class_names` is set if the
+        metadata of `datasets` has them.
 
         Args:
             rows_per_chunk: Approximate number of rows of a chunk. A row group is split into at most
@@ -196,12 +197,15 @@ class ParquetSource(Source):
                 yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield (line, `file:line`, record batch of one row) for each row of a chunk.
+        """Yield the rows of a chunk (a range of rows of one file), not converted to Python values.
 
         If the file is damaged inside the chunk, each following row is a BadRow.
 
         Args:
             chunk: A chunk that `scan` yielded.
+
+        Yields:
+            (line number, `file:line`, record batch of one row).
 
         Raises:
             DataError: The file changed after it was scanned.
@@ -333,10 +337,11 @@ class HFSavedSource(ParquetSource):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield ranges of rows of local files, but complete files of an object store.
+        """Yield chunks in order: ranges of rows of local files, or complete files of an object
+        store.
 
-        An Arrow stream has no index, so counting its rows on an object store would read it
-        completely.
+        One task reads a chunk. An Arrow stream has no index, so counting its rows on an object
+        store would read it completely.
 
         Args:
             rows_per_chunk: Approximate number of rows of a chunk of a local file.

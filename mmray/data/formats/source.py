@@ -32,8 +32,10 @@ _COMMON_NAMES = {
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A part of one file, which one task reads: bytes (text), rows (Parquet, Arrow) or everything
-    (tar) from start to stop (exclusive).
+    """A part of one file of a source, which one task reads.
+
+    It is from `start` to `stop` (exclusive): bytes of a text file, rows of a Parquet or Arrow file,
+    or a complete tar.
     """
 
     index: int
@@ -47,8 +49,10 @@ class SourceChunk:
 
 
 class RawRow(NamedTuple):
-    """A parsed row before validation: `line` orders it in its chunk, `location` is for messages
-    (`file:line`).
+    """A parsed row of a source before validation.
+
+    `line` orders it in its chunk, and `location` (`file:line`) is for messages. `values` are its
+    columns by mmray's names, or a BadRow if it could not be parsed.
     """
 
     line: int
@@ -57,7 +61,7 @@ class RawRow(NamedTuple):
 
 
 class Source:
-    """Rows of one format; cheap to construct in each task.
+    """Rows of one source format, such as CSV; cheap to construct in each task.
 
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; the table
     FORMATS of mmray/builtin.py has a name for each.
@@ -127,7 +131,10 @@ class Source:
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Split the source into chunks without decoding it, and yield them in order.
+        """Split the source into chunks (parts of one file that one task reads), and yield them in
+        order.
+
+        Rows are not decoded.
 
         Args:
             rows_per_chunk: Number of rows of a chunk, if the format allows the choice.
@@ -181,7 +188,7 @@ class Source:
         return names
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the unparsed rows of a chunk.
+        """Yield the unparsed rows of a chunk (a part of one file).
 
         Args:
             chunk: A chunk that `scan` yielded.
@@ -199,7 +206,7 @@ class Source:
         """Yield the labels of the rows that have one.
 
         Args:
-            chunks: Chunks that `scan` yielded.
+            chunks: Chunks (parts of files) that `scan` yielded.
 
         Yields:
             Class numbers, or names of classes as text.
@@ -213,7 +220,7 @@ class Source:
         """Return the values of a row by the column names of the source.
 
         Args:
-            record: A record that `records` yielded.
+            record: The last of the three values that `records` yields for a row.
 
         Raises:
             BadRow: The row is invalid.
@@ -221,9 +228,9 @@ class Source:
         raise NotImplementedError
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk, parsed and with mmray's column names.
+        """Yield the rows of a chunk (a part of one file), parsed and with mmray's column names.
 
-        A row without a split gets the split of its chunk.
+        A row without a split gets the split that the file name defines.
 
         Args:
             chunk: A chunk that `scan` yielded.
@@ -237,7 +244,8 @@ class Source:
             yield row
 
     def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
-        """Parse one row; an invalid row becomes a RawRow with a BadRow as `values`.
+        """Parse one row, and rename its columns; an invalid row becomes a RawRow with a BadRow as
+        `values`.
 
         Args:
             item: (line, location, record), as `records` yields it.
@@ -320,7 +328,7 @@ def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
 
     Args:
         folder: Folder of the source.
-        chunk: A chunk whose signature is from `file_signature`.
+        chunk: A part of a file, with the result of `file_signature` when it was scanned.
     """
     if file_signature(folder, chunk.file) != chunk.signature:
         raise changed_error(chunk.file)

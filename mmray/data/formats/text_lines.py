@@ -38,7 +38,8 @@ _OTHER_FORMATS = (
 
 
 class LineReader(Iterator[bytes]):
-    """Lines of a file, without the byte order mark; counts bytes and lines, and hashes them.
+    """Iterates the lines of a file, without the byte order mark; counts bytes and lines, and hashes
+    them.
 
     Args:
         file: Binary file that can seek.
@@ -99,7 +100,8 @@ class JsonlSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks of complete records, in order.
+        """Yield chunks in order: parts of a file with complete records, each of which one task
+        reads.
 
         Args:
             rows_per_chunk: Number of records of a chunk.
@@ -145,10 +147,13 @@ class JsonlSource(Source):
                 yield chunk()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield (line number, `file:line`, bytes of the line) for each row of a chunk.
+        """Yield the rows of a chunk (a range of bytes of one file), not parsed.
 
         Args:
             chunk: A chunk that `scan` yielded.
+
+        Yields:
+            (line number, `file:line`, bytes of the line).
 
         Raises:
             DataError: The bytes of the chunk differ from the scanned ones.

@@ -14,10 +14,11 @@ from mmray.data.rows import MESSAGE_COLUMNS
 def normalize_values(
     values: dict[str, Any], class_names: Sequence[str], caption_template: str
 ) -> dict[str, Any]:
-    """Convert the values of a row to the types that `rows.parse_row` expects.
+    """Convert the values of a source row, as pandas or a spreadsheet stores them, to the types that
+    `rows.parse_row` expects.
 
-    Missing numbers become missing values, whole floats integers, names of classes their numbers,
-    and conversations in JSON lists. If a row has `text` and `texts`, `texts` is taken. Missing and
+    NaN becomes a missing value, a float such as 3.0 an integer, the name of a class its number, and
+    a conversation in JSON a list. If a row has `text` and `texts`, `texts` is taken. Missing and
     blank captions are dropped if others are left. A row with a class and no text gets the template.
 
     Args:

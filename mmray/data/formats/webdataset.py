@@ -65,7 +65,9 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield one chunk for each tar, and set `class_names` from classnames.txt or classes.txt.
+        """Yield one chunk (what one task reads) for each tar, and set `class_names`.
+
+        The names are from classnames.txt or classes.txt, if there is such a file.
 
         Args:
             rows_per_chunk: Not used, because the rows of a tar are known only after reading it.

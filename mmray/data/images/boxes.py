@@ -66,7 +66,7 @@ class BoxColumns:
         image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
-        """Write the boxes of one row into a block.
+        """Write the boxes of one row into the columns of several rows (a block).
 
         Boxes are transformed as the pixels are, and clipped to the model's square. A box is dropped
         if less than 10% of its area is inside the square. If more than `max_boxes` are left, the
@@ -116,10 +116,11 @@ class BoxColumns:
         }
 
     def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return box columns with the maximum number of boxes in each row, for runs without data.
+        """Return box columns with the maximum number of boxes in each row, for synthetic batches.
 
         Returns:
-            The columns of `empty`; each row has `max_boxes` boxes of the whole square with label 0.
+            `boxes` float32 [num_rows, M, 4] of (0, 0, 1, 1), `box_labels` int64 [num_rows, M] of
+            zeros and `num_boxes` int32 [num_rows] of M; M is `max_boxes`.
         """
         columns = self.empty(num_rows)
         columns["boxes"][:] = [0, 0, 1, 1]

@@ -188,7 +188,7 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
 
 
 def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | None]:
-    """Return (name, size, modification time), which differs if a file was changed.
+    """Return values that show later whether a file was changed.
 
     Args:
         folder: Folder of the source.

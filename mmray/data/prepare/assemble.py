@@ -48,13 +48,16 @@ MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the ro
 def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the records of finished chunks in order; they are read ahead in threads.
 
+    A chunk is the part of the source that one task has packed; its record describes its rows and
+    shards.
+
     Args:
         out: Folder of the set.
         chunks: Indices of the chunks.
 
     Yields:
-        (number of the first row of the chunk among all these rows, record as in
-        `read_chunk_record`).
+        The number of the first row of the chunk among all rows of these chunks, and its record: a
+        dict with `shards`, `rows`, `bad_rows` and more, as `read_chunk_record` returns it.
 
     Raises:
         DataError: A record was deleted.
@@ -86,18 +89,18 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
 def first_occurrence(
     values: np.ndarray, among: np.ndarray | None = None, is_later: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return for each row the first row that has the same values.
+    """Return for each row the first row that has the same digest.
 
-    Sorts a part of the values at a time, selected by their first byte, to limit memory.
+    Sorts a part of the digests at a time, selected by their first byte, to limit memory.
 
     Args:
-        values: 128-bit digests, uint64 [N, 2].
+        values: 128-bit digests of the rows, uint64 [N, 2].
         among: Rows to compare, bool [N]; None: all.
         is_later: Rows that count as later than all others, bool [N]; None: none.
 
     Returns:
         Row numbers [N], int32 (int64 above 2^31 rows). -1 for a row that is the first with its
-        values, and for rows that are not compared.
+        digest, and for rows that are not compared.
     """
     out = np.full(len(values), NO_ROW, np.int32 if len(values) < 2**31 else np.int64)
     first_byte = np.ascontiguousarray(values.view(np.uint8)[:, 0])
@@ -155,7 +158,10 @@ def _first_kept_occurrence(
 
 @dataclass(frozen=True)
 class DedupResult:
-    """Duplicate rows, and contaminated rows that are dropped."""
+    """Duplicate rows, and contaminated rows (whose images are also in another set or split).
+
+    `duplicate_of` [N] is for each row the number of the row that it repeats, or -1.
+    """
 
     # int32 [N], int64 above 2^31 rows: the kept row that each row duplicates, or NO_ROW
     duplicate_of: np.ndarray
@@ -165,7 +171,7 @@ class DedupResult:
 
     @property
     def dropped(self) -> np.ndarray:
-        """Whether each packed row is dropped: bool [N]."""
+        """Whether each row is left out of the set as a duplicate or as contaminated: bool [N]."""
         dropped = self.duplicate_of != NO_ROW
         dropped[list(self.contaminated)] = True
         return dropped
@@ -191,11 +197,11 @@ class PackedRows:
 
 
 def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
-    """Read the digests and shards of the rows of finished chunks, to find duplicates.
+    """Read the digests and shards of all rows that tasks have packed, to find duplicates.
 
     Args:
         out: Folder of the set.
-        chunks: Indices of the chunks.
+        chunks: Indices of the chunks, the parts of the source that one task has packed.
         rule: `prepare.duplicates`. With `row`, `contents` are digests of images and captions,
             otherwise of the images (of a conversation always with its messages).
 
@@ -235,11 +241,10 @@ def _map_digests(file: IO[bytes]) -> np.ndarray:
 
 
 def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
-    """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the
-    earliest.
+    """Find the rows that repeat another one.
 
-    A key that is repeated within its split is an error under each rule but `keep`, and no row is a
-    duplicate of such a row.
+    Of equal rows a held-out one is kept, otherwise the earliest. A key that is repeated within its
+    split is an error under each rule but `keep`, and no row is a duplicate of such a row.
 
     Args:
         packed: The rows, from `read_packed_rows`.
@@ -248,7 +253,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
             (none).
 
     Returns:
-        The kept row of each duplicate, and the reason.
+        For each duplicate the row that is kept, and the reason.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
@@ -292,12 +297,13 @@ def quarantine_rows(
     dedup: DedupResult,
     file_name: str = QUARANTINE,
 ) -> PrepareResult:
-    """Write bad and dropped rows to a file, in source order.
+    """Write the rows that are left out of the set (bad, duplicate or contaminated) to a file, in
+    source order.
 
     Args:
         out: Folder of the set.
-        chunks: Indices of its chunks.
-        packed: Its rows, from `read_packed_rows`.
+        chunks: Indices of the chunks, the parts of the source that one task has packed.
+        packed: Their rows, from `read_packed_rows`.
         dedup: Which rows are dropped, and why.
         file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
             `reason` and `detail`.
@@ -386,8 +392,9 @@ def _drop_reason(
 
 
 def max_bad_rows(max_bad_fraction: float, total: int) -> int:
-    """Return how many rows of a source may be bad without an error; 0.29 of 100 is 29 despite float
-    rounding.
+    """Return how many rows of a source may be bad without an error.
+
+    Float rounding has no effect: 0.29 of 100 is 29.
 
     Args:
         max_bad_fraction: `prepare.max_bad_fraction`, 0 to 1.
@@ -470,11 +477,11 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:
-    """Yield captions of evenly spaced runs of adjacent rows, about MAX_TRAINING_TEXTS at most; all
-    captions if the set is small.
+    """Yield captions of a set to train a tokenizer on, at most about MAX_TRAINING_TEXTS.
 
-    A store sends runs with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two
-    runs.
+    They are from evenly spaced groups of adjacent rows; all captions if the set is small. An object
+    store sends the groups with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two
+    groups.
 
     Args:
         prepared: The set.

@@ -76,7 +76,9 @@ class ContaminatedRow(NamedTuple):
 
 
 def is_enabled(settings: Prepare) -> bool:
-    """Return whether the settings ask for a contamination check."""
+    """Return whether the settings request a contamination check (rows that are also in another
+    set).
+    """
     return bool(settings.check_contamination) or settings.drop_overlap
 
 
@@ -113,12 +115,13 @@ def check_contamination(
     settings: Prepare,
     on_rows: Callable[[int, int], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
-    """Find the contaminated rows of a set that is being prepared, and write them to leaks.jsonl.
+    """Find rows whose images are also in another set or split, and write them to leaks.jsonl.
 
     Args:
-        out: Folder of the set.
-        packed: Its rows.
-        image_folder: Folder of the source, which has the images of an index-only set.
+        out: Folder of the set that is being prepared.
+        packed: Its rows, with digests, splits and shards.
+        image_folder: Folder of the source, which has the images if the set only refers to them
+            (index-only).
         dedup: Rows that are dropped as duplicates and are not compared.
         settings: The `prepare` section; `check_contamination` names the sets to compare with.
         on_rows: Called with the number of rows hashed so far and the number to hash.
@@ -209,10 +212,11 @@ def find_contaminated_rows(
     A row is reported once, for the first set that contains one of its images.
 
     Args:
-        own: IMAGE_HASH_DTYPE records of the images of the rows, in source order.
+        own: Digest and perceptual hash of each image of the rows (records of IMAGE_HASH_DTYPE), in
+            source order.
         kept: Whether each row is compared, bool [N].
         packed: The N rows, with their splits.
-        others: IMAGE_HASH_DTYPE records of the images of each other set.
+        others: The same records of the images of each other set.
     """
     is_contaminated = np.zeros(len(kept), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
@@ -318,8 +322,8 @@ def nearest(
     as much as one.
 
     Args:
-        queries: N records of IMAGE_HASH_DTYPE.
-        references: Records of IMAGE_HASH_DTYPE to search in.
+        queries: N records of IMAGE_HASH_DTYPE (digest and perceptual hash of an image).
+        references: Such records to search in.
         max_distance: Maximum Hamming distance in bits.
 
     Returns:

@@ -85,7 +85,9 @@ Fetch = Callable[[ImageRef], Future[bytes] | None]
 
 
 class ShardWriter:
-    """Writes a shard row by row; memory holds at most one record batch. `open_shard` creates it.
+    """Writes a shard (a file of a prepared set) row by row; memory holds at most one record batch.
+
+    `open_shard` creates it.
 
     Args:
         folder: Folder of the set.
@@ -175,7 +177,7 @@ class PrepareJob:
     class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., known after the scan
 
     def digest(self) -> str:
-        """Return a hash of what determines how a chunk is packed: source format and settings.
+        """Return a hash of what determines how rows are packed: source format and settings.
 
         It does not cover addresses, so that a set can be moved.
         """
@@ -215,6 +217,9 @@ RECORD_COLUMNS = (
 def record_path(index: int) -> str:
     """Return the path of the record of a chunk, relative to the folder of the set.
 
+    A chunk is the part of the source that one task packs. Its record is a JSON file that shows that
+    it is packed.
+
     Args:
         index: Index of the chunk.
     """
@@ -224,9 +229,10 @@ def record_path(index: int) -> str:
 def pack_chunk(
     job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None = None
 ) -> tuple[int, int, int]:
-    """Pack one chunk: write its rows to shards, and then its record, which marks it as done.
+    """Pack one chunk (a part of the source): write its rows to shards, and then its record.
 
-    Does nothing if a current record exists, because an earlier attempt has packed the chunk.
+    The record, a JSON file, marks the chunk as done. Does nothing if a current record exists,
+    because an interrupted prepare has packed the chunk.
 
     Args:
         job: Source, output folder and settings.
@@ -293,7 +299,7 @@ def prefetch_rows(
     Up to PREFETCH_ROWS images are requested ahead, fewer if the last one was large.
 
     Args:
-        items: Parsed rows of a chunk.
+        items: Parsed rows of the source, in order.
         hosts: Hosts from which images may be fetched by URL.
         fetch: Starts to read an image and returns its future; None for an image that is not
             requested ahead, such as one on a local disk.
@@ -337,16 +343,17 @@ def _read(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes
 
 
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
-    """Return the record of a finished chunk.
+    """Return the record of a chunk (a part of the source) that one task has packed.
 
     Args:
         out: Folder of the set.
         name: Path of the record in it, from `record_path`.
 
     Returns:
-        `job` (digest of the settings), `class_names`, `chunk`, `shards` (their manifest entries),
-        `rows` (a list for each of RECORD_COLUMNS), `bad_rows` and `files` (signatures of the image
-        files). None if the record is missing or unreadable.
+        `job` (digest of the settings), `class_names`, `chunk` (fields of the SourceChunk), `shards`
+        (their manifest entries), `rows` (a list of values for each of RECORD_COLUMNS), `bad_rows`
+        and `files` (name, size and time of the image files). None if the record is missing or
+        unreadable.
     """
     try:
         record: dict[str, Any] = orjson.loads((out / name).read_bytes())
@@ -356,13 +363,13 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing a chunk again would give the same record: same lines, settings and
-    image files.
+    """Return whether packing a chunk (a part of the source) again would give the same result.
 
-    False also if a row could not be read for a reason that may be temporary.
+    That is so if its lines, the settings and the image files are unchanged. False also if a row
+    could not be read for a reason that may be temporary.
 
     Args:
-        record: Record of the chunk, from `read_chunk_record`.
+        record: Record of the packed chunk, from `read_chunk_record`.
         job: Source, output folder and settings.
         chunk: The chunk as it was scanned now.
     """

@@ -100,7 +100,7 @@ def ensure_prepared(
         cache: Folder for sets that are prepared here (`data.cache`).
         settings: The `prepare` section.
         log: Called with a message and its heading, such as `prepared`.
-        progress: Called with the progress of each stage.
+        progress: Called with the stage, such as `pack`, and numbers of rows.
 
     Raises:
         DataError: The source does not exist, is invalid, or has too many bad rows.
@@ -152,10 +152,10 @@ def prepare(
         source: Path or URI of a file or a folder.
         out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
         settings: The `prepare` section.
-        progress: Called with the progress of each stage; None: not reported.
+        progress: Called with the stage, such as `pack`, and numbers of rows; None: not reported.
         log: Called with a message and its heading; None: not logged.
-        retry: Also pack the chunks again that have rows which an earlier prepare could not read or
-            decode.
+        retry: Also read those parts of the source again in which an earlier prepare could not read
+            or decode rows.
 
     Returns:
         The manifest of the set, which is written to `out`.

@@ -35,7 +35,7 @@ def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRo
 
     Args:
         source: The source, after `scan`.
-        chunks: The chunks that `scan` yielded; only the first ones are read.
+        chunks: The chunks (parts of the source) that `scan` yielded; only the first ones are read.
 
     Raises:
         DataError: A chunk changed after it was scanned.
@@ -52,7 +52,7 @@ def find_class_names(
 
     Args:
         source: The source, after `scan`.
-        chunks: Chunks whose labels are read.
+        chunks: Chunks (parts of the source) whose labels are read.
         first_rows: Rows from `read_first_rows`.
 
     Returns:
@@ -80,12 +80,12 @@ def find_class_names(
 def describe_source(
     job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what `prepare` found in a source, line by line, for the user.
+    """Yield lines for the user that describe how `prepare` understands a source.
 
     Args:
         job: Source and settings.
         source: The source, after `scan`.
-        chunks: The chunks that `scan` yielded.
+        chunks: The chunks (parts of the source) that `scan` yielded.
         first_rows: Rows from `read_first_rows`.
 
     Yields:
@@ -169,8 +169,7 @@ def _shorten(value: Any) -> str:
 
 
 def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
-    """Yield what `prepare` would do with a source: its description, and the result of checking its
-    first rows.
+    """Check the first rows of a source, and yield lines for the user about what `prepare` would do.
 
     Nothing is written but a list of files in a temporary folder.
 

@@ -45,7 +45,8 @@ class TokenCounter(Protocol):
         ...
 
     def build(self) -> RowCounter:
-        """Return the function that counts the tokens of a stored row without its pixels.
+        """Return a function that counts the tokens of a stored row (text and sizes of images, no
+        pixels).
 
         It is called once in each process. The function raises ValueError for a row that cannot be
         encoded.

@@ -49,8 +49,10 @@ def auto_folder() -> Path:
 
 
 def node_cache() -> ShardCache:
-    """Return the cache of the tables of shards (shard_table.py) in the temporary folder of the
+    """Return the cache on the local disk for the tables of shards, in the temporary folder of the
     node.
+
+    A table of shards (shard_table.py) lists the files of a prepared set.
 
     Raises:
         UsageError: The temporary folder cannot be used.
@@ -106,7 +108,7 @@ class ShardCache:
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
     ) -> pa.Buffer:
-        """Return an entry; the first process of a node that needs it fetches it.
+        """Return the bytes of an entry; the first process of a node that needs it fetches it.
 
         Args:
             name: File name of the entry.

@@ -36,7 +36,10 @@ RECORD_BATCH_ROWS = 8
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a prepared set; num_rows + num_quarantined = num_read."""
+    """Content of manifest.json of a prepared set: numbers of rows, splits, source and shards.
+
+    num_rows + num_quarantined = num_read.
+    """
 
     num_rows: int
     num_read: int
@@ -77,20 +80,28 @@ class Manifest:
 
     @property
     def has_image_checksums(self) -> bool:
-        """Whether the digests of the shards cover the bytes of the images."""
+        """Whether the digests of the shards (files of the set) cover the bytes of the images.
+
+        They do not if the set is index-only (refers to the images in its source) and was prepared
+        with `check` `none`, so that no image was read.
+        """
         return not self.is_index_only or self.settings.get("check", "full") != "none"
 
 
 def fingerprint(shards: Sequence[Shard]) -> str:
-    """Return a hex digest of the rows of these shards, in order and without dropped rows."""
+    """Return a hex digest of the rows of some shards (files of a set).
+
+    Args:
+        shards: The shards, in order; rows that are dropped from the set do not count.
+    """
     table = ShardTable.from_shards(shards)
     return table.fingerprint(table.of_split(None))
 
 
 def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
-    """Write the shards file of a set and then its manifest.json.
+    """Write the table of the shards of a set and then its manifest.json.
 
-    The file of the shards is named by its digest, because processes that opened the set before it
+    The name of the table's file has its digest, because processes that opened the set before it
     grew still read the older one.
 
     Args:

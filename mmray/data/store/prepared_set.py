@@ -83,7 +83,8 @@ class Media:
 
     Args:
         kind: `image`, `audio` or `video`.
-        data: The encoded bytes; empty in an index-only set until it is read.
+        data: The encoded bytes. In an index-only set, which refers to the images in its source,
+            they are empty until the image is read.
         ref: Index-only set: file, offset and length in the folder of the source.
         sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
         width: Upright size in pixels, 0 if the set was prepared without a check.
@@ -103,10 +104,11 @@ class Media:
 
     @cached_property
     def checksum_ok(self) -> bool:
-        """Whether the bytes have the digest of the validated ones (a damaged JPEG often decodes).
+        """Whether the bytes have the digest of the image that `prepare` validated.
 
-        True for an unvalidated reference. It is computed once, because the cache of a node and the
-        reader of a row both ask.
+        A damaged JPEG often decodes, so decoding alone does not show it. True if `prepare` did not
+        validate the image. It is computed once, because the cache of a node and the reader of a row
+        both read it.
         """
         is_unvalidated = not self.sha256 and self.ref is not None
         return is_unvalidated or self.sha256 == hashlib.sha256(self.data).hexdigest()
@@ -169,11 +171,11 @@ def hash_key(key: str) -> int:
 
 
 class ReadRequest(NamedTuple):
-    """Rows of one record batch (8 rows of a shard).
+    """Rows of one record batch (8 adjacent rows) of a shard that are to be read.
 
-    `shard` and `batch` are its number in the table of shards and in the shard. `indices` int64 [N]
-    are where the rows belong in the result, and `rows_in_batch` int64 [N] their numbers in the
-    batch.
+    `shard` is the number of the shard in the table of shards, `batch` that of the record batch in
+    the shard. `indices` int64 [N] are the places of the rows in the result, and `rows_in_batch`
+    int64 [N] their numbers in the record batch.
     """
 
     shard: int  # its number in the table
@@ -199,8 +201,8 @@ Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 class ShardReader:
     """Reads record batches of the shards in a folder; safe for threads, cheap to pickle.
 
-    On an object store, nearby batches share a request. With a cache, complete shuffle blocks are
-    fetched once and kept on the local disk.
+    On an object store, nearby batches share a request. With a cache, a block (a larger range of
+    adjacent rows) is fetched completely once, and kept on the local disk.
 
     Args:
         folder: Folder of the prepared set.
@@ -237,11 +239,12 @@ class ShardReader:
         """Read record batches and call a function with each.
 
         Args:
-            requests: Record batches to read, in any order.
+            requests: Record batches to read, in any order, with the rows that are wanted of each.
             consume: Called with a request and its pyarrow.RecordBatch. On an object store several
                 threads call it.
-            whole_blocks: If a shuffle block is not in the cache, fetch all of it into the cache;
-                False: read only the record batches of `requests`.
+            whole_blocks: If the block (range of adjacent rows) of a record batch is not in the
+                cache, fetch all of it into the cache; False: read only the record batches of
+                `requests`.
             refresh: Fetch blocks again and replace their entries in the cache.
 
         Raises:
@@ -260,10 +263,11 @@ class ShardReader:
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
-        """Fetch shuffle blocks that are not in the cache into it, one after the other.
+        """Fetch blocks (ranges of adjacent rows) that are not in the cache into it, one after the
+        other.
 
         Args:
-            requests: Record batches of the blocks.
+            requests: Record batches, whose blocks are fetched.
 
         Raises:
             OSError: A file cannot be read.
@@ -493,8 +497,8 @@ class PreparedSet:
                 from the store.
 
         Returns:
-            The N rows in the order of `rows`, with the bytes of their images, also those of an
-            index-only set, which are in its source.
+            The N rows in the order of `rows`, with the bytes of their images; those of an
+            index-only set are read from its source.
 
         Raises:
             IndexError: A number is outside the set.
@@ -512,7 +516,9 @@ class PreparedSet:
         return out
 
     def read_without_references(self, rows: np.ndarray) -> list[Row]:
-        """Read rows by their numbers, without the bytes of the images of an index-only set.
+        """Read rows by their numbers, without reading images that the set only refers to.
+
+        The images of an index-only set are in its source; their bytes are then empty.
 
         Args:
             rows: Row numbers int64 [N], in any order.
@@ -529,7 +535,9 @@ class PreparedSet:
 
     @property
     def image_folder(self) -> AnyPath:
-        """Folder of the source, in which the images of an index-only set are."""
+        """Folder of the source, which has the images if the set is index-only (refers to its
+        images).
+        """
         return to_path(self.manifest.source["address"])
 
     @cached_property
@@ -537,7 +545,7 @@ class PreparedSet:
         return RangeReader(self.image_folder)
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Return the keys of rows; images of an index-only set are not read.
+        """Return the keys (names that are unique in the set) of rows, without reading their images.
 
         Args:
             rows: Row numbers int64 [N]; None: all rows.
@@ -548,7 +556,7 @@ class PreparedSet:
         return self._read_batches(np.arange(self.num_rows) if rows is None else rows, "key")
 
     def texts(self, rows: np.ndarray) -> list[list[str]]:
-        """Return the captions of rows; images of an index-only set are not read.
+        """Return the captions of rows, without reading images that the set only refers to.
 
         Args:
             rows: Row numbers int64 [N].
@@ -595,10 +603,13 @@ class PreparedSet:
         return out
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the shuffle blocks of rows into the cache; do nothing if the set has no cache.
+        """Fetch the blocks (ranges of `shuffle_block` adjacent rows) of rows into the cache on the
+        local disk.
+
+        Without effect if the set has no cache.
 
         Args:
-            rows: Row numbers int64 [N].
+            rows: Row numbers int64 [N], whose blocks are fetched.
 
         Raises:
             OSError: A file cannot be read.
@@ -670,10 +681,10 @@ class MixtureComponent(NamedTuple):
 
 
 class PreparedMixture:
-    """Weighted prepared sets as one set: rows are numbered set by set; an epoch has round(weight x
-    rows) rows of each.
+    """Several prepared sets with weights as one set.
 
-    Keys are `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
+    Rows are numbered set by set; an epoch has round(weight x rows) rows of each. Keys are
+    `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
 
     Args:
         sets: The sets, in the order of their row numbers.
@@ -732,7 +743,7 @@ class PreparedMixture:
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
-        """Read rows by their numbers, which count set by set.
+        """Read rows by their numbers: first those of the first set, then those of the next one.
 
         Args:
             rows: Row numbers int64 [N], in any order; duplicates are allowed.
@@ -760,10 +771,11 @@ class PreparedMixture:
         return out  # type: ignore[return-value]  # every row belongs to a set
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the shuffle blocks of rows into the caches of the sets that have one.
+        """Fetch the blocks (ranges of adjacent rows) of rows into the caches of the sets that have
+        one.
 
         Args:
-            rows: Row numbers int64 [N], which count set by set.
+            rows: Row numbers int64 [N]: first those of the first set, then those of the next one.
 
         Raises:
             OSError: A file cannot be read.

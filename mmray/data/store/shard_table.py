@@ -57,13 +57,18 @@ class Shard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
-        """Return the shard of an entry in JSON, which has the fields of this class."""
+        """Create a shard from its entry in a manifest.
+
+        Args:
+            values: The fields of this class by name, such as `file`, `split` and `num_rows`.
+        """
         return cls(**values | {"dropped": tuple(values["dropped"])})
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """Where a process finds a table again after unpickling it.
+    """The file of a table of shards, with which a process opens the table again after unpickling
+    it.
 
     Args:
         folder: Folder of the set.
@@ -81,8 +86,10 @@ class TableFile:
     fetch: Callable[[], bytes]
 
     def open(self, data: bytes | None = None) -> ShardTable:
-        """Open the table, memory-mapped in the folder of the set or in the cache folder of this
-        node.
+        """Open the table of a set's shards (files), memory-mapped.
+
+        A file on a local disk is mapped in the folder of the set, another one in the cache folder
+        of this node.
 
         Args:
             data: Content of the file, if it is known; None: it is read.
@@ -111,7 +118,7 @@ class TableFile:
 
 
 class ShardTable:
-    """The shards of a set in source order; cheap to pickle if it has a file.
+    """The shards (files) of a set in source order; cheap to pickle if the table has a file.
 
     Args:
         data: An Arrow IPC file with the columns of _SCHEMA in one record batch, a row per shard.
@@ -155,7 +162,8 @@ class ShardTable:
         """Raise ValueError for values that a set must not have, because it may be damaged or
         untrusted.
 
-        File names must be inside the folder of the set, and dropped rows must exist.
+        File names must be inside the folder of the set, and the rows that are marked as dropped
+        must exist.
         """
         self._columns.validate(full=True)
         for name in self._columns["file"].to_pylist():
@@ -189,7 +197,7 @@ class ShardTable:
 
     @property
     def num_kept(self) -> np.ndarray:
-        """Number of rows of each shard that are part of the set, int64 [shards]."""
+        """Number of rows of each shard that are part of the set (not dropped), int64 [shards]."""
         return self.num_rows - self._dropped.lengths
 
     def of_split(self, split: str | None) -> np.ndarray:

@@ -31,8 +31,8 @@ SCHEMA = pa.schema(
 def upgrade(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a stored row of schema version 3 to the current schema.
 
-    The image becomes the only entry of `media`, of unknown size. In a conversation, an image part
-    is put before the first user message.
+    The image becomes the only entry of `media` (list of images), with unknown width and height. In
+    a conversation, an image part is put before the first user message.
 
     Args:
         values: Values of the row by the columns of SCHEMA; `image`, `ref`, `sha256` and `messages`
