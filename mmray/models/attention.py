@@ -15,8 +15,8 @@ def fuse_projections(model: nn.Module) -> None:
     """Compute q, k and v in one matrix product in each attention layer of transformers' CLIP and
     SigLIP.
 
-    The weights stay three parameters and are concatenated in each forward, where autocast copies
-    them anyway. Layers with dropout, or with adapters on a projection, are unchanged.
+    The weights stay three parameters, which are concatenated in each forward; under autocast they
+    would be copied anyway. Layers with dropout, or with adapters on a projection, are unchanged.
 
     Args:
         model: The model; the classes of its layers are replaced in place.

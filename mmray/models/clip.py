@@ -89,13 +89,13 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the `image` and the `text` branch by name."""
+        """Return the modules that embed images and captions, under `image` and `text`."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Keep the temperature between 0.01 and 1; without effect for a model with `max_log_scale`
-        None.
+        """Limit the temperature to 0.01..1 after an optimizer step; without effect if
+        `max_log_scale` is None.
         """
         if self.max_log_scale is not None:
             self.log_scale.clamp_(min=0.0, max=self.max_log_scale)

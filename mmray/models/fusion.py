@@ -220,13 +220,15 @@ class Fusion(TwoTower):
         """Tokenize the label names of the region head, unless their ids come from a checkpoint.
 
         Args:
-            encoder: A TextEncoder (mmray/data/text/tokenizer.py).
+            encoder: The tokenizer; its `encode(texts)` returns ids int32 [N, T] and numbers of
+                tokens int32 [N].
         """
         if self.label_texts is not None and self.label_texts.token_ids is None:
             self.label_texts.tokenize(encoder)
 
     def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
-        """Return the scores of the classification head and of the region head, for the evaluation.
+        """Return the scores and labels of the classification head and of the region head, for the
+        evaluation.
 
         Args:
             batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T],
@@ -235,8 +237,8 @@ class Fusion(TwoTower):
                 `boxes` regions are skipped.
 
         Returns:
-            Scores under the keys `classification` (logits [B, C]) and `regions` (logits [B x N,
-            C]), each only if the model has the head.
+            Scores, labels and number of classes under the keys `classification` (scores [B, C]) and
+            `regions` (scores [B x N, C]), each only if the model has the head.
         """
         scores = {}
         if self.class_head is not None:
@@ -249,7 +251,9 @@ class Fusion(TwoTower):
         return scores
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the branches `image` and `text`, and the cross-attention layers as `cross`."""
+        """Return the image encoder, the text encoder and the cross-attention, under `image`, `text`
+        and `cross`.
+        """
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:

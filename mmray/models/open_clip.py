@@ -106,14 +106,14 @@ def read_config(
 
 
 def preprocessing(file: Path) -> dict[str, Any]:
-    """Return the settings of `model.inputs` that open_clip_config.json next to the weights defines.
+    """Return the preprocessing settings that open_clip_config.json next to the weights defines.
 
     Args:
         file: The file of weights.
 
     Returns:
-        Those of `mean`, `std`, `interpolation` and `fit` that its `preprocess_cfg` has; {} without
-        a config.
+        Settings of `model.inputs`: those of `mean`, `std`, `interpolation` and `fit` that its
+        `preprocess_cfg` has; {} without a config.
 
     Raises:
         UsageError: The config is not a JSON object.
@@ -395,7 +395,7 @@ def _activation(
 
 
 def check_activation(spec: Any, stored: str | None) -> None:
-    """Check that `model.activation` is the activation of the pretrained weights.
+    """Check that the setting `model.activation` is the activation of the pretrained weights.
 
     Args:
         spec: The `model` section, whose `activation` may be None.

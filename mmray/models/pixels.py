@@ -127,11 +127,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def residual_stream(hidden: Tensor) -> Tensor:
-    """Cast hidden states to bf16 if autocast computes in bf16, so that each block reads and writes
-    half.
+    """Cast hidden states to bf16 if autocast computes in bf16, to halve the memory traffic of each
+    layer.
 
     Statistics of LayerNorm and sums of products stay in float32. fp16 lacks the range for a sum
-    over all blocks, so under autocast to fp16 hidden states keep their dtype.
+    over all layers, so under autocast to fp16 hidden states keep their dtype.
 
     Args:
         hidden: Hidden states of any shape.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HeadScores(NamedTuple):
-    """Scores of a head for the evaluation."""
+    """Scores and labels of a classification head, for the evaluation."""
 
     scores: Tensor  # [N, C]
     label: Tensor  # int64 [N]; labels outside 0..C-1 are not counted
@@ -36,8 +36,9 @@ class Model(Protocol):
 
         Args:
             batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids`
-                and `attention_mask` int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B],
-                `valid` bool [B]; columns of boxes, hard negatives and conversations if they are
+                and `attention_mask` int64 [B, T], right-padded, `label` (-1: none), `key` (hash of
+                the row's key) and `pos` (position in the sample order) int64 [B], `valid` bool [B],
+                False for padding; columns of boxes, hard negatives and conversations if they are
                 configured.
 
         Returns:

@@ -51,10 +51,11 @@ def synthetic_batch(
         seed: Seed of the random numbers.
 
     Returns:
-        `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` and
-        `pos` int64 [rows], 0, 1, ...; `label` int64 [rows], zeros; `valid` bool [rows]. Generative
-        models also get `labels` int64 [rows, T] and `image_pos` int64 [rows]; models with boxes
-        `boxes` float32 [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N].
+        `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
+        of a row's key) and `pos` (position in the sample order) int64 [rows], both 0, 1, ...;
+        `label` int64 [rows], zeros; `valid` bool [rows]. Generative models also get `labels` int64
+        [rows, T] and `image_pos` int64 [rows]; models with boxes `boxes` float32 [rows, N, 4],
+        `box_labels` int64 and `box_mask` bool [rows, N].
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side

@@ -55,19 +55,23 @@ def rank_blocks(
 ) -> RankBlocks:
     """Start the decode actors of this process's rank, and return its blocks.
 
+    A decode actor is a Ray actor that reads and decodes rows. A block has the rows that one actor
+    decodes at a time.
+
     Args:
         reader: Reads and encodes rows of the training set.
-        start: The sample plan, and the first step of the run in this attempt.
+        start: The sample order, and the first step that the workers take.
         rank: The global rank of this process.
         ranks_on_node: Number of ranks of the run on this node, which share its object store.
         block_mb: Maximum size of a block in MB; blocks are smaller if the object store is small.
         limits: Number of actors, and the nodes that may have them.
         notify: Called with lines for the log.
-        must_yield: Returns whether another reservation waits for resources of the cluster. While it
-            does, the rank keeps only its minimum number of actors.
+        must_yield: Returns whether another job waits for resources of the cluster. While it does,
+            the rank keeps only its minimum number of actors.
 
     Returns:
-        An iterable of blocks, the output of `reader.read_block`. Close it to end the actors.
+        An iterable of blocks (arrays of R rows by column), the output of `reader.read_block`. Close
+        it to end the actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())
@@ -126,16 +130,19 @@ def _future_of(reference: Any) -> Future[Any]:
 
 
 class ActorPool:
-    """The decode actors that a rank owns, as the pool of an OrderedMap; Ray ends them with the
-    rank.
+    """The decode actors (Ray actors that read and decode rows) of a rank, as the pool of an
+    OrderedMap.
+
+    Ray ends them with the rank.
 
     Args:
-        decoder: Decodes a block by its number; pickled once for all actors.
+        decoder: Decodes a block (the rows that one actor decodes at a time) by its number; pickled
+            once for all actors.
         limits: Number of actors, and the nodes that may have them.
         own_node: ID of the rank's node.
         share_bytes: Bytes of the node's object store for blocks of this rank.
         notify: Called with lines for the log.
-        must_yield: Returns whether another reservation waits for resources of the cluster.
+        must_yield: Returns whether another job waits for resources of the cluster.
     """
 
     def __init__(
@@ -173,7 +180,9 @@ class ActorPool:
 
     @property
     def max_in_flight(self) -> int:
-        """Largest number of blocks that are requested and not yet returned."""
+        """Largest number of blocks (rows that one actor decodes at a time) that are requested and
+        not yet returned.
+        """
         wanted = max(2 * len(self.workers), self._blocks.blocks_per_step) + 1
         return min(self._max_blocks, wanted)
 
@@ -187,11 +196,16 @@ class ActorPool:
 
     def is_loss(self, error: BaseException) -> bool:
         # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
-        """Return whether an error means that an actor was lost, not that its work failed."""
+        """Return whether an error means that an actor was lost, not that decoding failed.
+
+        Args:
+            error: The error of a block that was submitted to an actor.
+        """
         return isinstance(error, ray.exceptions.RayError)
 
     def replace(self, worker: Any) -> None:
-        """Kill an actor that was lost. Another one is started after a delay, unless it was surplus.
+        """Kill an actor that was lost. Another one is started after a delay, unless there are
+        enough.
 
         Args:
             worker: The lost member of `workers`.
@@ -205,15 +219,20 @@ class ActorPool:
         self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
 
     def compute_here(self, item: int) -> Decoded:
-        """Decode a block in this process, because no actor does it in time.
+        """Decode a block (the rows that one actor decodes at a time) in this process, because no
+        actor does it in time.
 
         Args:
-            item: Number of the block.
+            item: Number of the block in the run.
+
+        Returns:
+            The arrays of the block by column, and whether an image crashed the decoder.
         """
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:
-        """Start and end actors, at most every UPDATE_S.
+        """Start and end actors, so that the rank waits little for blocks; at most every UPDATE_S
+        seconds.
 
         Args:
             waited_s: Seconds that the rank has waited for blocks in total so far.

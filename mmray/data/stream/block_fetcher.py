@@ -17,10 +17,10 @@ Request = tuple[SamplePlan, list[np.ndarray]]
 
 
 class BlockFetcher:
-    """Fetches shuffle blocks into the cache of the node, in a background thread.
+    """Fetches rows that will be needed later into the cache of the node, in a background thread.
 
-    The thread starts with the first request. An instance is cheap to pickle; the copy has a thread
-    of its own.
+    Rows are fetched in blocks of adjacent rows of the set. The thread starts with the first
+    request. An instance is cheap to pickle; the copy has a thread of its own.
 
     Args:
         prepared: A set or mixture that has a cache.
@@ -34,14 +34,16 @@ class BlockFetcher:
         return BlockFetcher, (self._prepared,)
 
     def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
-        """Fetch, in the background, the shuffle blocks that are needed one window after some
-        positions.
+        """Fetch, in the background, the rows into the cache that are needed one shuffle window
+        later.
 
-        Errors are ignored here; the process that reads these rows raises them.
+        With a block shuffle, rows are shuffled within a window of blocks of adjacent rows, so whole
+        blocks are fetched. Errors are ignored here; the process that reads these rows raises them.
 
         Args:
             plan: The sample order of the run.
-            positions: Positions in the run that are read now, int64 [P], without PADDING.
+            positions: Positions in the sample order (rows that the run takes before) that are read
+                now, int64 [P], without PADDING (-1).
             in_first_window: Also fetch the blocks of `positions`, which were not fetched ahead.
         """
         if self._requests is None:

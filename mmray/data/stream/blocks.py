@@ -10,7 +10,7 @@ Block = dict[str, np.ndarray]
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:
-    """Concatenate the rows of several blocks.
+    """Concatenate the rows of several blocks (arrays of rows by column).
 
     Args:
         parts: Blocks {column name: array [R, ...]} with the same columns. Columns of tokens [R, T]
@@ -18,7 +18,7 @@ def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Blo
         pixels: Memory for the column `image` of the result, uint8; None: new memory.
 
     Returns:
-        One block; the only part itself if there is one.
+        One block with all rows; if there is only one part, the part itself.
     """
     if len(parts) == 1:
         return parts[0]
@@ -36,11 +36,11 @@ def _concatenate(columns: list[np.ndarray], out: np.ndarray | None) -> np.ndarra
 
 
 def pad_columns(rows: np.ndarray, width: int) -> np.ndarray:
-    """Append columns of zeros to an array, if it has fewer than `width`.
+    """Append zeros to the second dimension of an array, if it is shorter than `width`.
 
     Args:
         rows: Array [R, T].
-        width: Number of columns of the result, if T is smaller.
+        width: Size of the second dimension of the result, if T is smaller.
 
     Returns:
         Array [R, max(T, width)].

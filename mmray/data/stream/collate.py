@@ -20,9 +20,13 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
 def is_flat(batch: Batch) -> bool:
-    """Return whether a micro-batch cannot be sliced by row, because its columns join all rows.
+    """Return whether a micro-batch cannot be sliced by row, because its tensors join all rows.
 
-    Such a batch is from data/vlm/collate.py: it has `target_index`, and only valid rows.
+    So are the micro-batches of a vision-language model (data/vlm/collate.py): they have
+    `target_index`, and only valid rows.
+
+    Args:
+        batch: Tensors by column.
     """
     return "target_index" in batch
 
@@ -40,21 +44,23 @@ def iter_micro_batches(
     """Yield the micro-batches of a rank for each step; the last of a step may be smaller.
 
     Args:
-        blocks: Blocks of this rank's rows in sample order, from `RowReader.read_block`.
+        blocks: This rank's rows in sample order, some at a time: arrays by column, as
+            `RowReader.read_block` returns them.
         rank_rows: Rows of a rank in a step.
         micro_batch_size: Rows of a micro-batch, B.
         group_by_length: Sort the rows of a step, most tokens first.
         token_multiple: Captions are padded to the longest of the micro-batch, rounded up to a
             multiple of this.
         max_tokens: Maximum number of tokens to which captions are padded.
-        memory: For pixels that must be moved; then those of a step are valid until the next step is
-            requested. None: new memory for each step.
-        extra: The columns of the blocks besides those of every model.
+        memory: Memory for the pixels of a step that are not adjacent in `blocks`; they are valid
+            until the next step is requested. None: new memory for each step.
+        extra: Kinds of columns besides those of every model, such as boxes.
 
     Yields:
         A list of micro-batches: `image` uint8 [B, 3, S, S]; `input_ids` and `attention_mask` int64
-        [B, T]; `key`, `label` and `pos` int64 [B]; `valid` bool [B]. Generative models also have
-        `labels` int64 [B, T] and `image_pos` int64 [B]; further columns are those of `extra`.
+        [B, T]; `key` (hash of the row's key), `label` and `pos` (position in the sample order)
+        int64 [B]; `valid` bool [B], False for padding and unreadable rows. Generative models also
+        have `labels` int64 [B, T] and `image_pos` int64 [B]; further columns are those of `extra`.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
@@ -86,7 +92,7 @@ class PixelMemory:
         """Return memory for pixels, which is reused by later calls.
 
         Args:
-            use: Name of the purpose; calls with another name get other memory.
+            use: Any name; calls with the same name return the same memory.
             shape: Shape of the array.
 
         Returns:
@@ -160,11 +166,11 @@ def _batch(
 
 
 def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
-    """Return the columns of a micro-batch that only some models have (data/columns.py).
+    """Return the columns of a micro-batch that only some models have, such as boxes.
 
     Args:
-        rows: Columns of a block for the rows of the micro-batch, [B, ...].
-        extra: The kinds of columns.
+        rows: Arrays [B, ...] by column for the rows of the micro-batch.
+        extra: The kinds of columns, such as BoxColumns.
 
     Returns:
         Tensors by name, such as `boxes`, `box_labels` and `box_mask`.

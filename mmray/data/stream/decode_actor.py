@@ -8,10 +8,10 @@ from mmray.data.stream.decoder import BlockDecoder, Decoded
 
 
 class DecodeActor:
-    """Decodes the blocks that a rank requests.
+    """A Ray actor that reads and decodes the rows that a rank requests.
 
     Args:
-        decoder: Decodes a block by its number.
+        decoder: Decodes a block (some rows of the rank) by its number.
     """
 
     def __init__(self, decoder: BlockDecoder) -> None:
@@ -22,11 +22,14 @@ class DecodeActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def decode(self, number: int, careful: bool) -> Decoded:
-        """Read and decode a block.
+        """Read and decode a block: the rows that this actor decodes at a time.
 
         Args:
-            number: Number of the block.
+            number: Number of the block in the run.
             careful: Decode each image in a child process first, to find one that crashes its
                 decoder.
+
+        Returns:
+            Arrays of the rows by column, and whether an image crashed the decoder.
         """
         return self._decoder(number, careful)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Decoded(NamedTuple):
-    """A decoded block.
+    """Some decoded rows (a block).
 
     Args:
         block: Columns by name, as the `read_block` of a reader returns them.
@@ -32,11 +32,11 @@ class Decoded(NamedTuple):
 
 
 class BlockDecoder:
-    """Decodes blocks by number, in a data process.
+    """Decodes blocks (the rows that are decoded at a time) by number, in a data process.
 
     Args:
         reader: Reads and encodes rows of the training set.
-        blocks: The positions of each block.
+        blocks: Which rows each block has, by their positions in the sample order.
         slots: Memory for pixels, shared with the training process; blocks then have no column
             `image`. None: new memory for each block.
     """

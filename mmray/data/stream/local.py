@@ -32,16 +32,17 @@ MAX_CRASHES = 5
 
 
 class LocalBlocks:
-    """The blocks of the only worker of a run without Ray, decoded by child processes.
+    """The rows of the only worker of a run without Ray, decoded by child processes (data
+    processes).
 
-    Iterating yields blocks in sample order, with the columns of `reader.read_block`. Each has all
-    rows of one or more steps. The pixels of a block are valid until the next one is requested: then
-    a data process may overwrite them. The processes start at once. Iterating raises ResourceError
-    if they keep dying.
+    Iterating yields blocks in sample order, with the columns of `reader.read_block`. A block has
+    all rows of one or more steps. Its pixels are valid until the next one is requested: then a data
+    process may overwrite them. The processes start at once. Iterating raises ResourceError if they
+    keep dying.
 
     Args:
         reader: Reads and encodes rows of the training set.
-        start: The sample plan, and the first step of the run in this attempt.
+        start: The sample order, and the first step that the worker takes.
         block_mb: About how many MB one process decodes at a time, limited to 8. This may be a part
             of the rows of a step.
         num_processes: Number of data processes.
@@ -86,9 +87,10 @@ class LocalBlocks:
 
     @property
     def pixels(self) -> np.ndarray | None:
-        """The shared memory with the pixels of all blocks, uint8 [num_slots, rows, 3, S, S].
+        """The shared memory with the pixels of all decoded rows, uint8 [slots, rows, 3, S, S].
 
-        None if rows have pixels of different shapes.
+        A slot has the rows that a process decodes at a time. None if rows have pixels of different
+        shapes.
         """
         return None if self._slots is None else self._slots.pixels
 

@@ -56,10 +56,10 @@ def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) 
 def permute_blocks(
     index: np.ndarray, size: int, shuffle_key: np.ndarray, rows_per_block: int
 ) -> np.ndarray:
-    """Permute blocks of adjacent numbers of 0..size-1; numbers keep their place in a block.
+    """Permute blocks of adjacent numbers of 0..size-1; the order inside a block is kept.
 
-    The last block may be shorter. Indices of the rows that it lacks are mapped again, so they
-    become the rows of one other block.
+    The last block may be shorter. Indices that would be mapped to a row that it lacks are mapped
+    again, to another block.
 
     Args:
         index: Indices below `size`, uint64 [P].
@@ -124,13 +124,12 @@ def _feistel(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray)
 
 @dataclass(frozen=True)
 class BlockShuffle:
-    """Shuffle of blocks of adjacent rows that gives each node a share of the set, so that nodes
-    read few and large ranges.
+    """Shuffle of blocks of adjacent rows, so that each node reads few and large ranges of the set.
 
-    The columns of the global batch are divided evenly into lanes. The blocks of an epoch are
-    permuted, and each lane takes a contiguous slice of that list. In a slice, the rows of a window
-    of blocks are permuted. So the ranks of a node, whose columns are adjacent, read their own
-    slices, whatever the number of workers is.
+    The columns of the global batch (places 0..global-1 of a step) are divided evenly into lanes.
+    The blocks of an epoch are permuted, and each lane takes a contiguous slice of that list. In a
+    slice, the rows of a window of blocks are permuted. So the ranks of a node, whose columns are
+    adjacent, read their own slices, whatever the number of workers is.
 
     Args:
         lanes: Number of lanes.
@@ -149,13 +148,15 @@ class BlockShuffle:
     def epoch_index(
         self, positions: np.ndarray, num_rows: int, global_rows: int, shuffle_key: np.ndarray
     ) -> np.ndarray:
-        """Return which row of the permuted blocks each position of the run takes.
+        """Return which row of an epoch each position of the sample order takes, with blocks in
+        permuted order.
 
-        List all rows of an epoch block after block, with the blocks in permuted order. The result
-        is an index in this list; `permute_blocks` with the same key maps it to a row of the set.
+        Imagine all rows of an epoch listed block after block (ranges of adjacent rows), with the
+        blocks in permuted order. The result is an index in this list; `permute_blocks` with the
+        same key maps it to a row of the set.
 
-        A run counts positions through all of its epochs: position p is in epoch p // num_rows, in
-        step p // global_rows, and in column p % global_rows of that step.
+        A run counts positions through all of its epochs: position p is in epoch p // num_rows, and
+        in step p // global_rows.
 
         Args:
             positions: Positions in the run, int64 [P], not negative.
@@ -212,8 +213,8 @@ def hash_choice(
 
     Args:
         seed: Seed of the run.
-        pass_index: How often each row was seen before.
-        row_hash: `hash_key` of each row.
+        pass_index: How often the run has taken each row before.
+        row_hash: Hash of the key (name) of each row, from `hash_key`.
         num_choices: Number of alternatives of each row, at least 1.
 
     Returns:
@@ -230,8 +231,8 @@ def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count:
 
     Args:
         seed: Seed of the run.
-        pass_index: How often each row was seen before, int64 [R].
-        row_hash: `hash_key` of each row, int64 [R].
+        pass_index: How often the run has taken each row before, int64 [R].
+        row_hash: Hash of the key (name) of each row, from `hash_key`, int64 [R].
         count: Numbers per row.
 
     Returns:
@@ -253,13 +254,13 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
     """Spread the rows of each set of a mixture evenly over an epoch.
 
     Args:
-        components: The sets; `per_epoch` is how many positions of an epoch each of them fills.
-        positions: Positions in the epoch, int64 of any shape, below the sum of `per_epoch`.
+        components: The sets; `per_epoch` is how many rows of an epoch are from each of them.
+        positions: Places in the epoch, int64 of any shape, below the sum of `per_epoch`.
 
     Returns:
-        int64 in the same shape. Index i below the `per_epoch` of the first set is its i-th row of
-        the epoch; the indices of the next set follow. Any range of positions has about the same
-        proportions of the sets.
+        int64 in the same shape: which row each place gets. 0, 1, ... are the first, second, ... row
+        that the epoch takes of the first set, up to its `per_epoch`; the numbers of the next set
+        follow. Any range of places has about the same proportions of the sets.
     """
     epoch_index = np.empty(positions.size, np.int64)
     remaining = np.arange(positions.size)
@@ -312,8 +313,11 @@ class SamplePlan:
         return -(-self.global_rows // self.world_size)
 
     def rows_start(self, step: int) -> int:
-        """Return the position of the first row of a step, which is the number of rows of all steps
-        before it.
+        """Return the position of the first row of a step: the number of rows of all steps before
+        it.
+
+        Args:
+            step: Number of the step, from 0.
         """
         return step * self.global_rows
 
@@ -325,17 +329,19 @@ class SamplePlan:
             rank: The rank.
 
         Returns:
-            Positions in the run, int64 [rank_rows]; PADDING (-1) follows if the rank has fewer
-            rows.
+            Positions in the sample order (how many rows the run takes before), int64 [rank_rows];
+            PADDING (-1) follows if the rank has fewer rows.
         """
         index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
         return np.where(index < self.global_rows, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return which row of the set each position takes.
+        """Return which row of the set each position of the sample order takes.
+
+        A position counts the rows that the run takes before, over all workers and epochs.
 
         Args:
-            positions: Positions in the run, int64 [P]; PADDING (-1) for none.
+            positions: Positions, int64 [P]; PADDING (-1) for none.
 
         Returns:
             Row numbers int64 [P], PADDING for PADDING. The rows of a mixture are numbered set by
@@ -374,11 +380,12 @@ class SamplePlan:
     def one_window_later(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions whose rows a reader should fetch ahead while it reads these.
 
-        With a block shuffle, they are the positions one window later in the same lanes, so their
-        rows are in the blocks of the next window. Positions after the end of the run are left out.
+        With a block shuffle, rows are shuffled in a window of blocks of adjacent rows. The result
+        are the positions one window later, so their rows are in the blocks of the next window.
+        Positions after the end of the run are left out.
 
         Args:
-            positions: Positions in the run, int64 [P], or PADDING.
+            positions: Positions in the run, int64 [P], or PADDING (-1).
 
         Returns:
             int64, at most P. Empty for a full shuffle, because all of its rows are far apart.
@@ -390,10 +397,11 @@ class SamplePlan:
 
     @property
     def window_positions(self) -> int:
-        """Number of positions in which the lanes take about a window of blocks each, in whole
-        steps.
+        """Number of rows of the run, in whole steps, after which a block shuffle reaches its next
+        window.
 
-        Without a block shuffle, the number of rows of an epoch.
+        A window has several blocks of adjacent rows, whose rows are shuffled. Without a block
+        shuffle, it is the number of rows of an epoch.
         """
         if self.block_shuffle is None or not self.shuffle:
             return self.num_rows
@@ -439,11 +447,11 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Positions of each block of a stream: one rank's rows of several steps, or a part of its rows
-    of one step.
+    """Which rows of the sample order each block of a stream has.
 
-    Blocks are assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
-    These blocks are units of work of a data process, not the blocks of a BlockShuffle.
+    A block has the rows that a data process decodes at a time: one rank's rows of several steps, or
+    a part of its rows of one step. (The blocks of a BlockShuffle are something else.) Blocks are
+    assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
 
     Args:
         plan: The rows of each step.
@@ -459,9 +467,10 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Return the plan with blocks of about a given size.
+        """Return the plan with blocks (the rows that a process decodes at a time) of about a given
+        size.
 
-        If the rows of a step are not divisible, blocks are down to a quarter of the size. They are
+        A step must be divisible into blocks, so they may have only a quarter of the size. They are
         larger if there is no divisor (a prime number of rows).
 
         Args:
@@ -486,14 +495,17 @@ class BlockPlan:
         return groups * self.blocks_per_step * self.plan.world_size
 
     def positions(self, block: int) -> np.ndarray:
-        """Return the positions of the rows of a block.
+        """Return the positions in the sample order of the rows of a block.
+
+        A position counts the rows that the run takes before, over all workers and epochs.
 
         Args:
-            block: Number of the block; block b belongs to rank b % world_size.
+            block: Number of the block (the rows that a process decodes at a time); block b belongs
+                to rank b % world_size.
 
         Returns:
-            Positions in the run, int64 [R], or PADDING. Blocks of all ranks for the same steps have
-            the same length.
+            Positions int64 [R], or PADDING (-1). R is equal for the blocks of all ranks for the
+            same steps.
         """
         group, rank = divmod(block, self.plan.world_size)
         group, slice_index = divmod(group, self.blocks_per_step)
@@ -505,11 +517,11 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a group of workers starts.
+    """The step and the checkpoint from which workers start.
 
     Args:
-        plan: The rows of each step, at the size of the group.
-        step: The first step that the group takes.
+        plan: The rows of each step, for this number of workers.
+        step: The first step that they take.
         checkpoint: Folder of the checkpoint to load; None: start with initial weights.
     """
 

@@ -44,7 +44,7 @@ class _Window:
 
 
 class PoolSize:
-    """Chooses the number of data processes of a rank between `minimum` and `maximum`.
+    """Chooses the number of data processes (which read and decode rows) of a rank.
 
     Args:
         minimum: Number at the start, and the least.
@@ -65,14 +65,14 @@ class PoolSize:
         self._has_shrunk = False
 
     def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
-        """Choose the target again.
+        """Choose `target`, the number of data processes of the rank, again.
 
-        The target grows if the rank has waited for more than 5 % of the last 5 s, and shrinks if it
-        has waited for less than 1 % of a longer time.
+        It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
+        has waited in less than 1 % of a longer time.
 
         Args:
             now_s: The present time, of the same clock as before.
-            waited_s: Seconds that the rank has waited for blocks since its start.
+            waited_s: Seconds that the rank has waited for rows since its start.
             num_running: Number of processes that have started. The target does not grow before all
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.

@@ -79,13 +79,13 @@ class SetReader:
 
         Args:
             plan: The sample order of the run.
-            positions: Positions in the run, int64 [R]; PADDING for no row.
+            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
+                for no row.
 
         Returns:
-            - The rows, R entries; None for padding and for an unreadable row.
-            - Row numbers in the set, int64 [R]; PADDING for padding.
-            - How often each row was seen before its position, int64 [R].
-            - `hash_key` of each row, int64 [R]; 0 for no row.
+            Four values for the R positions. The rows; None for padding and for an unreadable row.
+            Row numbers in the set, int64 [R]; PADDING for padding. How often the run has taken each
+            row before, int64 [R]. The hash of the key (name) of each row, int64 [R]; 0 for no row.
         """
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
@@ -114,26 +114,26 @@ class SetReader:
         return not in_first_window
 
     def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used; images are decoded in a child process.
+        """Check whether a stored row can be used for training; images are decoded in a child
+        process.
 
         Args:
             row: A stored row.
 
         Raises:
-            Exception: One of `row_errors`.
+            Exception: The reason, one of the types in `row_errors`.
         """
         raise NotImplementedError
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Read a row again that was not valid, and return why it cannot be used, for the
-        quarantine.
+        """Read a row again that could not be used, and return the reason for quarantine.jsonl.
 
         Args:
             row_id: Number of the row in the set.
 
         Returns:
             The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
-            `temporary` if nothing is wrong now.
+            `temporary` if the row can be used now.
         """
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
@@ -183,7 +183,7 @@ class RowReader(SetReader):
 
     @property
     def row_bytes(self) -> int:
-        """Approximate bytes of a row in a block."""
+        """Approximate bytes of a row after decoding: its pixels and token ids."""
         return 3 * self.inputs.image_side**2 + 4 * self.inputs.max_tokens
 
     @property
@@ -271,8 +271,8 @@ class RowReader(SetReader):
         Args:
             row_id: Number of the row in the set, for the cache of images.
             row: The stored row, with one image.
-            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS]; None: no
-                augmentation.
+            uniforms: Random numbers in [0, 1) that determine its augmentation, float64
+                [NUM_UNIFORMS]; None: no augmentation.
 
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.
@@ -295,17 +295,17 @@ class RowReader(SetReader):
 def row_columns(
     rows: list[Row | None], row_hash: np.ndarray, positions: np.ndarray, valid: np.ndarray
 ) -> Block:
-    """Return the columns that describe the rows of a block.
+    """Return the columns of some rows that every model has.
 
     Args:
         rows: R rows; None for no row.
-        row_hash: `hash_key` of each row, int64 [R].
-        positions: Positions in the run, int64 [R].
+        row_hash: Hash of the key (name) of each row, int64 [R].
+        positions: Their positions in the sample order, int64 [R].
         valid: Whether each row can be used, bool [R].
 
     Returns:
-        `key` int64 [R], 0 for a row that is not valid; `label` int64 [R], -1 for none; `valid` bool
-        [R]; `pos` int64 [R].
+        `key` int64 [R], the hash, 0 for a row that is not valid; `label` int64 [R], -1 for none;
+        `valid` bool [R]; `pos` int64 [R], the positions.
     """
     labels = [NO_LABEL if row is None or row.label is None else row.label for row in rows]
     return {

@@ -60,7 +60,8 @@ def resolve_block_shuffle(
         num_workers: Largest number of workers.
 
     Returns:
-        The block shuffle; None for a full shuffle, and without a shuffle.
+        The block shuffle: its lanes (parts of the global batch), rows per block and blocks per
+        window. None for a full shuffle, and without a shuffle.
 
     Raises:
         UsageError: A set only refers to its images, so the folder `data.local_cache` cannot cache
@@ -92,7 +93,9 @@ def resolve_block_shuffle(
 
 
 def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
-    """Return how many adjacent rows the cache of a node reads at once, in whole record batches.
+    """Return how many adjacent rows are fetched at once into the cache of a node.
+
+    It is a multiple of the rows of a record batch.
 
     Args:
         row_bytes: Average bytes of a row.

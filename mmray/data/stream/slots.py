@@ -17,7 +17,8 @@ import numpy as np
 
 
 class PixelSlots:
-    """A ring of slots for pixels, in memory that the processes of a run share.
+    """Memory for pixels that the processes of a run share, divided into slots that are reused in
+    turn.
 
     `pixels` is the array uint8 [num_slots, rows, *pixel_shape]. An instance that is an argument of
     a new child process refers to the same memory there.

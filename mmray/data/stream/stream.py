@@ -15,13 +15,13 @@ from mmray.ordered_map import OrderedMap, Pool
 
 
 class RankBlocks:
-    """Iterates the blocks of a rank in sample order.
+    """Iterates the rows of a rank in sample order, some (a block) at a time.
 
     A block has the columns that the reader of the BlockDecoder returns. Iterating raises the errors
     of the decoder.
 
     Args:
-        blocks: The positions of each block of all ranks.
+        blocks: Which rows each block of all ranks has.
         rank: The rank whose blocks are iterated.
         pool: Processes that run a BlockDecoder on numbers of blocks. It is closed with the stream.
         late_s: Seconds after which a block is requested from another process too; None: never.
@@ -35,7 +35,7 @@ class RankBlocks:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the caller has waited for blocks."""
+        """Seconds that the caller has waited for rows so far."""
         return self._map.waited_s
 
     def __iter__(self) -> Iterator[Block]:
@@ -52,5 +52,5 @@ class RankBlocks:
         self._map.interrupt()
 
     def close(self) -> None:
-        """End the processes; no thread may be iterating."""
+        """End the data processes; no thread may be iterating."""
         self._map.close()

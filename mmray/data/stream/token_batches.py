@@ -188,22 +188,22 @@ class TokenPlan(SamplePlan):
             rank: The rank.
 
         Returns:
-            Positions in the run, int64 [P]. PADDING follows the rows, so that P is equal on all
-            ranks.
+            Positions in the sample order (how many rows the run takes before), int64 [P]. PADDING
+            (-1) follows the rows, so that P is equal on all ranks.
         """
         micro_batches, width = self._micro_batches(step, rank)
         rows = self.rows_start(step) + np.concatenate(micro_batches)
         return np.pad(rows, (0, width - len(rows)), constant_values=PADDING)
 
     def micro_batch_sizes(self, step: int, rank: int) -> list[int]:
-        """Return the number of positions of each micro-batch of a rank in a step.
+        """Return the number of rows of each micro-batch of a rank in a step, including padding.
 
         Args:
             step: Number of the step, from 0.
             rank: The rank.
 
         Returns:
-            Sizes that add up to the length of `positions`; the last one includes the padding.
+            Sizes that add up to the number of `positions`; the last one includes the padding.
         """
         micro_batches, width = self._micro_batches(step, rank)
         sizes = [len(rows) for rows in micro_batches]

@@ -35,9 +35,9 @@ class RowCollator:
     Args:
         family: Names and layouts of the model's inputs.
         image_token_id: ID of the token whose embedding is replaced by a feature of an image.
-        dummy: Row with an image and without targets, appended to a micro-batch without images. So
-            the vision encoder runs in each micro-batch and no rank waits for another. Its gradient
-            is zero.
+        dummy: Encoded row with an image and without targets, appended to a micro-batch without
+            images. So the vision encoder runs in each micro-batch and no rank waits for another.
+            Its gradient is zero.
         packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
             right.
         rope_index: Computes the positions int64 [3, T] (time, height, width) of one row from its
@@ -160,7 +160,8 @@ def iter_row_batches(
     """Yield the micro-batches of a rank for each step.
 
     Args:
-        blocks: Blocks of this rank's rows in sample order, from `ConversationReader.read_block`.
+        blocks: This rank's rows in sample order, some at a time: arrays by column, as
+            `ConversationReader.read_block` returns them.
         plan: The sample plan, which has the number of rows of each step.
         first_step: The step of the first block.
         rank: The global rank of this process.
@@ -169,9 +170,10 @@ def iter_row_batches(
         collate: Builds the inputs of a micro-batch.
 
     Yields:
-        The micro-batches of one step. Each has `key`, `label` and `pos` int64 [R], `valid` bool [R]
-        and `num_tokens` int32 [R] of its R rows, and the inputs of the model for the valid rows
-        only, as `RowCollator` returns them. The iteration ends early if there are no more blocks.
+        The micro-batches of one step. Each has `key` (hash of the row's key), `label` and `pos`
+        (position in the sample order) int64 [R], `valid` bool [R] and `num_tokens` int32 [R] of its
+        R rows, and the inputs of the model for the valid rows only, as `RowCollator` returns them.
+        The iteration ends early if there are no more blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

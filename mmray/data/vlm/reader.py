@@ -66,7 +66,7 @@ class ConversationReader(SetReader):
 
     @property
     def row_bytes(self) -> int:
-        """Approximate maximum bytes of a row in a block."""
+        """Approximate maximum bytes of an encoded row: its images as pixels, and its token ids."""
         return BYTES_PER_TOKEN * self._arguments[1]
 
     def read_block(
@@ -76,16 +76,16 @@ class ConversationReader(SetReader):
 
         Args:
             plan: The sample order of the run.
-            positions: Positions in the run, int64 [R]; PADDING for no row.
+            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
+                for no row.
             pixels: Not used, because rows have different sizes.
 
         Returns:
-            - `key` int64 [R], the hash of the row key, 0 for a row that is not valid.
-            - `label` int64 [R], -1 for none; `pos` int64 [R], the positions.
-            - `valid` bool [R]: False for padding and for a row that cannot be read or encoded.
-            - `num_tokens` int32 [R], 0 for a row that is not valid.
-            - `record` object [R]: the encoded row as bytes for `unpack_rows`; b"" if it is not
-              valid.
+            Arrays by column: `key` int64 [R], the hash of the row key, 0 for a row that is not
+            valid; `label` int64 [R], -1 for none; `pos` int64 [R], the positions; `valid` bool [R],
+            False for padding and for a row that cannot be read or encoded; `num_tokens` int32 [R],
+            0 for a row that is not valid; `record` object [R], the encoded row as bytes for
+            `unpack_rows`, b"" if it is not valid.
         """
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
@@ -127,7 +127,7 @@ class ConversationReader(SetReader):
         return images
 
     def encode_row(self, row: Row, choice: int = 0) -> EncodedRow:
-        """Return the model inputs of a stored row.
+        """Return the token ids, loss mask and image inputs of a stored row.
 
         Args:
             row: A row with the bytes of its images.
@@ -171,13 +171,14 @@ def _aligned(data: bytes) -> bytes:
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
-    """Return the encoded rows of a block.
+    """Return the encoded rows that `ConversationReader.read_block` has read.
 
     Args:
-        block: A block from `ConversationReader.read_block`; its column `record` is read.
+        block: Its result; the column `record` object [R] (bytes) is read.
 
     Returns:
-        One entry per row, in order; None for a row that is not valid.
+        Token ids, loss mask and image inputs of each of the R rows, in order; None for a row that
+        is not valid.
     """
     return [_unpack_row(data) if data else None for data in block["record"]]
 

@@ -42,7 +42,10 @@ class ProcessorCounter:
         return hashlib.sha256(f"{digest} {self.question}".encode()).hexdigest()
 
     def build(self) -> RowCounter:
-        """Load the processor, and return the function that counts the tokens of a stored row."""
+        """Load the processor, and return the function that counts the tokens of a stored row.
+
+        The row needs no bytes of images; the sizes of its images are read.
+        """
         encoder = self._encoder(without_torch=True)
 
         def count(row: Row) -> int:

@@ -89,7 +89,8 @@ class ImageEncoder(nn.Module):
         return self.pool(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each position of a feature map, [B, N, width].
+        """Return the features of each of the N positions (patches, class token) of a feature map,
+        [B, N, width].
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
@@ -145,7 +146,8 @@ class Backbone(ImageEncoder):
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each position of the network's last layer, [B, N, width].
+        """Return the features of each of the N positions (patches, class token) of the last layer,
+        [B, N, width].
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
@@ -293,7 +295,7 @@ class ConvNet(ImageEncoder):
         self.norm = _norm(self.width)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each position of the last feature map, [B, N, width].
+        """Return the features of each of the N positions of the last feature map, [B, N, width].
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].

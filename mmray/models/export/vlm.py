@@ -27,7 +27,7 @@ def export_vlm(model: Any, spec: dict[str, Any], out: str | AnyPath) -> AnyPath:
     """Write weights, processor and chat template to a folder; an earlier export is replaced.
 
     Args:
-        model: A Vlm without adapters.
+        model: A model of the class Vlm without LoRA adapters (they are merged).
         spec: Its `model` section as JSON values.
         out: Local path of the folder.
 

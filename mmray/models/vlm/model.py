@@ -115,9 +115,10 @@ class Vlm(nn.Module):
         self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
 
     def collator(self) -> RowCollator:
-        """Return the collator that builds micro-batches of this model from rows of its encoder.
+        """Return the collator, which builds micro-batches of this model from encoded rows.
 
-        It maps a sequence of EncodedRow to the batch that `forward` reads.
+        It maps a sequence of EncodedRow (token ids, loss mask and image inputs of a row) to the
+        batch that `forward` reads.
         """
         rope_index = rope_index_of(self.net.config) if self.family.mrope else None
         return RowCollator(
