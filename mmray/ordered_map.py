@@ -46,7 +46,9 @@ class Pool(Protocol[Item, Result]):
 
     @property
     def workers(self) -> Sequence[Worker[Item, Result]]:
-        """The processes that have started and are not known to be lost."""
+        """The processes that have started and are not known to be lost, to which items can be
+        submitted.
+        """
 
     @property
     def max_in_flight(self) -> int:

@@ -188,7 +188,7 @@ class ChildProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Wait up to EXIT_TIMEOUT_S for the exit of the child after its connection was lost.
+        """Wait up to EXIT_TIMEOUT_S (10 s) for the exit of the child after its connection was lost.
 
         Returns:
             The error for the caller to raise. It has the exit code, or None if the child still
@@ -198,7 +198,9 @@ class ChildProcess:
         return ChildDied(self.name, self.process.exitcode)
 
     def close(self) -> None:
-        """Close the connection, wait until the child exits, and kill it after EXIT_TIMEOUT_S."""
+        """Close the connection, wait until the child exits, and kill it after EXIT_TIMEOUT_S (10
+        s).
+        """
         self.connection.close()
         self.process.join(EXIT_TIMEOUT_S)
         self.kill()

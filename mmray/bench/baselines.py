@@ -277,6 +277,9 @@ def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arriv
     Args:
         arrivals: Time and number of rows of each block, as it arrives; not read further afterwards.
         window_s: Seconds.
+
+    Returns:
+        Time and number of rows of each block until then.
     """
     seen: list[Arrival] = []
     for arrival in arrivals:

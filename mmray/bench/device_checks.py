@@ -119,6 +119,10 @@ def spec_of(
         micro_batch_size: Rows of a micro-batch.
         options: Other fields of TrainSpec, such as {"callbacks": (callback,)}.
         settings: Fields of the section `train`, such as `precision="bf16"`.
+
+    Returns:
+        The arguments of mmray's training loop: model, objective, order of the rows, batch sizes and
+        settings.
     """
     train = config.Train(
         **{
@@ -429,6 +433,8 @@ class SyncCounter:
 @contextmanager
 def count_syncs() -> Iterator[SyncCounter]:
     """Return a context manager in whose block host synchronizations with a GPU are counted.
+
+    It yields an object with the `count` so far, and `places`, the counts by source line.
 
     It uses the warnings of torch.cuda.set_sync_debug_mode. Without CUDA the count is 0.
     """

@@ -98,7 +98,7 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     """Run the cases (measurements or checks) of a stage in this process, and write STAGE.json.
 
     Args:
-        name: Name of the stage, a key of LIMITS_S.
+        name: Name of the stage, a key of LIMITS_S such as `step`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results.
         end_s: time.monotonic() after which no further case starts.
@@ -126,7 +126,7 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     """Run a stage in a new process, and kill it at its time limit.
 
     Args:
-        name: Name of the stage, a key of LIMITS_S.
+        name: Name of the stage, a key of LIMITS_S such as `step`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results, in which STAGE.json and STAGE.log are written.
         limit_s: Time limit in seconds.

@@ -142,7 +142,7 @@ def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
 
 
 def generate(start: int, stop: int) -> list[tuple[bytes, str]]:
-    """Return photographs with captions of more than WORDS words.
+    """Return synthetic photographs with captions of more than WORDS (80) words.
 
     Args:
         start: Number of the first photograph.

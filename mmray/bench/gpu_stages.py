@@ -390,7 +390,7 @@ class ProfiledSteps:
         self._device, self.profile = device, profile(activities=[kind])
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS further
+        """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS (5) further
         steps.
 
         Args:
@@ -448,7 +448,7 @@ def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the kernels that take most time, in descending order.
 
     Args:
-        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS steps.
+        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
 
     Yields:
         The rank from 1, and `kernel` (name), `ms_per_step` and `launches_per_step`.
@@ -474,8 +474,8 @@ def kernel_kinds(spans: list[Span]) -> dict[str, float]:
     """Return the milliseconds of a step by kind of kernel.
 
     Args:
-        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS steps. The
-            kind follows from the name.
+        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
+            The kind follows from the name.
 
     Returns:
         For example {"attention_ms": 1.2, "matrix product_ms": 8.1, "other_ms": 0.4}.
@@ -582,7 +582,7 @@ def run_stage(
     stage.
 
     Args:
-        name: Name of the stage, a key of STAGES.
+        name: Name of the stage, a key of STAGES such as `step`.
         device: The device to measure.
         write: Called with the rows of all cases so far before and after each case. A row has
             `case`, its measurements and `seconds`, or `error` or `skipped` with the reason; the

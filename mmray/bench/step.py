@@ -333,8 +333,8 @@ class StepTimer:
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
         """Record the time since the last recorded step, after the device has finished all kernels.
 
-        The first WARMUP_STEPS steps are not recorded. With `total_until` only the total from the
-        end of the warm-up to that step is recorded.
+        The first WARMUP_STEPS (3) steps are not recorded. With `total_until` only the total from
+        the end of the warm-up to that step is recorded.
 
         Args:
             step: Number of steps taken, from 1.
@@ -387,6 +387,9 @@ class Bench:
             steps: Number of steps.
             callback: Its `on_step(step, metrics)` is called after each step.
             options: Other fields of TrainSpec, such as `log`.
+
+        Returns:
+            Status, number of steps and the last logged metrics, such as `train/loss`.
         """
         plan = self._plan(shape, steps)
         spec = TrainSpec(
@@ -423,7 +426,7 @@ class Bench:
         """Time some steps of mmray's loop on a copy of the model.
 
         Args:
-            steps: Number of steps; the first WARMUP_STEPS are not timed.
+            steps: Number of steps; the first WARMUP_STEPS (3) are not timed.
             accumulated: Whether a step has all rows of this rank, in several micro-batches;
                 otherwise it has one micro-batch.
 
@@ -448,7 +451,7 @@ class Bench:
         """Time the loop written by hand with the settings of the config, on a copy of the model.
 
         Args:
-            steps: Number of steps of one micro-batch; the first WARMUP_STEPS are not timed.
+            steps: Number of steps of one micro-batch; the first WARMUP_STEPS (3) are not timed.
 
         Returns:
             Seconds of the timed steps, and the last loss.
@@ -466,7 +469,7 @@ class Bench:
         model.
 
         Args:
-            steps: Number of steps; the first WARMUP_STEPS are not timed.
+            steps: Number of steps; the first WARMUP_STEPS (3) are not timed.
             rows: Rows of this rank in a step, which are computed in one pass.
 
         Returns:

@@ -44,7 +44,7 @@ class SleepingReader:
     subprocess_decoder = None
 
     def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
-        """Sleep for DECODE_S seconds in place of decoding, and return undefined pixels.
+        """Sleep for DECODE_S (0.25) seconds in place of decoding, and return undefined pixels.
 
         Args:
             plan: Unused.

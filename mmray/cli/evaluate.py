@@ -89,6 +89,9 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     Args:
         argv: arguments after the command.
 
+    Returns:
+        The arguments by attribute, such as `run`, `data`, `step` and the evaluation settings.
+
     Raises:
         UsageError: RUN is not a run, or an argument is invalid.
         SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.

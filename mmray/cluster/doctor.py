@@ -63,7 +63,8 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
         storage: Folder or URI for runs.
 
     Yields:
-        The result of each check, as soon as it is known.
+        The result of each check as soon as it is known: level (`ok`, `warning` or `error`), name,
+        what was observed, and a fix.
     """
     yield _check_packages()
     yield from _check_torch()
@@ -150,6 +151,9 @@ def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
         usable: CPUs that affinity and quotas leave to this process.
         logical: Logical CPUs of the machine.
         physical: Physical cores of the machine; None: unknown.
+
+    Returns:
+        A finding with the numbers as text.
     """
     cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
     return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
@@ -160,6 +164,9 @@ def check_memory(available_gib: float) -> Finding:
 
     Args:
         available_gib: Free memory in GiB.
+
+    Returns:
+        A finding: level `ok` or `warning`, the free memory as text, and a fix.
     """
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
     return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
@@ -344,6 +351,9 @@ def check_nodes(
         free: Free resources of the cluster by name, such as {"CPU": 12, "GPU": 1}.
         local_cpus: Cores of this machine if mmray started Ray here; None: another cluster. Ray then
             counts more CPUs, because workers and data share the cores.
+
+    Returns:
+        A finding: level `ok` or `warning`, the resources as text, and a fix.
     """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"

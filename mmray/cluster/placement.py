@@ -78,14 +78,18 @@ class SchedulableNodes:
 
 
 def alive_nodes() -> list[Node]:
-    """Return the alive nodes of the cluster with their total resources."""
+    """Return the alive nodes of the cluster with their total resources (such as {"CPU": 16}) and
+    labels.
+    """
     return [
         Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
     ]
 
 
 def free_nodes() -> list[Node]:
-    """Return the alive nodes of the cluster with their free resources."""
+    """Return the alive nodes of the cluster with their free resources (such as {"CPU": 4}) and
+    labels.
+    """
     free = free_resources()
     return [
         Node(free.get(node["NodeID"], {}), dict(node["Labels"]))
@@ -112,7 +116,11 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 
 
 def schedulable_nodes() -> SchedulableNodes:
-    """Return the nodes that accept connections and are not draining, with their free resources."""
+    """Return the nodes on which workers can start now, and the IDs of the other alive nodes.
+
+    Workers can start on a node that accepts connections and is not draining. The nodes have their
+    free resources and labels.
+    """
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
         reachable = {
@@ -143,6 +151,9 @@ def autoscaling_pools() -> list[Pool]:
 
     They are those of Ray's autoscaler, otherwise those of the launcher file of `ray up` on the head
     node. Empty if the cluster cannot grow or its limits are unknown.
+
+    Returns:
+        Name, resources of a node, largest number of nodes, and labels of each type.
     """
     groups = autoscaler_groups()
     if groups is None:
@@ -161,6 +172,9 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
     Args:
         launcher: Content of a file such as cluster.yaml; `max_workers`, `available_node_types` and
             `head_node_type` are read.
+
+    Returns:
+        Name, resources of a node, largest number of nodes, and labels of each type.
     """
     limit = int(launcher.get("max_workers", 0))
     pools = []

@@ -134,6 +134,9 @@ def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int 
             combinations.
         seed: Seed of the random choice of configurations.
 
+    Returns:
+        The listed values or the range of each setting, with the number of samples and the seed.
+
     Raises:
         UsageError: A text is invalid, or a setting cannot be searched.
     """
@@ -171,7 +174,7 @@ def parse_axes(given: Sequence[str]) -> dict[str, str]:
 def build_space(
     given: Mapping[str, str | Sequence[Any]], num_samples: int | None = None, seed: int = 0
 ) -> Space:
-    """Return a search space.
+    """Build a search space from lists of values and ranges.
 
     Args:
         given: For each setting a list of values, or a text such as `8,16`, `uniform(0,0.1)` or
@@ -179,6 +182,9 @@ def build_space(
         num_samples: Number of configurations to sample; None: 32 if there is a range, otherwise all
             combinations.
         seed: Seed of the random choice of configurations.
+
+    Returns:
+        The listed values or the range of each setting, with the number of samples and the seed.
 
     Raises:
         UsageError: A list or a range is invalid, or a setting cannot be searched.

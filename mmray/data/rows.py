@@ -96,6 +96,9 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
         location: Key of a row without one, such as `captions.jsonl:12`.
         hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
+    Returns:
+        Key, images, texts, label, split, language, boxes and messages of the row.
+
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
     """

@@ -52,8 +52,8 @@ def quarantine_bad_rows(
             this one was counted before.
 
     Raises:
-        DataError: More than MAX_BAD_ROWS rows could not be read (rows that are too long for the
-            model do not count), or a label has no class in the model.
+        DataError: More than MAX_BAD_ROWS (16) rows could not be read (rows that are too long for
+            the model do not count), or a label has no class in the model.
     """
     num_too_long = 0  # a limit of the model, no fault of the data
     for block in blocks:

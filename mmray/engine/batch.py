@@ -61,7 +61,7 @@ class BatchShape:
         return replace(self, world_size=world_size, micro_batch_size=micro_batch_size)
 
     def with_micro_batch_size(self, size: int) -> BatchShape:
-        """Return the shape with another micro-batch size; `auto` is False, so it is not searched.
+        """Return the shape with another micro-batch size, which is not searched (`auto` is False).
 
         If micro-batches are limited by tokens (`micro_tokens`), this limit changes in proportion.
 
@@ -114,6 +114,10 @@ def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) 
         batch: The `batch` section: `micro`, `accumulation`, `global_` and `tokens`.
         world_size: Number of workers.
         max_row_tokens: Maximum number of tokens of a row; used only with `batch.tokens`.
+
+    Returns:
+        Global batch size and micro-batch size in rows and number of workers; whether the
+        micro-batch is to be searched (`auto`).
 
     Raises:
         UsageError: The settings contradict each other, or too few are given.

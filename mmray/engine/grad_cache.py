@@ -361,10 +361,10 @@ def compute_pairwise_loss(
     gradients.
 
     There are two collectives: the all-gather of outputs and the reduce-scatter of their gradients.
-    If they need more than GATHERED_BYTES, the rows are gathered in parts, with two collectives
-    each. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as much for gradients. A ring of ranks
-    (Zhai et al. 2023, SigLIP, section 3.3) needs less memory, but a message for each rank, one
-    after the other.
+    If they need more than GATHERED_BYTES (2 GiB), the rows are gathered in parts, with two
+    collectives each. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as much for gradients. A
+    ring of ranks (Zhai et al. 2023, SigLIP, section 3.3) needs less memory, but a message for each
+    rank, one after the other.
 
     Args:
         objective: The loss; its `remote_outputs` names the outputs that it needs from all ranks.

@@ -47,6 +47,9 @@ def select_precision(setting: str, device: torch.device) -> Precision:
         setting: `fp32`, `bf16`, `fp16`, or `auto`: bf16 on GPUs that support it, fp16 on older
             ones, fp32 on a CPU.
         device: Device of training.
+
+    Returns:
+        Name, autocast dtype (None for fp32) and type of the device.
     """
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)

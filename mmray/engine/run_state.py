@@ -129,7 +129,9 @@ class TrainState:
 
     @cached_property
     def parts(self) -> ObjectiveParts:
-        """The global loss (over rows of all ranks) and the local loss of the objective."""
+        """The loss over rows of all ranks and the loss that is a sum over rows, of the objective;
+        None for a missing one.
+        """
         return split_objective(self.objective)
 
 

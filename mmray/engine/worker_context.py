@@ -180,7 +180,8 @@ def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
         outcome: Further fields, such as `status` and `steps`.
 
     Returns:
-        `outcome`, `metrics` (all values, names without `evaluate/`), and `scores` (only those).
+        The fields of `outcome`; `metrics`: all values, with `evaluate/` removed from their names;
+        and `scores`: only the values whose names started with `evaluate/`.
     """
     prefix = "evaluate/"
     scores = {

@@ -153,7 +153,8 @@ class EvalBatches:
         rows is omitted.
 
         Yields:
-            (index in the set, decoded row) of each readable row of a batch; at least one.
+            A list with (index in the set, row) of each readable row of a batch, at least one. A row
+            has pixels uint8 [3, S, S], texts, label, hash of the image and further columns.
         """
         self.skipped.clear()
         rows = self.rows

@@ -297,8 +297,8 @@ def select_queries(ranks: Tensor) -> Tensor:
         ranks: Rank of the correct result of each query, int64 [Q]; 1 is a hit.
 
     Returns:
-        int64, at most NUM_SHOWN hits, evenly spaced, then at most NUM_SHOWN misses, evenly spaced
-        in the order of their ranks.
+        int64, at most NUM_SHOWN (6) hits, evenly spaced, then at most NUM_SHOWN misses, evenly
+        spaced in the order of their ranks.
     """
     hits = (ranks == 1).nonzero().flatten()
     misses = (ranks > 1).nonzero().flatten()

@@ -63,6 +63,9 @@ def make_figure(
         height: Height in pixels.
         wide: Whether the chart takes the whole width of the page.
         layout: Options of `plotly.graph_objects.Figure.update_layout`.
+
+    Returns:
+        The chart: its name, texts and size, and the figure as JSON data of Plotly.
     """
     plot = go.Figure(traces)
     plot.update_layout(

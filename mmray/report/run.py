@@ -47,6 +47,9 @@ class RunRecord:
         Args:
             folder: The folder. Only config.yaml must exist.
 
+        Returns:
+            Config, data identity, environment, result and metrics; what is missing is empty.
+
         Raises:
             FileNotFoundError: It has no config.yaml.
             yaml.YAMLError: Its config.yaml is not valid YAML.

@@ -66,9 +66,13 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: AnyPath) -> SweepRecord:
-        """Read the files of a sweep folder. The last row of each trial in trials.jsonl is used.
+        """Read the files of a sweep folder: sweep.json and trials.jsonl.
 
-        Missing files give an empty summary and no trials.
+        The last row of each trial in trials.jsonl is used. Missing files give an empty summary and
+        no trials.
+
+        Args:
+            folder: The folder of the sweep.
         """
         rows = [
             TrialRow.from_json(line)
@@ -114,11 +118,18 @@ class SweepRecord:
 
     @property
     def best(self) -> TrialRow | None:
-        """The row of the recommended trial; None if there is none yet."""
+        """The row of trials.jsonl (settings, status, measurements) of the recommended trial, if
+        any.
+        """
         return self.trial(self.recommendation.best) if self.recommendation else None
 
     def trial(self, name: str) -> TrialRow | None:
-        """Return the row of a trial, given its name such as `t001`; None if there is none."""
+        """Return the row of trials.jsonl (settings, status, measurements) of a trial; None if there
+        is none.
+
+        Args:
+            name: Name of the trial, such as `t001`.
+        """
         return next((row for row in self.trials if row.trial == name), None)
 
     def value(self, row: TrialRow) -> float | None:

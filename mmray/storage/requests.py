@@ -70,7 +70,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Call a function with each item in MAX_PARALLEL threads, and wait for all calls.
+    """Call a function with each item in MAX_PARALLEL (8) threads, and wait for all calls.
 
     Args:
         call: The function; its results are dropped.
@@ -86,7 +86,7 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
 def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield the result of a function for each item, in the order of the items.
 
-    MAX_PARALLEL threads compute up to four times as many results ahead.
+    MAX_PARALLEL (8) threads compute up to four times as many results ahead.
 
     Args:
         call: The function.

@@ -234,6 +234,10 @@ def worker_failed(died: ChildDied) -> WorkerFailed:
 
     Args:
         died: The end of the process, with its exit code (negative: killed by a signal).
+
+    Returns:
+        An error with the kind of the failure: `raised` (it exited by itself) or `lost` (it was
+        killed).
     """
     is_lost = died.exit_code is None or died.exit_code < 0
     return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))

@@ -91,7 +91,7 @@ def decide_recovery(
     """Decide whether workers that failed are restarted, or the run ends.
 
     Args:
-        failure: The failure.
+        failure: The failure: its kind (such as `lost` or `raised`), its error and the last step.
         before: The latest earlier failure; None: none.
         failures: Consecutive failures without a new checkpoint, from `count_failures`.
         max_failures: `cluster.max_failures`, the number that is tolerated.
@@ -147,6 +147,9 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
         error: The error that the workers raised.
         monitor: The monitor of the workers, which detects hangs and preemptions.
         backend: Finds the cause of errors of Ray or a process.
+
+    Returns:
+        Kind of the failure (such as `lost`, `hung` or `raised`), its error, and the last step.
     """
     kind = "raised"
     cause = error

@@ -319,6 +319,9 @@ def write_run_files(
         data: Content of data.json, which identifies the data.
         tokenizer_json: Content of tokenizer.json.
 
+    Returns:
+        The folder, with methods to read and write its files.
+
     Raises:
         UsageError: The folder is not writable.
     """

@@ -52,6 +52,10 @@ def plan_resources(
         concurrency: Requested number of trials at a time; None: one on a single machine, otherwise
             as many as fit.
         num_trials: Number of trials that will run, an upper limit.
+
+    Returns:
+        Number of trials at a time, and for each the number of decode actors (processes that read
+        and decode rows) and the CPUs of a worker; None: as a run alone has.
     """
     demand = max(
         (resource_demand(config) for config in configs),

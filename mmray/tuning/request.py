@@ -30,6 +30,9 @@ class Budget:
             text: A time such as `2h`, `30m` or `90s`, or GPU-hours such as `40gpu-hours`; None or
                 empty: no limit.
 
+        Returns:
+            The limit in seconds, or in GPU-seconds; None for the other one.
+
         Raises:
             UsageError: The text has another form, or the number is 0.
         """

@@ -54,7 +54,7 @@ def classify_error(error: BaseException) -> TrialOutcome:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return an error message in one line of at most MAX_ERROR_CHARS characters.
+    """Return an error message in one line of at most MAX_ERROR_CHARS (240) characters.
 
     It is the first line of the message. Of a message that is a traceback it is the line with the
     exception, such as `ValueError: ...`.
@@ -169,7 +169,7 @@ def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[
 
 
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:
-    """Return the best trial and the reason; None if no trial measured the goal.
+    """Return the name of the best trial and the reason as text; None if no trial measured the goal.
 
     Only trials of the full length are compared. If there are none, the trials with most samples are
     compared.

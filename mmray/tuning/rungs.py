@@ -23,8 +23,8 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
         min_samples: Smallest first rung.
 
     Returns:
-        At most MAX_RUNGS ascending numbers, each REDUCTION (4) times the one before, such as (1000,
-        4000, 16000); only `samples` if a quarter of it is below `min_samples`.
+        At most MAX_RUNGS (3) ascending numbers, each REDUCTION (4) times the one before, such as
+        (1000, 4000, 16000); only `samples` if a quarter of it is below `min_samples`.
     """
     rungs = [samples]
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= min_samples:

@@ -79,10 +79,12 @@ class ShapeTask:
     failures: tuple[Failure, ...] = ()
 
     def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return the task with one more measured batch shape.
+        """Return the task (what to measure and what was measured) with one more measured batch
+        shape.
 
         Args:
-            outcome: A timed batch shape, or one that does not fit into memory.
+            outcome: Step time and memory of a batch shape, or the reason why it does not fit into
+                memory.
         """
         if isinstance(outcome, Visit):
             return replace(self, visits=(*self.visits, outcome))
@@ -402,7 +404,11 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
 
 
 def format_shape(row: TrialRow) -> str:
-    """Format the batch shape of a row as `micro 32 x accumulation 4 x workers 2`."""
+    """Format the batch shape of a trial as `micro 32 x accumulation 4 x workers 2`.
+
+    Args:
+        row: The row of trials.jsonl, with its micro-batch, accumulation and workers.
+    """
     return f"micro {row.micro} x accumulation {row.accumulation} x workers {row.workers}"
 
 

@@ -49,7 +49,7 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
         space: Search space with a list of `batch.global`; None: the recipe's own global batch.
 
     Returns:
-        The config of the workers, and the global batches in rows, ascending.
+        The config of the workers, and the rows of each global batch to measure, ascending.
 
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
@@ -172,6 +172,9 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
         task: The global batches to measure.
         scratch: Folder for files of Ray Train, removed at the end.
         reporter: Receives log lines.
+
+    Returns:
+        Step time and memory of each timed batch shape, and those that did not fit.
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.

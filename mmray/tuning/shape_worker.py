@@ -143,13 +143,17 @@ class Stepper:
 
     @classmethod
     def create(cls, config: Config, model: nn.Module, group: Group) -> Stepper:
-        """Wrap the model for `train.parallel` (such as DDP or FSDP), with an optimizer of learning
-        rate 0.
+        """Wrap the model for `train.parallel` (such as DDP or FSDP), and build an optimizer.
+
+        The learning rate is 0, so that the weights do not change.
 
         Args:
             config: Settings of the run.
             model: The model, not wrapped.
             group: All ranks.
+
+        Returns:
+            An object that takes training steps on synthetic batches, to time them.
         """
         train = config.train
         mixed = precision.select_precision(train.precision, group.device)

@@ -63,7 +63,11 @@ class SweepDir(RunDir):
         self.write(TRIALS, "".join(json.dumps(row.to_json()) + "\n" for row in ordered))
 
     def read_rows(self) -> dict[str, TrialRow]:
-        """Return the rows of trials.jsonl by name of the trial; empty without the file."""
+        """Return the rows of trials.jsonl (settings, status, measurements) by name of the trial,
+        such as `t001`.
+
+        Empty if the file does not exist.
+        """
         rows = [TrialRow.from_json(line) for line in read_lines(self.path / TRIALS)]
         return {row.trial: row for row in rows}
 
@@ -235,8 +239,8 @@ class SweepState:
         return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
-        """Return the seconds so far, the estimated seconds to the end, and the spent fraction of
-        the budget.
+        """Return the seconds so far, the estimated seconds to the end (None: unknown), and the
+        spent fraction of the budget.
         """
         samples = self._num_samples()
         planned = planned_samples(self.plan.space.num_trials, self.plan.rungs)

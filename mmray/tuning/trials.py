@@ -166,6 +166,9 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         space: Lists and ranges by setting.
         goal: `throughput`, `loss` or `recall`.
 
+    Returns:
+        Name, settings, config and batch shape of each; infeasible ones have the reason instead.
+
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
@@ -316,6 +319,10 @@ class SweepPlan:
             name: Name of the trial, such as `t001`.
             settings: Value by searched setting. Values that were sampled from ranges are rounded to
                 four significant digits, to keep recipes readable.
+
+        Returns:
+            The trial: its settings and config, and its batch shape or the reason why it is
+            infeasible.
         """
         rounded = self.space.round(settings)
         try:
@@ -422,6 +429,9 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
         request: Recipe, search space, goal and training length of a trial.
         trials: Feasible trials at the corners of the space, for the largest batch and warm-up.
         data: The prepared data, for the rows of an epoch.
+
+    Returns:
+        Recipe, search space, goal, rungs and data, which every trial gets.
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
@@ -446,7 +456,8 @@ def warmup_warning(plan: SweepPlan) -> str | None:
     its end.
 
     Args:
-        plan: Recipe, goal and rungs of the sweep.
+        plan: Recipe and goal of the sweep, and the numbers of samples after which trials are
+            compared.
 
     Returns:
         A sentence with advice; None if there is nothing to warn about.

@@ -45,7 +45,7 @@ class SourceSpec:
 
 
 def source_class(name: str) -> type[Source]:
-    """Return the class that reads a source format.
+    """Return the class that reads a source format, a subclass of Source.
 
     Args:
         name: A key of FORMATS, such as `parquet`, or a user's `package.module:Class`.
@@ -63,6 +63,9 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     Args:
         address: Path or URI of a file or a folder; several COCO documents are joined by commas.
         source_format: Name of a format such as `parquet`, or `auto` to detect it.
+
+    Returns:
+        Name of the format, folder, and name of the file in it (empty: the whole folder).
 
     Raises:
         DataError: The source does not exist, or its format is unknown.
@@ -100,13 +103,17 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 def open_source(
     spec: SourceSpec, prepared_folder: AnyPath, columns: dict[str, str], caption_template: str
 ) -> Source:
-    """Create the Source object that reads a source; reads nothing yet.
+    """Create the object that reads a source; it reads nothing yet.
 
     Args:
         spec: Format and location, from `detect_source`.
         prepared_folder: Folder of the prepared set, where listings of the source are stored.
         columns: Column of the source by mmray's column name, such as {"text": "title"}.
         caption_template: Caption of a class, with `{}` for its name: `a photo of a {}`.
+
+    Returns:
+        An object of the format's class. Its `scan` yields parts of the source (chunks), and its
+        `read` the rows of a part.
     """
     folder = to_path(spec.address)
     return source_class(spec.format)(

@@ -128,7 +128,7 @@ class ParquetSource(Source):
 
         Args:
             rows_per_chunk: Approximate number of rows of a chunk. A row group is split into at most
-                MAX_CHUNKS_PER_ROW_GROUP chunks, because each reads the group up to its rows.
+                MAX_CHUNKS_PER_ROW_GROUP (16) chunks, because each reads the group up to its rows.
             previous_chunk_ends: Not used.
 
         Raises:

@@ -230,6 +230,9 @@ class Source:
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk (a part of one file), parsed and with mmray's column names.
 
+        A row has its line, its location (`file:line`) and its values by column, or a BadRow if it
+        is invalid.
+
         A row without a split gets the split that the file name defines.
 
         Args:
@@ -249,6 +252,9 @@ class Source:
 
         Args:
             item: (line, location, record), as `records` yields it.
+
+        Returns:
+            Line, location (`file:line`), and the values by mmray's column names.
         """
         line, location, record = item
         values: dict[str, Any] | BadRow

@@ -120,7 +120,7 @@ def thumbnail(rgb: np.ndarray) -> str:
         rgb: Pixels uint8 [H, W, 3].
 
     Returns:
-        `data:image/webp;base64,...` of about 3 KB; the longer side has at most THUMBNAIL_SIDE
+        `data:image/webp;base64,...` of about 3 KB; the longer side has at most THUMBNAIL_SIDE (128)
         pixels.
     """
     small = Image.fromarray(rgb)

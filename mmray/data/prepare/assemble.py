@@ -477,11 +477,12 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:
-    """Yield captions of a set to train a tokenizer on, at most about MAX_TRAINING_TEXTS.
+    """Yield captions of a set to train a tokenizer on, at most about MAX_TRAINING_TEXTS (a
+    million).
 
     They are from evenly spaced groups of adjacent rows; all captions if the set is small. An object
-    store sends the groups with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two
-    groups.
+    store sends the groups with their images: at most about MAX_SAMPLED_BYTES (8 GiB), and 1 MiB
+    between two groups.
 
     Args:
         prepared: The set.

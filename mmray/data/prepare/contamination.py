@@ -217,6 +217,11 @@ def find_contaminated_rows(
         kept: Whether each row is compared, bool [N].
         packed: The N rows, with their splits.
         others: The same records of the images of each other set.
+
+    Returns:
+        For each such row its number, the set or split and the row that it matches, the Hamming
+        distance of the perceptual hashes (EXACT if the images have the same bytes), and which of
+        their images match.
     """
     is_contaminated = np.zeros(len(kept), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
@@ -317,9 +322,9 @@ def nearest(
     """Return the nearest reference image of each query image, by perceptual hash.
 
     A match differs in at most `max_distance` of 256 bits, and in color by at most
-    MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any
-    two such hashes have an equal band. Duplicates are compared once, so a thousand blank pages cost
-    as much as one.
+    MAX_COLOR_DISTANCE (4 of 255); ties go to the first. The search is exact: with max_distance + 1
+    bands, any two such hashes have an equal band. Duplicates are compared once, so a thousand blank
+    pages cost as much as one.
 
     Args:
         queries: N records of IMAGE_HASH_DTYPE (digest and perceptual hash of an image).

@@ -111,7 +111,7 @@ class ShardWriter:
         self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
 
     def append(self, row: Row) -> None:
-        """Add a row, and write a record batch if RECORD_BATCH_ROWS rows are waiting."""
+        """Add a row, and write a record batch if RECORD_BATCH_ROWS (8) rows are waiting."""
         self._batch.append(row)
         self._num_rows += 1
         values = [getattr(row, name) for name in _DIGEST_COLUMNS]
@@ -134,8 +134,10 @@ class ShardWriter:
             self._batch.clear()
 
     def entry(self) -> Shard:
-        """Return the entry of the finished file in the manifest, with its digest and byte
-        offsets.
+        """Return the manifest's entry of the finished shard.
+
+        It has the file name, split, number of rows, size in bytes, digest of the rows and byte
+        offsets of the record batches.
         """
         return Shard(
             self._name,
@@ -189,8 +191,10 @@ class PrepareJob:
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
-        """Create the object that reads the source of this job, on the driver or in a task; reads
-        nothing yet.
+        """Create the object that reads the source (its `scan` yields parts, its `read` the rows of
+        a part).
+
+        It can be created on the driver or in a task, and reads nothing yet.
         """
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
@@ -296,7 +300,7 @@ def prefetch_rows(
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
     """Validate rows and request their images ahead, and yield them in order.
 
-    Up to PREFETCH_ROWS images are requested ahead, fewer if the last one was large.
+    Up to PREFETCH_ROWS (32) images are requested ahead, fewer if the last one was large.
 
     Args:
         items: Parsed rows of the source, in order.
@@ -305,8 +309,8 @@ def prefetch_rows(
             requested ahead, such as one on a local disk.
 
     Yields:
-        Each item; its validated row, or the BadRow; and what `fetch` returned for each of its
-        images.
+        For each item: the item; its validated row (key, images, texts, ...) or the BadRow; and what
+        `fetch` returned for each of its images.
     """
     pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
     num_requested = 0  # images of the pending rows

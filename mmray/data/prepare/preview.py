@@ -37,6 +37,9 @@ def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRo
         source: The source, after `scan`.
         chunks: The chunks (parts of the source) that `scan` yielded; only the first ones are read.
 
+    Returns:
+        For each row its line, its location (`file:line`) and its values by column, or a BadRow.
+
     Raises:
         DataError: A chunk changed after it was scanned.
     """
@@ -59,7 +62,7 @@ def find_class_names(
         The names of the labels 0, 1, ...; () if no label is a name, or one is a number.
 
     Raises:
-        DataError: There are more than MAX_CLASSES names, so the labels are no classes.
+        DataError: There are more than MAX_CLASSES (100,000) names, so the labels are no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     if not any(isinstance(label, str) for label in first):

@@ -137,8 +137,10 @@ def generate(out: Path) -> Path:
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
-    """Return the scenes of the 3072 training rows (some repeat) and of the 512 test rows, without a
-    scene that is in both.
+    """Return the scenes (shape, color, size, place, background) of the training and of the test
+    images.
+
+    There are 3072 for training, some of which repeat, and 512 for the test; no scene is in both.
     """
     every = [
         Scene(*each)

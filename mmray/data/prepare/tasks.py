@@ -120,7 +120,7 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
 def run_with_crash_limit(
     work: Callable[[SubprocessDecoder | None], T], out: AnyPath, name: str, item_name: str
 ) -> T:
-    """Run a task that may kill its process, at most MAX_ATTEMPTS times over all processes.
+    """Run a task that may kill its process, at most MAX_ATTEMPTS (3) times over all processes.
 
     The file `name`.attempt counts the attempts.
 

@@ -437,7 +437,9 @@ class PreparedSet:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards with rows of this set, in order."""
+        """The shards (files) with rows of this set, in order, with their names, sizes and
+        digests.
+        """
         return tuple(self._table[number] for number in self._numbers.tolist())
 
     @property

@@ -26,7 +26,8 @@ def with_region_labels(
         The section with the name of label n at index n; "" for a number without a name.
 
     Raises:
-        UsageError: The sets have no names, different ones, or a label of MAX_LABELS or more.
+        UsageError: The sets have no names, different ones, or a label of MAX_LABELS (20,000) or
+            more.
     """
     if not getattr(model, "regions", False) or model.region_labels:
         return model

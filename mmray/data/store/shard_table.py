@@ -144,7 +144,13 @@ class ShardTable:
 
     @classmethod
     def from_shards(cls, shards: Iterable[Shard]) -> ShardTable:
-        """Return the table of these shards, in memory and without a file."""
+        """Create the table of some shards (files of a set), in memory and without a file of its
+        own.
+
+        Args:
+            shards: The shards in source order, with file name, split, numbers of rows and bytes,
+                digest, dropped rows and byte offsets.
+        """
         rows = list(shards)
         names = [field.name for field in _SCHEMA if field.name not in ("dropped", "offsets")]
         columns = [

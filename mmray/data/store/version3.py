@@ -35,8 +35,8 @@ def upgrade(values: dict[str, Any]) -> dict[str, Any]:
     a conversation, an image part is put before the first user message.
 
     Args:
-        values: Values of the row by the columns of SCHEMA; `image`, `ref`, `sha256` and `messages`
-            are removed from it.
+        values: Values of the row by the columns of version 3 (SCHEMA); `image`, `ref`, `sha256` and
+            `messages` are removed from it.
 
     Returns:
         Values by the columns of the current schema.

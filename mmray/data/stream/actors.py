@@ -175,7 +175,7 @@ class ActorPool:
 
     @property
     def workers(self) -> list[_Actor]:
-        """The actors that have started and are not known to be lost."""
+        """The decode actors that have started and are not known to be lost."""
         return [actor for actor in self._actors if actor.node]
 
     @property
@@ -232,7 +232,7 @@ class ActorPool:
 
     def update(self, waited_s: float) -> None:
         """Start and end actors, so that the rank waits little for blocks; at most every UPDATE_S
-        seconds.
+        (0.5) seconds.
 
         Args:
             waited_s: Seconds that the rank has waited for blocks in total so far.

@@ -467,17 +467,21 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Return the plan with blocks (the rows that a process decodes at a time) of about a given
-        size.
+        """Divide a rank's rows into blocks of about a given size, which data processes decode at a
+        time.
 
-        A step must be divisible into blocks, so they may have only a quarter of the size. They are
-        larger if there is no divisor (a prime number of rows).
+        A block has all rows of one or more steps if they fit into the size. Otherwise the rows of a
+        step are divided into equal blocks, which may have down to a quarter of the size; if there
+        is no such divisor (a prime number of rows), a block has all of them.
 
         Args:
             plan: The rows of each step.
             first_step: The first step of the stream.
             row_bytes: Approximate bytes of a row in a block.
             block_mb: Wanted size of a block in MB.
+
+        Returns:
+            Which rows of the sample order each block has.
         """
         fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
         if fitting_rows >= plan.rank_rows:

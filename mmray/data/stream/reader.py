@@ -202,17 +202,17 @@ class RowReader(SetReader):
 
         Args:
             plan: The sample order of the run.
-            positions: Positions in the run, int64 [R]; PADDING for no row.
+            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
+                for no row.
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
-            - `image` uint8 [R, 3, S, S], for the image side S of the model.
-            - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
-            - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
-            - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Of generative models also `loss_mask` bool [R, T], True for tokens to predict, and
-              `image_pos` int32 [R], the index of the image token.
-            - The columns of data/columns.py that the model's inputs ask for, such as `boxes`.
+            - `image` uint8 [R, 3, S, S], for the image side S of the model. - `input_ids` int32 [R,
+            T], padded to the longest text, and `num_tokens` int32 [R]. - `key` int64 [R], the hash
+            of the row key; `label` int64 [R], -1 for none. - `valid` bool [R]; `pos` int64 [R], the
+            positions. - Of generative models also `loss_mask` bool [R, T], True for tokens to
+            predict, and `image_pos` int32 [R], the index of the image token. - The columns of
+            data/columns.py that the model's inputs ask for, such as `boxes`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
@@ -273,6 +273,10 @@ class RowReader(SetReader):
             row: The stored row, with one image.
             uniforms: Random numbers in [0, 1) that determine its augmentation, float64
                 [NUM_UNIFORMS]; None: no augmentation.
+
+        Returns:
+            Pixels uint8 [3, S, S] for the image side S of the model, and (width, height) of the
+            upright image before it was resized.
 
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.

@@ -219,7 +219,8 @@ def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[st
         token for each language. Unchanged if nothing is missing.
 
     Raises:
-        UsageError: `language_token` is set, and there are no languages or more than MAX_LANGUAGES.
+        UsageError: `language_token` is set, and there are no languages or more than MAX_LANGUAGES
+            (1000).
     """
     chat = getattr(inputs, "chat", None)
     if chat is not None:

@@ -87,7 +87,7 @@ def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[s
         Content of the extended tokenizer.json.
 
     Raises:
-        UsageError: There is no language, or there are more than MAX_LANGUAGES.
+        UsageError: There is no language, or there are more than MAX_LANGUAGES (1000).
     """
     tokens = [pattern.replace("{}", language) for language in sorted(languages)]
     if not tokens:

@@ -201,7 +201,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
             special tokens, is the limit of the alphabet.
 
     Returns:
-        Content of its tokenizer.json, with SPECIAL_TOKENS as ids 0 to 4.
+        Content of its tokenizer.json, with SPECIAL_TOKENS (`[PAD]`, `[UNK]`, ...) as ids 0 to 4.
     """
     texts = list(texts)
     tokenizer = BertWordPieceTokenizer(lowercase=True)

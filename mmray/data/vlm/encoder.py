@@ -192,6 +192,10 @@ class ProcessorEncoder:
         """Encode a prompt with one blank image of 28 x 28 pixels and without targets.
 
         It is added to a micro-batch without images, so that the vision encoder always runs.
+
+        Returns:
+            Token ids [T], a `loss_mask` that is False everywhere, and the inputs of the vision
+            encoder.
         """
         blank = np.zeros((28, 28, 3), np.uint8)
         return self.encode_prompt([{"role": "user", "content": [{"type": "image"}]}], [blank])

@@ -112,11 +112,15 @@ def read_config(weights: str) -> dict[str, Any]:
 
 
 def find_family(config: dict[str, Any], weights: str) -> Family:
-    """Return the family that a model belongs to.
+    """Return the description of a model's family: how models of its `model_type` represent their
+    inputs.
 
     Args:
         config: Content of its config.json; `model_type` determines the family.
         weights: Name or folder of the model, for the message.
+
+    Returns:
+        Layout of the pixels, names of the projector, whether rows may be packed, and more.
 
     Raises:
         UsageError: The model is not supported.
@@ -154,7 +158,8 @@ def budget_arguments(
     """Return the arguments of transformers' image processor that limit the size of an image.
 
     Args:
-        family: The model's family; its `budget` determines which arguments are supported.
+        family: Description of the model's inputs; its `budget` (how the size of an image is
+            limited) determines which arguments are supported.
         image_processor: The model's image processor, whose defaults are used.
         max_pixels: Maximum width x height after resizing; None: the processor's default.
         min_pixels: Minimum width x height after resizing; None: the processor's default.

@@ -220,7 +220,8 @@ def load(
             `model/log_scale`, and a meta tensor with its shape and dtype; None: full tensors on the
             CPU. Of a sharded tensor, only the bytes of this rank's shard are read.
         only: Key of the part to read, such as `model`; empty: everything.
-        on_read: Called after each request, of at most MAX_REQUEST_BYTES unless a tensor is larger.
+        on_read: Called after each request, of at most MAX_REQUEST_BYTES (16 MiB) unless a tensor is
+            larger.
 
     Returns:
         Nested dicts of tensors and JSON values, as they were saved: `model`, `optimizer`, `scaler`,

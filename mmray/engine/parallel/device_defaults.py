@@ -49,10 +49,14 @@ class DeviceDefaults:
 
 
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
-    """Return the fastest settings of a device.
+    """Return the fastest settings of a device, which replace `auto`.
 
     Args:
         capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
+
+    Returns:
+        Precision, backend of torch.compile, and whether TF32, cuDNN's benchmark mode and expandable
+        segments of torch's allocator are on.
     """
     if capability is None:
         return DeviceDefaults("fp32", "none", False, False, False)

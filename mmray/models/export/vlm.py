@@ -156,6 +156,9 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
         spec: Its `model` section, as `read_spec` returns it; `weights` is set to the folder.
         device: Where the model computes.
 
+    Returns:
+        An object whose `answer(messages, images)` continues conversations.
+
     Raises:
         UsageError: The folder is not on a local disk, or the model cannot be read.
     """
