@@ -256,7 +256,8 @@ class LoaderWorker:
         Its rate is the upper limit of that of the stream.
 
         Args:
-            world: Number of processes that do the same, each with every `world`-th chunk of rows.
+            world: Number of processes that do the same, each with every `world`-th chunk (some
+                consecutive rows of the order).
             reader: Reads and decodes the rows.
             plan: Order of the rows.
             window_s: Seconds after the first (warm-up) chunks.

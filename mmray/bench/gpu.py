@@ -206,7 +206,12 @@ def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def format_counts(counts: dict[str, int]) -> str:
-    """Format numbers of cases by outcome as `5 passed, 1 failed, 0 skipped`."""
+    """Format numbers of cases (measurements or checks) by outcome as `5 passed, 1 failed, 0
+    skipped`.
+
+    Args:
+        counts: Number of cases by outcome: `passed`, `failed` and `skipped`.
+    """
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 

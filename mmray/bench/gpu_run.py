@@ -230,7 +230,7 @@ def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
         device: The device to measure.
 
     Returns:
-        `samples_per_s` (median), `lowest` and `highest` of the windows.
+        `samples_per_s` (median), `lowest` and `highest` of several timings.
     """
     numbers = NUMBERS[device.type]
     rows = numbers["rows"]

@@ -238,7 +238,7 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
         rates: Images/s by loader, with `stream original`, `reader original`, `stream prepared` and
             `reader prepared`.
         gpu_rate: Images/s that a device consumes; the sentences then have the number of decode
-            actors that it needs. None: unknown.
+            actors (processes that read and decode rows) that it needs. None: unknown.
         actors: Decode actors of the measured stream.
     """
     lines = []

@@ -61,7 +61,8 @@ class TuneCommand:
 
 
 def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Find the fastest batch shape, or compare settings in trials, and print the best one.
+    """Find the fastest batch shape, or compare settings in trials (short runs), and print the best
+    one.
 
     Args:
         argv: arguments after the command, such as `["clip", "--goal", "loss"]`.

@@ -210,7 +210,8 @@ class ConsoleReporter:
         """Show how many rows a stage of `prepare`, or an evaluation, has processed.
 
         Args:
-            progress: name of the stage, finished, total and quarantined rows.
+            progress: name of the stage such as `pack`, and numbers of finished, of all and of bad
+                rows.
         """
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         if progress.is_estimate:

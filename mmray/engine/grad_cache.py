@@ -487,7 +487,8 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
 
     Args:
         group: All ranks.
-        mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B].
+        mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B]
+            (position in the sample order).
         batch: This rank's micro-batches.
 
     Returns:

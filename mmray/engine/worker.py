@@ -80,10 +80,10 @@ def train_worker(
         context: Settings, folder and data of the run.
         resume_point: The sample order, the first step, and the checkpoint to load, if any.
         blocks: The rows of this rank, arrays by column, such as `image` uint8 [R, 3, S, S] and
-            `pos` int64 [R]. If they have a method `interrupt`, it is called from another thread
-            than the one that iterates: it must end a `next` that waits for rows. Their arrays are
-            used until the next block is requested. If they have `pixels`, an array that contains
-            the pixels of all blocks, a GPU reads them there.
+            `pos` int64 [R] (position in the sample order). If they have a method `interrupt`, it is
+            called from another thread than the one that iterates: it must end a `next` that waits
+            for rows. Their arrays are used until the next block is requested. If they have
+            `pixels`, an array that contains the pixels of all blocks, a GPU reads them there.
         device: Device of this rank.
         driver: Receives progress and metrics, and requests a stop.
 

@@ -47,7 +47,8 @@ class FusedAttention(nn.Module):
 
         Args:
             hidden_states: [B, T, W], where W is the hidden size.
-            attention_mask: Must be None, because no branch has a padding mask.
+            attention_mask: Must be None, because neither the image nor the text encoder has a
+                padding mask.
             is_causal: Mask later tokens.
 
         Returns:

@@ -133,7 +133,7 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         Tensors in float32 by their names in transformers, such as
         `vision_model.post_layernorm.weight`; packed q, k and v are split. Unknown names are kept,
-        and entries that are not weights are dropped.
+        and values that are not weights are dropped.
     """
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():

@@ -78,21 +78,25 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part of the key, such as `config.yaml`."""
+        """The last part of the path, such as `config.yaml`."""
         return (self.key or self.root).rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The last part of the key without its suffix, such as `config`."""
+        """The last part of the path without its suffix, such as `config`."""
         return Path(self.name).stem
 
     @property
     def parent(self) -> RemotePath:
-        """The path without the last part of the key."""
+        """The path without its last part."""
         return replace(self, key=self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the path with another last part of the key."""
+        """Return the path with another last part.
+
+        Args:
+            name: The new last part, such as `config.yaml`.
+        """
         return self.parent / name
 
     def exists(self) -> bool:
@@ -154,7 +158,11 @@ class RemotePath:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the object with retries; an object of this key is replaced."""
+        """Write the object with retries; an existing object is replaced.
+
+        Args:
+            data: The content.
+        """
 
         def write() -> None:
             with open_output(self) as stream:
@@ -163,7 +171,7 @@ class RemotePath:
         with_retries(write)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        """Write the object with retries; an object of this key is replaced.
+        """Write the object with retries; an existing object is replaced.
 
         Args:
             text: The content.

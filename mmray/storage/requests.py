@@ -44,7 +44,7 @@ def with_retries(call: Callable[[], T]) -> T:
         What the function returned.
 
     Raises:
-        TransientStorageError: With the last transient error, after ATTEMPTS attempts.
+        TransientStorageError: With the last transient error, after ATTEMPTS (5) calls.
         OSError: A permanent error, unchanged.
     """
     retrying = Retrying(

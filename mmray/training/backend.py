@@ -198,7 +198,8 @@ class Backend(Protocol):
         """
 
     def start(self, attempt: Attempt) -> Workers:
-        """Start the workers of an attempt, without waiting for them.
+        """Start the workers of an attempt (one start of the workers of a run), without waiting for
+        them.
 
         Args:
             attempt: Run, settings, batch shape and checkpoint that they start from.

@@ -34,7 +34,8 @@ class Coordinator:
         Args:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
-                line for the console; or {"batch_shape": BatchShape} that the dry run chose.
+                line for the console; or {"batch_shape": BatchShape}, the micro-batch that was
+                searched before the first step.
         """
         self._messages.append(message)
 

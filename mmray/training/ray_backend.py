@@ -522,7 +522,8 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers fit into the free resources, without decode actors.
+    """Return how many workers fit into the free resources, without processes that read and decode
+    rows.
 
     Args:
         config: Settings of the evaluation or run.

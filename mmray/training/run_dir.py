@@ -240,14 +240,15 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
 
 
 def stored_shuffle(path: AnyPath) -> str:
-    """Return `data.shuffle_blocks` of an existing run as text.
+    """Return how an existing run shuffles its rows, the setting `data.shuffle_blocks`.
 
     Args:
         path: Folder of the run.
 
     Returns:
-        Lanes x rows per block x blocks per window, such as `8x1400x16`; `1x1` for a full shuffle of
-        single rows.
+        For a shuffle of blocks of adjacent rows a text such as `8x1400x16`: parts of the global
+        batch (lanes), rows of a block, and blocks whose rows are mixed (window). `1x1` for a full
+        shuffle of single rows.
     """
     return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 

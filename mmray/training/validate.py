@@ -188,7 +188,8 @@ def weights_reasons(config: Config) -> list[str]:
 def objective_reasons(config: Config) -> list[str]:
     """Return why the objective cannot train the model, as sentences with a fix; [] if it can.
 
-    Classes of the user are checked later, by the dry run (engine/memory_probe.py).
+    Classes of the user are checked later, by a synthetic step before the first one
+    (engine/memory_probe.py).
     """
     model: Any = config.model
     kind, terms, reasons = model.kind, config.objective.terms, list[str]()

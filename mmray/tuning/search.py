@@ -196,7 +196,7 @@ def run_without_ray_train(configs: Sequence[Config]) -> bool:
 
 
 def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> None:
-    """Log the folder, the trials and the goal of a sweep before it starts.
+    """Log the folder, the trials and the goal (such as `loss`) of a sweep before it starts.
 
     Args:
         request: Search space, goal and requested concurrency.

@@ -229,7 +229,7 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     A local Ray cluster is started with these.
 
     Args:
-        trials: Trials of which at least one is feasible.
+        trials: Trials of which at least one is feasible (has a batch shape and valid settings).
     """
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)

@@ -93,10 +93,13 @@ class WebDatasetSource(Source):
         return (self.folder / name).stat().st_size, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield (number, `tar/base name`, members by extension) for each sample of a tar.
+        """Yield the samples of a tar, not parsed.
 
         Args:
-            chunk: The chunk of the tar, from `scan`.
+            chunk: The tar, as `scan` yielded it.
+
+        Yields:
+            (number of the sample, `tar/base name`, members by extension).
 
         Raises:
             DataError: The tar changed after it was scanned, or the files of a sample are not

@@ -171,7 +171,11 @@ class DedupResult:
 
     @property
     def dropped(self) -> np.ndarray:
-        """Whether each row is left out of the set as a duplicate or as contaminated: bool [N]."""
+        """Whether each row is left out of the set: bool [N].
+
+        That is so for a duplicate, and for a contaminated row, whose image is also in another set
+        or split.
+        """
         dropped = self.duplicate_of != NO_ROW
         dropped[list(self.contaminated)] = True
         return dropped
@@ -243,8 +247,9 @@ def _map_digests(file: IO[bytes]) -> np.ndarray:
 def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     """Find the rows that repeat another one.
 
-    Of equal rows a held-out one is kept, otherwise the earliest. A key that is repeated within its
-    split is an error under each rule but `keep`, and no row is a duplicate of such a row.
+    Of equal rows a held-out one is kept, otherwise the earliest. A key (name of a row) that is
+    repeated within its split is an error under each rule but `keep`, and no row is a duplicate of
+    such a row.
 
     Args:
         packed: The rows, from `read_packed_rows`.
@@ -304,7 +309,8 @@ def quarantine_rows(
         out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
         packed: Their rows, from `read_packed_rows`.
-        dedup: Which rows are dropped, and why.
+        dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
+            split), and why.
         file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
             `reason` and `detail`.
 

@@ -83,10 +83,10 @@ def is_enabled(settings: Prepare) -> bool:
 
 
 def validate(settings: Prepare, out: str) -> None:
-    """Check the settings of the contamination check before any row is read.
+    """Check the settings of the contamination check (rows that are also in another set) in advance.
 
     Args:
-        settings: The `prepare` section.
+        settings: The `prepare` section; `check_contamination` names the sets to compare with.
         out: Address of the set that will be written.
 
     Raises:

@@ -64,8 +64,8 @@ def token_counts(
 
     Args:
         prepared: The set, or a mixture, whose rows are numbered set by set.
-        counter: Counts the tokens of a row. Counts are stored in the folder of the set by its
-            digest.
+        counter: Counts the tokens of a row. Counts are stored in the folder of the set, in a file
+            named by its `digest` (hash of tokenizer, chat template and sizes of images).
         on_rows: Called with the number of rows counted so far and the number to count.
 
     Returns:

@@ -758,8 +758,8 @@ class PreparedMixture:
         Raises:
             IndexError: A number is outside the sets.
             OSError: A file is missing or cannot be read.
-            ValueError: A shard is damaged, or (BadRow) an image of an index-only set cannot be
-                read.
+            ValueError: A shard is damaged; or (BadRow) an image cannot be read that a set only
+                refers to.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):

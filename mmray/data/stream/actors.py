@@ -175,7 +175,9 @@ class ActorPool:
 
     @property
     def workers(self) -> list[_Actor]:
-        """The decode actors that have started and are not known to be lost."""
+        """The decode actors (which read and decode rows) that have started and are not known to be
+        lost.
+        """
         return [actor for actor in self._actors if actor.node]
 
     @property

@@ -110,13 +110,14 @@ class LocalBlocks:
             num_blocks += 1
 
     def interrupt(self) -> None:
-        """Kill the data processes and end the iteration; may be called from another thread.
+        """Kill the processes that decode rows, and end the iteration; may be called from another
+        thread.
 
-        A thread that waits for the next block gets StopIteration, so its loop over the blocks ends.
+        A thread that waits for the next rows gets StopIteration, so its loop ends.
         """
         self._parts.interrupt()
 
     def close(self) -> None:
-        """End the data processes; no thread may be iterating."""
+        """End the processes that read and decode rows; no thread may be iterating."""
         self._parts.interrupt()
         self._parts.close()

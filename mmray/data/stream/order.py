@@ -353,13 +353,13 @@ class SamplePlan:
         """Return which row of the set each position takes, and how often that row was taken before.
 
         Args:
-            positions: Positions in the run, int64 [P]; PADDING (-1) for none.
+            positions: Positions in the sample order (how many rows the run takes before), int64
+                [P]; PADDING (-1) for none.
 
         Returns:
-            - Row numbers int64 [P], PADDING for PADDING. The rows of a mixture are numbered set by
-              set.
-            - How often each row was taken before its position, int64 [P], 0 for PADDING. It seeds
-              the augmentation.
+            Row numbers int64 [P], PADDING for PADDING; the rows of a mixture are numbered set by
+            set. And how often each row was taken before its position, int64 [P], 0 for PADDING; it
+            seeds the augmentation.
         """
         known = np.maximum(positions, 0)
         epoch, index = np.divmod(known, self.num_rows)
@@ -385,7 +385,8 @@ class SamplePlan:
         Positions after the end of the run are left out.
 
         Args:
-            positions: Positions in the run, int64 [P], or PADDING (-1).
+            positions: Positions in the sample order (how many rows the run takes before), int64
+                [P], or PADDING (-1).
 
         Returns:
             int64, at most P. Empty for a full shuffle, because all of its rows are far apart.

@@ -65,7 +65,7 @@ class PoolSize:
         self._has_shrunk = False
 
     def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
-        """Choose `target`, the number of data processes of the rank, again.
+        """Choose `target`, the number of processes that read and decode rows for the rank, again.
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of a longer time.

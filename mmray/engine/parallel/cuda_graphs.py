@@ -113,7 +113,8 @@ def graph_branches(
 
 
 def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
-    """Return why no branch can run as CUDA graphs with these settings; empty if some can.
+    """Return why no branch (such as the image encoder) can run as CUDA graphs with these settings;
+    empty if some can.
 
     Args:
         train: The `train` section.
@@ -133,7 +134,11 @@ def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
 
 
 def unsupported_layer(branch: nn.Module) -> str:
-    """Return why a branch cannot run as CUDA graphs, such as dropout; empty if it can."""
+    """Return why a branch of the model cannot run as CUDA graphs, such as dropout; empty if it can.
+
+    Args:
+        branch: A part of the model, such as the image encoder.
+    """
     for layer in branch.modules():
         # of BatchNorm and similar layers of timm; frozen ones are in evaluation mode
         if layer.training and any(name.startswith("running_") for name in layer._buffers):
@@ -319,7 +324,7 @@ class BranchGraph:
         """Run the backward of the last forward.
 
         Args:
-            output_gradient: Gradient at the output of the branch.
+            output_gradient: Gradient at the output of the branch (the captured part of the model).
 
         Returns:
             Gradients of the weights, None for an unused one. Autograd takes them as `grad`; the

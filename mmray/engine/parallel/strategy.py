@@ -36,12 +36,13 @@ def wrap_model(
 ) -> nn.Module:
     """Wrap the module for training on all ranks, with rank 0's weights.
 
-    In a group of one, and if it is already sharded, the module itself is returned.
+    With a single rank, and if it is already sharded, the module itself is returned.
 
     Args:
         module: The model; on ranks other than 0 its weights are overwritten.
         group: All ranks.
-        parallel: Value of `train.parallel`: `ddp`, `fsdp`, `hsdp`, `branches` or `single`.
+        parallel: Value of `train.parallel`: `ddp`, `fsdp`, `hsdp`, `branches` (image and text
+            encoder on different GPUs) or `single`.
         shard_dtype: Dtype of the gathered weights under `fsdp` and `hsdp`; None: that of the
             weights.
 
@@ -164,7 +165,9 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
-    """Return the two GPUs of a worker for `train.parallel branches`, or the CPU twice.
+    """Return the two GPUs of a worker for `train.parallel` `branches`, or the CPU twice.
+
+    The image encoder is on the first GPU and the text encoder on the second.
 
     Args:
         device: The worker's first GPU, or the CPU.
@@ -235,7 +238,10 @@ def shard(
     dtype: torch.dtype | None,
     hybrid: bool = False,
 ) -> nn.Module:
-    """Shard a module in place with FSDP2 (Zhao et al. 2023): by block, by branch, and the rest.
+    """Shard a module in place with FSDP2 (Zhao et al. 2023).
+
+    Each block (such as a transformer layer) is a unit of its own, then each branch (such as the
+    image encoder), and the rest.
 
     The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
     device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into.

@@ -173,7 +173,8 @@ def num_compiled_graphs() -> int:
 def checkpoint_activations(
     branch: nn.Module, selective: bool = False, compiles: bool = False
 ) -> None:
-    """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
+    """Save only the inputs of each block (such as a transformer layer), and recompute the rest in
+    backward (Chen et al. 2016).
 
     The recomputation draws the same dropout masks and does not update running statistics.
     torch.compile requires that it equals the forward, so blocks with running statistics are
@@ -181,7 +182,8 @@ def checkpoint_activations(
     than without gradients (the first pass of GradCache).
 
     Args:
-        branch: The branch; the `forward` of its blocks is replaced in place.
+        branch: A part of the model such as the image encoder; the `forward` of its blocks is
+            replaced in place.
         selective: Also save the outputs of matrix products, convolutions and attention, which take
             most of the time.
         compiles: Whether the branch will be compiled.

@@ -126,7 +126,7 @@ class Vlm(nn.Module):
         )
 
     def synthetic_batch(self, rows: int) -> Batch:
-        """Return a batch of artificial rows of the maximum length, for dry runs.
+        """Return a batch of artificial rows of the maximum length, to measure memory and speed.
 
         Each row has `model.inputs.max_tokens` tokens. It has up to 8 blank images of 512 x 512
         pixels, as far as they fit, and every token but the first is a target.
@@ -135,8 +135,9 @@ class Vlm(nn.Module):
             rows: Number of rows, R.
 
         Returns:
-            The columns key, label and pos int64 [R], valid bool [R], num_tokens int32 [R], and the
-            inputs that `forward` reads. The tensors are on the CPU.
+            The columns key (hash of a row's key), label and pos (position in the sample order)
+            int64 [R], valid bool [R], num_tokens int32 [R], and the inputs that `forward` reads.
+            The tensors are on the CPU.
         """
         encoder = self.encoder
         blank = np.zeros((SYNTHETIC_SIDE, SYNTHETIC_SIDE, 3), np.uint8)
