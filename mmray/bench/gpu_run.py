@@ -43,7 +43,7 @@ NUMBERS = {
 
 def run(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that run `mmray train`, and its loop alone with the same
-    batch shape.
+    global batch and micro-batch.
 
     The model is that of the recipe `sample`, and then of `clip` without and with Ray.
 

@@ -620,7 +620,9 @@ def run_stage(
 def describe_error(error: BaseException) -> str:
     """Format an error as `ValueError: message (file.py:12)`.
 
-    The message is its first line, the place the innermost line of mmray in the traceback.
+    Args:
+        error: The error. The first line of its message is shown, and the innermost line of mmray in
+            its traceback.
     """
     frames = [
         frame

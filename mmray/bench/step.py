@@ -516,8 +516,7 @@ class Bench:
         return flops
 
     def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of the device in the precision that `train.precision` `auto` has
-        on it.
+        """Return the peak FLOP/s of the device, in the precision that a run uses on it by default.
 
         None for a CPU and an unknown GPU.
         """

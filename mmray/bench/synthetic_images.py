@@ -104,6 +104,10 @@ def write_files(items: Iterable[tuple[bytes, str]], folder: Path) -> Path:
 
 
 def read_captions(folder: Path) -> list[tuple[str, str]]:
-    """Return (path of the image file, caption) of each row in a folder of `write_files`."""
+    """Return (path of the image file, caption) of each image that `write_files` has written.
+
+    Args:
+        folder: The folder with the images and captions.jsonl.
+    """
     rows = (json.loads(line) for line in (folder / CAPTIONS).read_text().splitlines())
     return [(str(folder / row["image"]), row["text"]) for row in rows]

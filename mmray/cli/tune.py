@@ -61,7 +61,7 @@ class TuneCommand:
 
 
 def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Find the fastest batch shape, or compare settings in trials (short runs), and print the best
+    """Find the fastest micro-batch, or compare settings in trials (short runs), and print the best
     one.
 
     Args:

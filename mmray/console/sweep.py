@@ -108,7 +108,7 @@ def format_progress(progress: SweepProgress) -> str:
 
 
 def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) -> Table:
-    """Return the table of trials or of measured batch shapes.
+    """Return the table of trials or of measured batch shapes (global batch and micro-batch).
 
     Args:
         rows: rows of trials.jsonl (settings, status and measurements of a trial), at least one.

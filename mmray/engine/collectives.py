@@ -65,8 +65,12 @@ class Group:
             set_timeout(timedelta(seconds=self.timeout_s), process_group)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum of an int over ranks; a collective on the CPU, which does not wait for
-        a GPU.
+        """Return the minimum of an int over all ranks.
+
+        The collective runs on the CPU and does not wait for a GPU.
+
+        Args:
+            value: The int of this rank.
         """
         if self.world_size == 1:
             return value

@@ -105,19 +105,24 @@ class GradCache:
 def build_grad_cache(
     state: TrainState, batch: LocalBatch, embeddings: Outputs, stop: bool
 ) -> GradCache:
-    """Gather the outputs of all ranks, sample hard negatives, and compute the gradient of the
-    global loss at each output.
+    """Gather the outputs of all ranks, sample hard negatives, and compute the gradient of the loss
+    at each output.
+
+    This is what a step does between its two passes (GradCache): the first one embeds all rows
+    without gradients, the second one runs each micro-batch again with a backward that starts from
+    these gradients.
 
     Args:
         state: Objective, group and loss scaler of the step.
         batch: This rank's micro-batches of the step.
         embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and the
-            scalars; empty if there is only a local loss. Then only the counts are reduced.
+            scalars; empty if no loss compares rows with each other. Then only the counts are
+            reduced.
         stop: This rank's request to end the run, reduced with the counts.
 
     Returns:
         Micro-batches (with hard negatives), counts and weights of the losses, and cached gradients,
-        for the second pass of the step.
+        for the second pass.
     """
     group = state.group
     parts = state.parts
@@ -315,8 +320,8 @@ def gather_outputs(
         embeddings: Outputs of this rank's rows by name, [rows, ...].
         names: Names of those to gather.
         batch: This rank's micro-batches, for `valid` and the padded number of rows.
-        counts: This rank's counts of the global and the local loss and its stop request, float64
-            vectors.
+        counts: This rank's counts of the loss over pairs of rows and of the loss that is a sum over
+            rows, and its stop request; float64 vectors.
 
     Returns:
         The summed counts and the gathered outputs; with a single rank only the counts.

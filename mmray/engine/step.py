@@ -70,7 +70,8 @@ def accumulate_gradients(
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
-        The metrics of the step, the micro-batches with their hard negatives, and the stop requests.
+        The metrics of the step, the micro-batches with their hard negatives, and how many ranks
+        requested the end.
     """
     first_outputs: Outputs | None = None
     embeddings: Outputs = {}

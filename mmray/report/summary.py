@@ -31,7 +31,7 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format seconds as `45 s`, `3m 20s` or `2h 05m`; None, NaN and infinity as a dash."""
+    """Format seconds as `45 s`, `3m 20s` or `2h 05m`, and None, NaN and infinity as a dash."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 100:

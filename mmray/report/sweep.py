@@ -112,7 +112,7 @@ class SweepRecord:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """The recommended trial and the reason; None if there is none yet."""
+        """The name of the recommended trial and the reason as text; None if there is none yet."""
         values = self.summary.get("recommendation")
         return Recommendation.from_json(values) if values else None
 
@@ -174,7 +174,8 @@ class SweepRecord:
 
         Trials that train are ordered by the number of rungs that they reached (sample counts after
         which trials are compared), most first, and then by their value, the best first. Batch
-        shapes are ordered by the global batch, ascending, and then by their value.
+        shapes (global batch and micro-batch) are ordered by the global batch, ascending, and then
+        by their speed.
         """
         sign = -1 if self.goal.maximize else 1
 

@@ -106,7 +106,7 @@ def resume_point(
     """Return from which step and checkpoint the workers start, the same for every rank.
 
     Args:
-        resolved: The run.
+        resolved: The run: its settings, sets, batch shape and number of steps.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
         world: Number of workers.
         batch_shape: Global batch and micro-batch for these workers; None: those of the run.
@@ -202,7 +202,8 @@ class Backend(Protocol):
         them.
 
         Args:
-            attempt: Run, settings, batch shape and checkpoint that they start from.
+            attempt: Run, settings, global batch and micro-batch, and checkpoint that they start
+                from.
 
         Returns:
             Handle of the workers, to wait for them, read their messages and stop them.

@@ -101,8 +101,12 @@ class Coordinator:
         self._stop_requested = True
 
     def set_must_yield(self, must_yield: bool) -> None:
-        """Set whether other jobs wait for resources of the cluster, so that ranks give back CPUs
-        that they can do without.
+        """Set whether other jobs wait for resources of the cluster.
+
+        Ranks then give back CPUs that they can do without, such as those of some decode processes.
+
+        Args:
+            must_yield: Whether they wait.
         """
         self._must_yield = must_yield
 

@@ -122,8 +122,9 @@ def check_gpus(config: Config) -> None:
 
 
 def resolve_on_this_machine(config: Config) -> Config:
-    """Return the settings with `cluster.accelerator` and `cluster.cpus_per_worker` resolved for one
-    worker on this machine.
+    """Return the settings with values in place of `auto` for one worker on this machine.
+
+    `cluster.accelerator` becomes `gpu` or `cpu`, and `cluster.cpus_per_worker` a number.
 
     Args:
         config: Settings of the run. `auto` and `gpu` use a GPU if torch can use one.

@@ -76,7 +76,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         reporter: Receives progress and messages.
 
     Returns:
-        The run, ready to start: its settings, sets, tokenizer, batch shape and number of steps.
+        The run, ready to start: its settings, sets, tokenizer, global batch and micro-batch, and
+        number of steps.
 
     Raises:
         MmrayError: A mistake of the user, such as a source that cannot be read, or a batch that is
@@ -292,14 +293,14 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 
 
 def batch_on_device(config: Config) -> Batch:
-    """Return the `batch` section of a run, with `micro` set to `auto` if the micro-batch is to be
+    """Return the `batch` section of a run, with `micro` set to `auto` if its size is to be
     measured.
 
     That is the case on a GPU, if none of `batch.micro`, `batch.accumulation` and `batch.tokens` is
     given and BatchNorm is not synchronized.
 
     Args:
-        config: Settings of the run, with the device resolved.
+        config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
     """
     batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
     given = {batch.micro, batch.accumulation, batch.tokens} != {None}

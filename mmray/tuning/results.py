@@ -35,7 +35,7 @@ class TrialOutcome(NamedTuple):
 
 
 def classify_error(error: BaseException) -> TrialOutcome:
-    """Return the outcome of a trial whose run raised an error.
+    """Return the status of a trial whose run raised an error, and the message.
 
     Args:
         error: The error; that of a run quotes the one of its worker.
@@ -103,11 +103,11 @@ def samples_per_s(lines: Sequence[dict[str, Any]]) -> float | None:
 def measured_row(
     row: TrialRow, trial: Trial, outcome: TrialOutcome, goal: str, lines: Sequence[dict[str, Any]]
 ) -> TrialRow:
-    """Return the row of a trial with its outcome and what its run has measured so far.
+    """Return the row of a trial with its status and what its run has measured so far.
 
     Args:
         row: The row of trials.jsonl before.
-        trial: The trial, with its batch shape.
+        trial: The trial, with its batch shape (global batch, micro-batch and workers).
         outcome: How the trial ended: its status, such as `finished`, and its error.
         goal: `throughput`, `loss` or `recall`; selects the metric of the learning curve.
         lines: The lines of metrics.jsonl of the run by step; empty if it has not logged any.

@@ -130,8 +130,8 @@ def prepare_data(
 
     Returns:
         The feasible trials, and the prepared sets and numbers of rows of all trials. A trial is not
-        feasible if it has no batch shape, needs more resources than the cluster has, or cannot use
-        its data.
+        feasible if its batch settings contradict each other, it needs more resources than the
+        cluster has, or it cannot use its data.
 
     Raises:
         MmrayError: The last such error, if no trial is feasible.

@@ -79,12 +79,11 @@ class ShapeTask:
     failures: tuple[Failure, ...] = ()
 
     def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return the task (what to measure and what was measured) with one more measured batch
-        shape.
+        """Return the task (what to measure and what was measured) with one more result.
 
         Args:
-            outcome: Step time and memory of a batch shape, or the reason why it does not fit into
-                memory.
+            outcome: Step time and memory of a batch shape (global batch and micro-batch), or the
+                reason why it does not fit into memory.
         """
         if isinstance(outcome, Visit):
             return replace(self, visits=(*self.visits, outcome))
@@ -330,7 +329,7 @@ def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
 def recommend(
     rows: Sequence[TrialRow], measurements: Measurements, own_global: int | None = None
 ) -> Recommendation | None:
-    """Return the best measured batch shape, and the reason.
+    """Return the best measured batch shape (global batch and micro-batch), and the reason.
 
     Its global batch is the smallest one with at least 95% of the highest samples/s.
 
@@ -340,7 +339,8 @@ def recommend(
         own_global: Rows of the recipe's global batch, which its learning rate is for.
 
     Returns:
-        The recommendation; None if no batch shape was measured.
+        Name of the best row, the reason as text, and the best row of each global batch; None if no
+        batch shape was measured.
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_rows or 0 for row in rows}):
@@ -372,13 +372,13 @@ def recommend(
 
 
 def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[TrialRow, str]:
-    """Return the better of one or two measured batch shapes of a global batch, and the reason.
+    """Return the better of one or two measured micro-batches of a global batch, and the reason.
 
     If their speeds differ by at most TOLERANCE (2%), the one with less memory is better.
 
     Args:
-        pair: One or two rows of trials.jsonl, for batch shapes of the same global batch.
-        measurements: Step times of all batch shapes, for their spread.
+        pair: One or two rows of trials.jsonl, for micro-batches of the same global batch.
+        measurements: All measured step times, for their spread.
 
     Returns:
         The row, and sentences for the user.

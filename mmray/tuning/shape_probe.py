@@ -166,7 +166,8 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
 
 
 def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measurements:
-    """Measure batch shapes in a process of this machine (one worker), or in a Ray worker group.
+    """Measure batch shapes (global batch and micro-batch) in a process of this machine, or in a Ray
+    worker group.
 
     Args:
         task: The global batches to measure.

@@ -50,7 +50,11 @@ class SweepDir(RunDir):
     """Paths and files of one sweep, on storage that all nodes share."""
 
     def run(self, trial: str) -> RunDir:
-        """Return the folder of a trial's run, given the name of the trial such as `t001`."""
+        """Return the folder of a trial's run, with methods to read and write its files.
+
+        Args:
+            trial: Name of the trial, such as `t001`.
+        """
         return RunDir(self.path / "trials" / trial)
 
     def write_rows(self, rows: Sequence[TrialRow]) -> None:
@@ -233,8 +237,10 @@ class SweepState:
                 self._running[name] = now_s
 
     def budget_spent(self) -> float | None:
-        """Return the spent fraction of the budget, 1 or more if nothing is left; None without a
-        budget.
+        """Return the spent fraction of the sweep's budget, 1 or more if nothing is left; None
+        without a budget.
+
+        A budget is a time or a number of GPU-hours.
         """
         return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
@@ -383,7 +389,7 @@ class SweepState:
 
         Args:
             status: `running`, `finished`, `stopped`, `budget` or `failed`.
-            best: The recommended trial, if any.
+            best: Name of the recommended trial and the reason, if any.
         """
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best.to_json()

@@ -87,7 +87,7 @@ def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Confi
 
 
 def restore_length(settings: Config, recipe: Config) -> Config:
-    """Return a config with the training length of the recipe, as `best.yaml` has it.
+    """Return a config with the training length of the recipe, for `best.yaml`.
 
     The training length is `train.steps`, `train.samples` or `train.epochs`.
 
@@ -100,7 +100,7 @@ def restore_length(settings: Config, recipe: Config) -> Config:
 
 
 def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
-    """Return whether a sweep times batch shapes on synthetic batches instead of training trials.
+    """Return whether a sweep times micro-batches on synthetic batches instead of training trials.
 
     That is the goal `throughput` if no setting except `batch.global` is searched.
 
@@ -167,7 +167,8 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         goal: `throughput`, `loss` or `recall`.
 
     Returns:
-        Name, settings, config and batch shape of each; infeasible ones have the reason instead.
+        Name, settings, config, and global batch and micro-batch of each; infeasible ones have the
+        reason instead.
 
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
@@ -229,7 +230,8 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     A local Ray cluster is started with these.
 
     Args:
-        trials: Trials of which at least one is feasible (has a batch shape and valid settings).
+        trials: Trials of which at least one is feasible (its settings do not contradict each
+            other).
     """
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
@@ -313,7 +315,7 @@ class SweepPlan:
         )
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
-        """Return the trial of a combination of settings; an invalid one is infeasible.
+        """Return the trial of a combination of settings.
 
         Args:
             name: Name of the trial, such as `t001`.
@@ -321,8 +323,8 @@ class SweepPlan:
                 four significant digits, to keep recipes readable.
 
         Returns:
-            The trial: its settings and config, and its batch shape or the reason why it is
-            infeasible.
+            The trial: its settings and config, and its global batch and micro-batch, or the reason
+            why it is infeasible.
         """
         rounded = self.space.round(settings)
         try:
@@ -398,7 +400,8 @@ class SweepPlan:
         return math.ceil(steps * self.recipe_rows / trial.shape.global_batch_size)
 
     def best_recipe(self, trial: Trial) -> Config:
-        """Return a trial as a recipe that trains as many samples as the recipe of the sweep.
+        """Return the recipe of the sweep with the settings of a trial, trained for as many samples
+        as before.
 
         Args:
             trial: A feasible trial.

@@ -189,7 +189,14 @@ class JsonlSource(Source):
         return (line if line.strip() else b"" for line in lines)
 
     def parse(self, record: Any) -> dict[str, Any]:
-        """Parse the JSON object of a line. Raises BadRow if it is none."""
+        """Parse the JSON object of a line.
+
+        Args:
+            record: The line, bytes in UTF-8.
+
+        Raises:
+            BadRow: It is no JSON object.
+        """
         return parse_json(record)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:

@@ -64,8 +64,15 @@ class SubprocessDecoder:
         return reply["width"], reply["height"]
 
     def thumbnail(self, data: bytes) -> str | None:
-        """Return a thumbnail of untrusted encoded bytes as a data URI (WebP, at most 128 pixels a
-        side); None if they cannot be decoded.
+        """Return a thumbnail of an image as a data URI (WebP, at most 128 pixels a side).
+
+        The child process makes it, because a corrupt image may crash the decoder.
+
+        Args:
+            data: Encoded bytes, which may be from an untrusted source.
+
+        Returns:
+            The data URI; None if the image cannot be decoded.
         """
         try:
             self.check(data, MAX_PIXELS)

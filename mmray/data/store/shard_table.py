@@ -207,7 +207,7 @@ class ShardTable:
         return self.num_rows - self._dropped.lengths
 
     def of_split(self, split: str | None) -> np.ndarray:
-        """Return the numbers of the shards of a split.
+        """Return the numbers of the shards (files) with the rows of a split.
 
         Args:
             split: Name of the split, such as `train`; None: all shards.
@@ -220,8 +220,10 @@ class ShardTable:
         return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
 
     def file_name(self, number: int) -> str:
-        """Return the path of a shard, relative to the folder of the set:
+        """Return the path of a shard (file of the set), such as
         `shards/00000-train-1f2e3d4c.arrow`.
+
+        The path is relative to the folder of the set.
 
         Args:
             number: Index of the shard in this table.
@@ -229,7 +231,7 @@ class ShardTable:
         return str(self._columns["file"][number].as_py())
 
     def sha256(self, number: int) -> str:
-        """Return the hex digest of the rows of a shard, in order.
+        """Return the hex digest of the rows of a shard (file of the set), in order.
 
         Args:
             number: Index of the shard in this table.
@@ -237,7 +239,8 @@ class ShardTable:
         return str(self._columns["sha256"][number].as_py())
 
     def dropped(self, number: int) -> np.ndarray:
-        """Return which rows of a shard are not part of the set.
+        """Return which rows of a shard (file) are not part of the set, because they are duplicates
+        or contaminated.
 
         Args:
             number: Index of the shard in this table.
@@ -248,7 +251,7 @@ class ShardTable:
         return self._dropped[number]
 
     def offsets(self, number: int) -> np.ndarray:
-        """Return the byte offsets of the record batches in the file of a shard.
+        """Return the byte offsets of the Arrow record batches in the file of a shard.
 
         Args:
             number: Index of the shard in this table.
@@ -260,7 +263,7 @@ class ShardTable:
         return self._offsets[number]
 
     def fingerprint(self, numbers: np.ndarray) -> str:
-        """Return a hex digest of the rows of some shards, in order.
+        """Return a hex digest of the rows of some shards (files of the set), in order.
 
         Args:
             numbers: Indices of the shards in this table, int64 [N].

@@ -109,7 +109,11 @@ def list_checkpoint_names(folder: AnyPath) -> list[str]:
 
 
 def step_of(path: AnyPath) -> int:
-    """Return the step in the name of a checkpoint's folder: 100 for `step-100`."""
+    """Return the step in the name of a checkpoint's folder.
+
+    Args:
+        path: Folder of the checkpoint, such as `checkpoints/step-100`, for which 100 is returned.
+    """
     return int(path.name.removeprefix("step-"))
 
 

@@ -155,8 +155,8 @@ class PhaseTimers:
         """Return the peak memory in GiB: on a GPU what torch allocated, on a CPU this process's
         private memory.
 
-        On a CPU it is the largest of some samples. The kernel's peak would include the object
-        store's pages that blocks passed through.
+        On a CPU it is the largest of some samples. The peak that Linux reports would include pages
+        of Ray's object store.
         """
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 2**30

@@ -307,13 +307,13 @@ class BranchGraph:
         output = None  # graphs of other shapes may use the memory of the activations
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the forward.
+        """Run the captured forward of the branch (a part of the model) with other inputs.
 
         Args:
-            inputs: Tensors with the captured shapes.
+            inputs: Tensors with the captured shapes and dtypes.
 
         Returns:
-            The output, in memory of its own.
+            The output, in a tensor that the next call does not overwrite.
         """
         for fixed, value in zip(self._inputs, inputs, strict=True):
             fixed.copy_(value)

@@ -92,18 +92,26 @@ def apply_transforms(
 
 
 def branches_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the branches of a model by name, such as `image`; {} if it has no method
-    `branches`.
+    """Return the parts of a model that are compiled and sharded separately, such as its image
+    encoder.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Modules by name, such as `image` and `text`, from its method `branches`; {} if it has none.
     """
     return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile each block of the branches with torch.compile if `train.compile` is set.
+    """Compile each block (such as a transformer layer) of the branches with torch.compile if
+    `train.compile` is set.
 
     Blocks of equal structure share a graph, so compile time does not grow with depth (as in
-    torchtitan). In the image branch only the number of rows may become dynamic; other branches have
-    dynamic shapes, because captions differ. A deep copy of the model is not compiled.
+    torchtitan). A branch is a part of the model such as its image encoder. In the image branch only
+    the number of rows may become dynamic; other branches have dynamic shapes, because captions
+    differ. A deep copy of the model is not compiled.
 
     Args:
         model: The model, changed in place.
