@@ -77,7 +77,7 @@ class Pool(Protocol[Item, Result]):
         """Start another process for a lost one; an error that this raises ends the map.
 
         Args:
-            worker: The lost process.
+            worker: The lost process, a member of `workers`.
         """
 
     def compute_here(self, item: Item) -> Result:

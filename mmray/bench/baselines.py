@@ -200,7 +200,7 @@ class LoaderWorker:
         """Receive this rank's rows of mmray's stream to its end, and drop them.
 
         Args:
-            reader: Reads and decodes the rows.
+            reader: Reads and decodes the rows of a prepared set.
             start: Order and number of the rows, and the first step.
             consumers: Number of ranks on this node.
             block_mb: Largest size in MB of a block, the rows that are read together.
@@ -225,7 +225,7 @@ class LoaderWorker:
         """Receive batches of random rows from a PyTorch DataLoader for a time, and drop them.
 
         Args:
-            dataset: A baseline dataset.
+            dataset: A baseline dataset (TextbookDataset or TunedDataset).
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
             window_s: Seconds after the first (warm-up) batches.
@@ -258,7 +258,7 @@ class LoaderWorker:
         Args:
             world: Number of processes that do the same, each with every `world`-th chunk (some
                 consecutive rows of the order).
-            reader: Reads and decodes the rows.
+            reader: Reads and decodes the rows of a prepared set.
             plan: Order of the rows.
             window_s: Seconds after the first (warm-up) chunks.
 

@@ -69,7 +69,7 @@ KERNEL_KINDS = {
 
 
 def recipe(name: str, device: torch.device, **train: Any) -> Config:
-    """Return a recipe for one worker; on a CPU with a tiny model.
+    """Return a recipe (a complete config) for one worker; on a CPU with a tiny model.
 
     Args:
         name: Name of a recipe, such as `clip`.

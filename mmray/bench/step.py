@@ -82,7 +82,7 @@ def train_by_hand(
         batches: One batch per step, on the device: `image` uint8 [B, 3, S, S], `input_ids` and
             `attention_mask` int64 [B, T].
         config: Settings of the optimizer, and `train.log_every`.
-        precision: Precision of the forward pass.
+        precision: Autocast dtype of the forward pass, and its loss scaler.
         device: The device of this rank.
         steps: Number of steps.
         on_step: Called after each step with the number of steps taken.

@@ -56,10 +56,11 @@ def needs_ray(cluster_config: Cluster) -> bool:
 
 
 def asks_for_cluster(cluster_config: Cluster) -> bool:
-    """Return whether the settings ask for several workers or for a cluster.
+    """Return whether the settings request several workers or a Ray cluster.
 
     Args:
-        cluster_config: The `cluster` section. RAY_ADDRESS also counts.
+        cluster_config: The `cluster` section. The environment variable RAY_ADDRESS requests a
+            cluster too.
     """
     cluster_only = (
         cluster_config.address,

@@ -258,7 +258,7 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
     Args:
         setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
-        nodes: The alive nodes.
+        nodes: The alive nodes, with resources and labels.
     """
     if setting != "auto" or _has_roles(nodes):
         return _role_label_selector(setting, "data")
@@ -283,7 +283,7 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
     Args:
         setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
-        nodes: The alive nodes.
+        nodes: The alive nodes, with resources and labels.
     """
     selector = data_label_selector(setting, nodes)
     heads = [node for node in nodes if HEAD_RESOURCE in node.resources]

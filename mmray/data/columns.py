@@ -26,8 +26,8 @@ class ExtraColumns(Protocol):
     """
 
     def empty(self, num_rows: int) -> Block:
-        """Return the columns of several rows (a block), filled with the values of a row without
-        any.
+        """Return the columns of several rows (a block) that have no values, such as rows without
+        boxes.
 
         Args:
             num_rows: Number of rows, R.
@@ -52,7 +52,7 @@ class ExtraColumns(Protocol):
             columns: Arrays [R, ...] by column name, with at least those of `empty`; changed in
                 place.
             index: Index of the row in the block, below R.
-            row: The stored row.
+            row: The stored row: its key, images, texts and boxes.
             image_size: (width, height) of its upright image in pixels, before it was transformed.
             uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS] in [0, 1), the same
                 as for its pixels; None: no augmentation.

@@ -114,7 +114,7 @@ def build_grad_cache(
 
     Args:
         state: Objective, group and loss scaler of the step.
-        batch: This rank's micro-batches of the step.
+        batch: This rank's micro-batches of the step (tensors by column).
         embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and the
             scalars; empty if no loss compares rows with each other. Then only the counts are
             reduced.
@@ -459,7 +459,7 @@ def attach_negatives(
 
     Args:
         mining: The loss, whose `sample_hard_negatives` chooses the negatives.
-        batch: This rank's micro-batches.
+        batch: This rank's micro-batches of the step (tensors by column).
         embeddings: Outputs of this rank's rows by name, [rows, ...], and the scalars.
         columns: Gathered outputs by name [G, ...], `valid` bool [G] and the int `offset`, the index
             of this rank's first row among the G; None with a single rank.
@@ -494,7 +494,7 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
         group: All ranks.
         mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B]
             (position in the sample order).
-        batch: This rank's micro-batches.
+        batch: This rank's micro-batches of the step (tensors by column).
 
     Returns:
         Columns by name [world_size x batch.rows, ...], padded with zeros; with a single rank those

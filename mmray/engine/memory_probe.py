@@ -203,7 +203,7 @@ class MemoryProbe:
         self._largest = self._activations = self._row_bytes = 0
 
     def try_given_size(self) -> tuple[int, int]:
-        """Take a step with the micro-batch size of the batch shape.
+        """Take a synthetic step with the configured micro-batch size, which is not searched.
 
         Returns:
             The micro-batch size in rows, and the bytes that its activations need on this rank.

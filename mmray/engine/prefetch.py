@@ -119,7 +119,7 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
     """Split each micro-batch evenly into smaller ones; views, without copies.
 
     Args:
-        batch: This rank's micro-batches of a step.
+        batch: This rank's micro-batches of a step (tensors by column).
         micro_batch_size: Most rows of a micro-batch; equal on every rank, so that all get equally
             many.
 

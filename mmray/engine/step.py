@@ -108,8 +108,8 @@ def first_pass(
     Only the first micro-batch keeps its autograd graph; the others are embedded without gradients.
 
     Args:
-        state: Model and objective.
-        batch: This rank's rows.
+        state: Model, objective, precision and timers of this rank.
+        batch: This rank's micro-batches of the step (tensors by column).
         seed_of: Maps the index of a micro-batch to the seed of its random numbers.
 
     Returns:
@@ -169,7 +169,7 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
 
     Args:
         state: Model and optimizer; the weights change.
-        cache: What `accumulate_gradients` returned.
+        cache: The metrics and stop requests that `accumulate_gradients` returned.
 
     Returns:
         Metrics and gradient norm of the step, and whether any rank requested the end.

@@ -250,7 +250,7 @@ def embed_dataset(
 
     Args:
         model: The unwrapped model, with the methods `embed_image` and `embed_text`.
-        batches: The rows of this rank.
+        batches: Batches of the held-out rows of this rank.
         group: The ranks, which exchange their embeddings.
         objective: The objective of the run; names the scalar outputs to keep, such as the
             temperature.

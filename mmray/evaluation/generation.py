@@ -140,7 +140,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, f
 
     Args:
         model: A generative model, with the method `answer`.
-        batches: The rows of this rank.
+        batches: Batches of the held-out rows of this rank.
         group: The ranks, which exchange their answers.
 
     Returns:

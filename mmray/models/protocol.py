@@ -90,8 +90,9 @@ class Model(Protocol):
     def branches(self) -> dict[str, nn.Module]:
         """Return parts of the model by name, such as {"image": ..., "text": ...}.
 
-        Optional. They are the units of activation checkpointing, compile, FSDP and `train.parallel
-        branches`.
+        Optional. Activation checkpointing, torch.compile and FSDP are applied to each part
+        separately, and `train.parallel` `branches` puts the image and the text part on different
+        GPUs.
         """
 
     def clamp_parameters(self) -> None:

@@ -195,7 +195,7 @@ def region_label_scores(
     Args:
         logits: Logits of each box for each label [B, N, C].
         batch: `box_labels` int64 [B, N], and `box_mask` bool [B, N], False for padding.
-        label_texts: The C label names.
+        label_texts: The C label names, some of which may be empty.
 
     Returns:
         Scores [B x N, C] in the unit `boxes`; padding has the label -1, so it is not counted.

@@ -63,7 +63,7 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
     Args:
         failures: The number before.
-        failure: The new failure.
+        failure: The new failure, with its kind such as `preempted`.
         progressed: Whether a checkpoint was saved since the failure before, which resets the
             number.
     """
@@ -92,7 +92,7 @@ def decide_recovery(
 
     Args:
         failure: The failure: its kind (such as `lost` or `raised`), its error and the last step.
-        before: The latest earlier failure; None: none.
+        before: The failure before it; None: this is the first.
         failures: Consecutive failures without a new checkpoint, from `count_failures`.
         max_failures: `cluster.max_failures`, the number that is tolerated.
 

@@ -106,7 +106,7 @@ def measured_row(
     """Return the row of a trial with its status and what its run has measured so far.
 
     Args:
-        row: The row of trials.jsonl before.
+        row: The row of trials.jsonl to update: settings, status and measurements.
         trial: The trial, with its batch shape (global batch, micro-batch and workers).
         outcome: How the trial ended: its status, such as `finished`, and its error.
         goal: `throughput`, `loss` or `recall`; selects the metric of the learning curve.

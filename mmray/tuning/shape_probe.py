@@ -170,7 +170,7 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
     worker group.
 
     Args:
-        task: The global batches to measure.
+        task: Config, and the global batches to measure in rows.
         scratch: Folder for files of Ray Train, removed at the end.
         reporter: Receives log lines.
 

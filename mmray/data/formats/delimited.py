@@ -179,7 +179,7 @@ class CsvSource(JsonlSource):
         """Yield the rows of a chunk (a range of bytes of one file).
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Yields:
             (line number, `file:line`, record), with a record as `parse` reads it: the columns of

@@ -228,7 +228,7 @@ class ImageTextPairs(ListingSource):
         are read at a time.
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Raises:
             DataError: The listing changed after it was scanned.

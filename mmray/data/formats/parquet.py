@@ -202,7 +202,7 @@ class ParquetSource(Source):
         If the file is damaged inside the chunk, each following row is a BadRow.
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Yields:
             (line number, `file:line`, record batch of one row).

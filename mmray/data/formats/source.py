@@ -191,7 +191,7 @@ class Source:
         """Yield the unparsed rows of a chunk (a part of one file).
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Yields:
             (line, location, record): number of the row in its file, `file:line` for messages, and a
@@ -236,7 +236,7 @@ class Source:
         A row without a split gets the split that the file name defines.
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Raises:
             DataError: The chunk differs from the scanned one.

@@ -150,7 +150,7 @@ class JsonlSource(Source):
         """Yield the rows of a chunk (a range of bytes of one file), not parsed.
 
         Args:
-            chunk: A chunk that `scan` yielded.
+            chunk: A part of one file, as `scan` yielded it.
 
         Yields:
             (line number, `file:line`, bytes of the line).
@@ -184,7 +184,7 @@ class JsonlSource(Source):
 
         Args:
             name: Path of the file, relative to the folder of the source.
-            lines: Reader of the file.
+            lines: Iterates the lines of the file as bytes.
         """
         return (line if line.strip() else b"" for line in lines)
 

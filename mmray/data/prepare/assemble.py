@@ -196,7 +196,9 @@ class PackedRows:
 
     @cached_property
     def by_shard(self) -> np.ndarray:
-        """The row numbers [N], in the order in which the shards store the rows."""
+        """The numbers of the N rows, in the order in which the shards (files of the set) store
+        them.
+        """
         return np.argsort(self.shard_of, kind="stable")
 
 
@@ -252,7 +254,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     such a row.
 
     Args:
-        packed: The rows, from `read_packed_rows`.
+        packed: Digests, splits and shards of the rows, from `read_packed_rows`.
         rule: `prepare.duplicates`: `image` (same images, and same conversation if there is one),
             `row` (same images and captions), `text` (same images or same captions) or `keep`
             (none).
@@ -308,7 +310,7 @@ def quarantine_rows(
     Args:
         out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
-        packed: Their rows, from `read_packed_rows`.
+        packed: Digests, splits and shards of their rows, from `read_packed_rows`.
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
             split), and why.
         file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
@@ -469,7 +471,7 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
 
     Args:
         out: Folder of the set, whose shards are written.
-        manifest: Its manifest.
+        manifest: Its manifest, with numbers of rows, splits and shards.
         vocab_size: Maximum number of tokens; 0: no tokenizer.
 
     Returns:

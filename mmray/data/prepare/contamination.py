@@ -215,7 +215,7 @@ def find_contaminated_rows(
         own: Digest and perceptual hash of each image of the rows (records of IMAGE_HASH_DTYPE), in
             source order.
         kept: Whether each row is compared, bool [N].
-        packed: The N rows, with their splits.
+        packed: The N rows, of which the split is read.
         others: The same records of the images of each other set.
 
     Returns:

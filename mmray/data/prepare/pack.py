@@ -240,7 +240,7 @@ def pack_chunk(
 
     Args:
         job: Source, output folder and settings.
-        chunk: A chunk that `scan` yielded.
+        chunk: A part of one file, as `scan` yielded it.
         subprocess_decoder: Decodes each image first, in a child process, to name an image that
             crashes the decoder; None: none.
 

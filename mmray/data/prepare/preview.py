@@ -34,7 +34,7 @@ def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRo
     """Return the first rows of a source, at most NUM_FIRST_ROWS (100), parsed but not validated.
 
     Args:
-        source: The source, after `scan`.
+        source: The source, whose `scan` was iterated.
         chunks: The chunks (parts of the source) that `scan` yielded; only the first ones are read.
 
     Returns:
@@ -54,9 +54,9 @@ def find_class_names(
     All rows are read only if a label of the first rows is a name.
 
     Args:
-        source: The source, after `scan`.
+        source: The source, whose `scan` was iterated.
         chunks: Chunks (parts of the source) whose labels are read.
-        first_rows: Rows from `read_first_rows`.
+        first_rows: Parsed rows, as `read_first_rows` returns them.
 
     Returns:
         The names of the labels 0, 1, ...; () if no label is a name, or one is a number.
@@ -87,9 +87,9 @@ def describe_source(
 
     Args:
         job: Source and settings.
-        source: The source, after `scan`.
+        source: The source, whose `scan` was iterated.
         chunks: The chunks (parts of the source) that `scan` yielded.
-        first_rows: Rows from `read_first_rows`.
+        first_rows: Parsed rows, as `read_first_rows` returns them.
 
     Yields:
         (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The

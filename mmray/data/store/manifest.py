@@ -106,7 +106,7 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
 
     Args:
         folder: Folder of the set.
-        manifest: Its content.
+        manifest: Numbers of rows, splits, source and settings, and the shards.
     """
     shards = manifest.shards
     table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)

@@ -41,7 +41,7 @@ class BlockFetcher:
         blocks are fetched. Errors are ignored here; the process that reads these rows raises them.
 
         Args:
-            plan: The sample order of the run.
+            plan: The sample order of the run: which row each position takes.
             positions: Positions in the sample order (rows that the run takes before) that are read
                 now, int64 [P], without PADDING (-1).
             in_first_window: Also fetch the blocks of `positions`, which were not fetched ahead.

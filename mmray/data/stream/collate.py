@@ -170,7 +170,7 @@ def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
 
     Args:
         rows: Arrays [B, ...] by column for the rows of the micro-batch.
-        extra: The kinds of columns, such as BoxColumns.
+        extra: Objects that compute kinds of columns, such as BoxColumns.
 
     Returns:
         Tensors by name, such as `boxes`, `box_labels` and `box_mask`.

@@ -78,7 +78,7 @@ class SetReader:
         """Read the rows at some positions of the sample order.
 
         Args:
-            plan: The sample order of the run.
+            plan: The sample order of the run: which row each position takes.
             positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
                 for no row.
 
@@ -118,7 +118,7 @@ class SetReader:
         process.
 
         Args:
-            row: A stored row.
+            row: A stored row: its key, images, and texts or messages.
 
         Raises:
             Exception: The reason, one of the types in `row_errors`.
@@ -201,7 +201,7 @@ class RowReader(SetReader):
         have label -1 and an empty text.
 
         Args:
-            plan: The sample order of the run.
+            plan: The sample order of the run: which row each position takes.
             positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
                 for no row.
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
@@ -258,7 +258,7 @@ class RowReader(SetReader):
         """Check whether a stored row can be used; its image is decoded in a child process.
 
         Args:
-            row: A stored row.
+            row: A stored row: its key, images, and texts or messages.
 
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.

@@ -75,7 +75,7 @@ class ConversationReader(SetReader):
         """Read and encode the rows at some positions of the sample order.
 
         Args:
-            plan: The sample order of the run.
+            plan: The sample order of the run: which row each position takes.
             positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
                 for no row.
             pixels: Not used, because rows have different sizes.
@@ -144,7 +144,7 @@ class ConversationReader(SetReader):
         """Check whether a stored row can be used; its images are decoded in a child process first.
 
         Args:
-            row: A stored row.
+            row: A stored row: its key, images, and texts or messages.
 
         Raises:
             BadImage: An image cannot be decoded.
