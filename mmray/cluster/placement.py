@@ -230,7 +230,7 @@ class AutoscalerRequest:
             self._sent_s = float("-inf")
 
     def cancel(self) -> None:
-        """Cancel the request, if there is one."""
+        """Cancel the request for more nodes, if there is one."""
         self.request({}, {}, 0)
 
 

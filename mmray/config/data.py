@@ -181,7 +181,11 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Source column by column of mmray, such as {"image": "url", "text": "caption"}."""
+        """Name in the source of each renamed column, such as {"image": "url", "text": "caption"}.
+
+        The keys are mmray's names. The setting `columns` has the same pairs as texts, such as
+        `image=url`.
+        """
         return {
             ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)
         }
@@ -254,7 +258,9 @@ class Data(Section, settings_prefix="data"):
 
     @property
     def worker_range(self) -> tuple[int, int] | None:
-        """Smallest and largest number of decode processes of the run; None for `auto`."""
+        """Smallest and largest number of processes that read and decode rows; None if `workers` is
+        `auto`.
+        """
         return None if self.workers == "auto" else parse_range(self.workers)
 
     @field_validator("shuffle_blocks")

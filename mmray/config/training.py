@@ -231,5 +231,5 @@ class Evaluate(EvalSettings):
 
     @property
     def without_interval(self) -> EvalSettings:
-        """The same settings without `every`."""
+        """The same settings without `every`, the number of steps between evaluations."""
         return EvalSettings(**{name: getattr(self, name) for name in EvalSettings.model_fields})

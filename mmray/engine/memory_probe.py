@@ -222,14 +222,15 @@ class MemoryProbe:
         )
 
     def search(self) -> tuple[int, int]:
-        """Search the largest micro-batch size that fits on every rank.
+        """Search the largest micro-batch size that fits on every rank, with synthetic steps.
 
         Returns:
             The size in rows, and the bytes of its activations on this rank.
 
         Raises:
-            OutOfMemoryError: One row, or the outputs of all rows of a rank, do not fit; or other
-                ranks wait for this one, and the driver restarts with smaller micro-batches.
+            OutOfMemoryError: Not even one row fits, or the outputs of all rows of a rank do not
+                fit. Or this rank ran out of memory while other ranks waited for it in a collective;
+                then the driver restarts the workers with smaller micro-batches.
         """
         # In eager code, because graphs of each size would take minutes to compile.
         with force_eager(), _disable_cudnn_benchmark():

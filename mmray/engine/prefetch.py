@@ -55,7 +55,7 @@ class LocalBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows of this rank, including padding and unreadable rows.
+        """Number of rows of this rank in a step, including padding and unreadable rows.
 
         It is equal on every rank, as an all-gather requires.
         """

@@ -67,7 +67,10 @@ class DualEncoder(nn.Module):
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
     def scalar_outputs(self) -> dict[str, Tensor]:
-        """Return the scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
+        """Return the scalar outputs that do not depend on the batch.
+
+        They are `logit_scale` = 1 / temperature and, if configured, `logit_bias`.
+        """
         # an output, not the leaf
         bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}
         return {"logit_scale": self.log_scale.exp()} | bias

@@ -107,7 +107,7 @@ class SweepRecord:
 
     @property
     def is_throughput(self) -> bool:
-        """Whether speed was measured, instead of held-out metrics."""
+        """Whether the sweep compares training speed, not held-out loss or recall."""
         return self.goal.eval_metric is None
 
     @property

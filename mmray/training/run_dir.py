@@ -115,7 +115,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> AnyPath:
-        """Folder of the checkpoints."""
+        """Folder in which the run's checkpoints are, such as `checkpoints/step-100`."""
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:

@@ -358,7 +358,9 @@ class SweepState:
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def stop_all(self) -> None:
-        """Write the rows of running trials with the status `stopped`."""
+        """Set the status of all running trials to `stopped`, and write their rows to
+        trials.jsonl.
+        """
         for name in list(self._running):
             self.end(name, TrialOutcome("stopped"))
 

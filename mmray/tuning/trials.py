@@ -295,7 +295,7 @@ class SweepPlan:
 
     @property
     def is_learned(self) -> bool:
-        """Whether trials are compared by a held-out metric, not by their speed."""
+        """Whether trials are compared by held-out loss or recall, not by their speed."""
         return GOALS[self.goal].eval_metric is not None
 
     @property

@@ -134,7 +134,9 @@ class Row:
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the bytes of all images are the validated ones."""
+        """Whether the bytes of all images of this row have the digests of those that `prepare`
+        validated.
+        """
         return all(media.checksum_ok for media in self.media)
 
     @property
@@ -444,12 +446,12 @@ class PreparedSet:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of this set, or of the split that was opened."""
         return int(self._starts[-1])
 
     @property
     def num_bytes(self) -> int:
-        """Size of the shards of these rows in bytes."""
+        """Size in bytes of the files (shards) that have these rows."""
         return int(self._table.num_bytes[self._numbers].sum())
 
     @property
@@ -728,7 +730,9 @@ class PreparedMixture:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the rows and weights of all sets."""
+        """Hex digest of the rows and weights of all sets; mixtures with the same digest are the
+        same.
+        """
         components = [
             (each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)
         ]

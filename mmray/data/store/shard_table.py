@@ -52,7 +52,9 @@ class Shard:
 
     @property
     def num_kept(self) -> int:
-        """Number of rows of the file that are part of the set."""
+        """Number of rows of the file that are part of the set: all but the dropped ones (duplicates
+        and contaminated rows).
+        """
         return self.num_rows - len(self.dropped)
 
     @classmethod

@@ -495,7 +495,9 @@ class BlockPlan:
 
     @property
     def count(self) -> int:
-        """Number of blocks of all ranks."""
+        """Number of blocks of all ranks; a block has the rows that a data process decodes at a
+        time.
+        """
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
         return groups * self.blocks_per_step * self.plan.world_size
 

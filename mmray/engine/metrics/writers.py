@@ -113,7 +113,7 @@ class MetricsLog:
         A log that is not closed loses at most TensorBoard's last two minutes.
 
         Raises:
-            TrainingError: Another process owns the run.
+            TrainingError: Another process has taken over the run.
         """
         self._last = self._thread.submit(self._close)
         self._thread.shutdown()
@@ -260,7 +260,7 @@ class LogUploader:
 
         Raises:
             OSError: The object store failed.
-            TrainingError: Another process owns the run.
+            TrainingError: Another process has taken over the run.
         """
         if not isinstance(self._folder, RemotePath):
             return
@@ -279,7 +279,7 @@ class LogUploader:
         they are.
 
         Raises:
-            TrainingError: Another process owns the run.
+            TrainingError: Another process has taken over the run.
         """
         if self._thread is None:
             return

@@ -176,7 +176,7 @@ class BranchGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of input shapes that have been captured."""
+        """Number of shapes of inputs for which CUDA graphs have been captured."""
         return len(self._graphs)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:

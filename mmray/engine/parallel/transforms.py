@@ -154,7 +154,7 @@ def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: 
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Context manager in which compiled blocks run eagerly, and branches without CUDA graphs."""
+    """Context manager that disables compiled code and CUDA graphs: the model runs eagerly."""
     global _forced_eager
     # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
     compiles = "torch._dynamo" in sys.modules
@@ -226,8 +226,8 @@ def _recomputed(
 
 @contextmanager
 def disable_recomputation() -> Iterator[None]:
-    """Context manager in which blocks with activation checkpointing save their activations
-    instead.
+    """Context manager that disables activation checkpointing: activations are saved, not
+    recomputed.
     """
     global _recomputation_enabled
     _recomputation_enabled = False
