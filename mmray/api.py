@@ -401,7 +401,8 @@ def tune(
     reporter: SweepReporter | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
-    """Find the fastest batch shape, or compare settings in short runs.
+    """Find the fastest batch shape (global batch and micro-batch), or compare settings in short
+    runs.
 
     Goal `throughput` without other settings in `space` than `batch.global` measures batch shapes on
     synthetic batches. Otherwise trials train with the settings of `space`.

@@ -67,7 +67,7 @@ class Pool(Protocol[Item, Result]):
         """
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an error means that a process was lost, not that its work failed.
+        """Return whether an error means that a process was lost, not that the function raised it.
 
         Args:
             error: The error of a future that `Worker.submit` returned.
@@ -84,7 +84,10 @@ class Pool(Protocol[Item, Result]):
         """Compute an item in the caller's process, because no other process does it in time.
 
         Args:
-            item: Argument of the work.
+            item: The argument of the function that the map computes.
+
+        Returns:
+            The result of the function.
         """
 
     def update(self, waited_s: float) -> None:

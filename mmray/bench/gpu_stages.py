@@ -177,7 +177,8 @@ def free_gib(device: torch.device) -> float:
 
 
 def checks(device: torch.device) -> Iterator[Case]:
-    """Yield cases (named checks) that runs on the device give the weights of those on a CPU.
+    """Yield cases (named checks), each of which compares weights trained on the device with those
+    of a CPU.
 
     The runs are accumulated, resumed, in half precision, with CUDA graphs, on two GPUs, and
     compiled.

@@ -616,8 +616,8 @@ def build_bench(
         rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
 
     Returns:
-        The resolved config, the group, the model (not wrapped), four batches on the CPU (in pinned
-        memory if the device is a GPU), `micro` and `log`.
+        The config without `auto` in `train`, the group, the model (not wrapped), four batches on
+        the CPU (in pinned memory if the device is a GPU), `micro` and `log`.
     """
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE

@@ -80,7 +80,7 @@ def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> 
 
 
 def wait_until_free(demand: Demand, timeout_s: float, log: Log) -> None:
-    """Wait until the free resources of the cluster fit a demand.
+    """Wait until the resources that a command needs are free in the cluster.
 
     Args:
         demand: The resources that the command needs.

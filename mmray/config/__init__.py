@@ -204,8 +204,9 @@ def from_yaml(
 def override(recipe: Config, values: dict[str, Any]) -> Config:
     """Return a recipe with some settings changed and all settings validated.
 
-    A length or a batch setting replaces the ones of the recipe that contradict it. Another
-    `model.kind` replaces the section `model` by its defaults, except for the inputs.
+    A training length (such as `train.steps`) or a batch setting replaces the ones of the recipe
+    that contradict it. Another `model.kind` replaces the section `model` by its defaults, except
+    for the inputs.
 
     Args:
         recipe: The config to start from.

@@ -217,8 +217,8 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
     """Return a config with some settings changed and all settings validated.
 
     Args:
-        base: The config to start from; its length and batch are kept unless they are among the
-            settings.
+        base: The config to start from; its training length and batch are kept unless they are among
+            the settings.
         settings: Value by setting, such as {"optimizer.lr": 1e-3}.
 
     Raises:

@@ -64,8 +64,8 @@ def train_loop(
         Whether the run finished or was stopped, its progress, and the last logged metrics.
 
     Raises:
-        OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts the
-            workers with it.
+        OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
+            micro-batch), the driver restarts the workers with it.
         TrainingError: The rows of a step are missing or are not those of the sample order, or the
             gradient was not finite in too many steps in a row.
     """
@@ -133,8 +133,8 @@ class Trainer:
             Whether the run finished or was stopped, its progress, and the last logged metrics.
 
         Raises:
-            OutOfMemoryError: Memory ran out. If the error has a batch shape, the driver restarts
-                the workers with it.
+            OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
+                micro-batch), the driver restarts the workers with it.
             TrainingError: The rows of a step are missing or are not those of the sample order, or
                 the gradient was not finite in too many steps in a row.
         """

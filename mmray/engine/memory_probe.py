@@ -66,7 +66,8 @@ def dry_run(
             afterwards.
         objective: Loss of the run.
         group: All ranks; each calls this function.
-        batch_shape: With `auto`, the largest micro-batch that fits on every rank is searched.
+        batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
+            that fits on every rank is searched.
         steps: Number of steps of the run.
 
     Returns:
@@ -138,7 +139,8 @@ def probe_memory(
             unchanged afterwards.
         make_batch: Returns a synthetic micro-batch (tensors by column) of this many rows on the
             training device.
-        batch_shape: With `auto`, the largest micro-batch that fits on every rank is searched.
+        batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
+            that fits on every rank is searched.
 
     Returns:
         The shape with the micro-batch size of the run, and this rank's memory in GiB as

@@ -74,8 +74,8 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
             Then the padding that there would be otherwise is computed, too.
 
     Returns:
-        The micro-batches, with a dummy row in place of none; the keys of the rows; the sizes with
-        invalid rows; and numbers of tokens for the padding metrics.
+        The micro-batches (one without a valid row gets a dummy row), the keys of the rows, the
+        sizes with invalid rows, and numbers of tokens for the padding metrics.
     """
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]

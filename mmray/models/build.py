@@ -29,9 +29,10 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             with (spec, vocab_size).
         vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
             `model.vocab_size` rows if that is set.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
+        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
+            model with random weights, which the caller then replaces. The dict describes the
+            layers, as `architecture()` of the same model returned it; {}: the sizes are those in
+            `spec`.
 
     Returns:
         A module whose forward takes a batch (dict of tensors) and returns named outputs, as
@@ -76,8 +77,8 @@ def build_without_weights(
         spec: The `model` section.
         vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
             `model.vocab_size` rows if that is set.
-        architecture: The dict that `architecture()` of the same model returned, or {} for the sizes
-            in `spec`. None only for a user's class, which does not get it.
+        architecture: Description of the layers, as `architecture()` of the same model returned it;
+            {}: the sizes are those in `spec`. None only for a user's class, which does not get it.
 
     Returns:
         The module, to load a checkpoint into.

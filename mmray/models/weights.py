@@ -348,9 +348,10 @@ class HfModel:
             spec: The `model` section. Its `weights` are `none`, a folder or a name on the Hugging
                 Face hub, or a checkpoint file of open_clip.
             vocab_size: Number of tokens of the tokenizer.
-            architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-                weights are random, because the caller loads them: the dict that `architecture()` of
-                the same model returned, or {} for the sizes in `spec`.
+            architecture: None: read the pretrained weights that `spec` names, if any. A dict: build
+                the model with random weights, which the caller then replaces. The dict describes
+                the layers, as `architecture()` of the same model returned it; {}: the sizes are
+                those in `spec`.
 
         Returns:
             An instance of this class, such as CLIPModel.

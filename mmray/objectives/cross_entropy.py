@@ -84,7 +84,8 @@ class Classification(CrossEntropy):
         """Return the class of each row, int64 [B]; IGNORE_INDEX (-100) for rows without a label.
 
         Args:
-            batch: `label` int64 [B], -1 for a row without a label, and `valid` bool [B].
+            batch: `label` int64 [B], -1 for a row without a label, and `valid` bool [B], False for
+                padding.
         """
         return torch.where(
             batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX
@@ -108,7 +109,8 @@ class TokenCrossEntropy(CrossEntropy):
         The last position of a row, and all positions of invalid rows, have none.
 
         Args:
-            batch: `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool [B].
+            batch: `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool [B],
+                False for padding.
         """
         following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         return torch.where(batch["valid"][:, None], following, IGNORE_INDEX)
@@ -132,7 +134,7 @@ class RegionText(CrossEntropy):
 
         Args:
             batch: `box_labels` int64 [B, N], -1 for a box without a label; `box_mask` bool [B, N],
-                False for padding; and `valid` bool [B].
+                False for padding; and `valid` bool [B], False for rows of padding.
         """
         labeled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
         return torch.where(labeled, batch["box_labels"], IGNORE_INDEX)

@@ -24,7 +24,7 @@ class LanguageModelling(TokenCrossEntropy):
         Args:
             batch: `targets` int64 [N], the tokens to predict, from a vision-language model;
                 otherwise `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool
-                [B].
+                [B], False for padding.
         """
         if "targets" not in batch:
             return super().count(batch)
@@ -40,7 +40,7 @@ class LanguageModelling(TokenCrossEntropy):
             outputs: `loss_sum` and `num_correct`, scalars, of a vision-language model that computes
                 the loss itself; otherwise `logits` [B, T, V], the prediction of the next token.
             batch: `targets` int64 [N], the tokens to predict; with `logits` instead `labels` int64
-                [B, T], -100 for tokens without a loss, and `valid` bool [B].
+                [B, T], -100 for tokens without a loss, and `valid` bool [B], False for padding.
             gathered: Unused, because rows are independent of each other.
 
         Returns:

@@ -60,7 +60,8 @@ class Attempt:
         It has the settings, the reader of rows, and the evaluation set.
 
         Args:
-            decoders: Number of data processes of all workers together; None: as many as they need.
+            decoders: Number of processes that read and decode rows, of all workers together; None:
+                as many as they need.
         """
         resolved, config = self.resolved, self.resolved.config
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)

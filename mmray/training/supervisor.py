@@ -334,8 +334,8 @@ class Supervisor:
 def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
     """Check that a checkpoint can be resumed with the sample order of the present version.
 
-    The order takes step x global_rows rows in the first steps. Older versions of mmray took fewer
-    in the last step of an epoch, so their checkpoints would skip or repeat rows.
+    After step n the order has taken n x global_rows rows. Older versions of mmray took fewer in the
+    last step of an epoch, so a resume from their checkpoints would skip or repeat rows.
 
     Args:
         checkpoint: Folder of the checkpoint, for the message.

@@ -227,7 +227,8 @@ def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config
     Args:
         request: Recipe, search space, goal, searcher and scheduler.
         state: The running sweep: its folder, and a row for each trial.
-        configs: Configs at the corners of the search space; each must get enough resources.
+        configs: Configs at the corners of the search space (listed values and ends of ranges); each
+            must get enough resources.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -276,8 +277,8 @@ def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Confi
     Args:
         request: Recipe, search space, goal, searcher and scheduler.
         state: The running sweep: its folder, and a row for each trial.
-        configs: Configs at the corners of the search space, by which the number of trials at a time
-            is planned.
+        configs: Configs at the corners of the search space (listed values and ends of ranges), by
+            which the number of trials at a time is planned.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -306,8 +307,8 @@ def run_halving(
         request: Recipe, search space, goal and searcher.
         state: The running sweep: its folder, and a row for each trial. Returns early if it was
             stopped.
-        configs: Configs at the corners of the search space, by which the number of trials at a time
-            is planned.
+        configs: Configs at the corners of the search space (listed values and ends of ranges), by
+            which the number of trials at a time is planned.
         names: Trials of the first rung, such as `t001`; None: the trials that Optuna suggests.
 
     Raises:

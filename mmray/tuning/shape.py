@@ -123,22 +123,24 @@ class Measurements:
         return times
 
     def peak_gib(self, global_rows: int, micro: int) -> float:
-        """Return the largest peak memory of a rank, in GiB, of a measured batch shape.
+        """Return the largest peak memory of a rank, in GiB, with a measured global batch and
+        micro-batch.
 
         Args:
             global_rows: Rows of the global batch.
             micro: Rows of a micro-batch.
 
         Raises:
-            KeyError: The batch shape was not measured.
+            KeyError: They were not measured.
         """
         return self._peaks(global_rows)[micro]
 
     def failure(self, global_rows: int, micro: int) -> str:
-        """Return why a batch shape does not fit into memory; empty if it fits, or may fit.
+        """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
+        may fit.
 
-        It does not fit if a smaller one ran out of memory or exceeded the limit, or if the peaks of
-        the next smaller two, extended linearly, exceed the limit.
+        They do not fit if a smaller micro-batch ran out of memory or exceeded the limit, or if the
+        peaks of the next two smaller ones, extended linearly, exceed the limit.
 
         Args:
             global_rows: Rows of the global batch.

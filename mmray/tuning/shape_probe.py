@@ -144,7 +144,7 @@ def _own_global(base: Config) -> int:
 
 
 def best_recipe(base: Config, best: TrialRow) -> Config:
-    """Return the recipe with a measured batch shape.
+    """Return the recipe with a measured batch shape (global batch, micro-batch and accumulation).
 
     `train.steps` and the warm-up are scaled, so that as many samples are trained as before.
 

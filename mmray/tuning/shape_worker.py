@@ -179,7 +179,8 @@ class Stepper:
         return cls(config, state, group)
 
     def measure(self, global_rows: int, micro: int) -> Visit | Failure:
-        """Time steps of a batch shape; a collective call that returns the same on all ranks.
+        """Time steps with a global batch and micro-batch; a collective call that returns the same
+        on all ranks.
 
         Args:
             global_rows: Rows of the global batch.
@@ -187,7 +188,7 @@ class Stepper:
 
         Returns:
             The median seconds of a step of the slowest rank and the largest peak memory of a rank,
-            or with a single rank the reason why the shape does not fit into memory.
+            or with a single rank the reason why they do not fit into memory.
 
         Raises:
             OutOfMemoryError: This rank ran out of memory, and other ranks wait for it.

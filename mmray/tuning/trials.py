@@ -430,7 +430,8 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
 
     Args:
         request: Recipe, search space, goal and training length of a trial.
-        trials: Feasible trials at the corners of the space, for the largest batch and warm-up.
+        trials: Feasible trials at the corners of the space (listed values and ends of ranges), for
+            the largest batch and warm-up.
         data: The prepared data, for the rows of an epoch.
 
     Returns:

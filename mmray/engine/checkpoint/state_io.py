@@ -397,9 +397,9 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         """On rank 0, write state.json, meta.json and SHA256SUMS, which complete the checkpoint.
 
         Args:
-            metadata: DCP's description of the tensors; unused, because the headers of the files
-                have it.
-            results: What `write_data` returned on each rank.
+            metadata: Description of the tensors by torch.distributed.checkpoint (DCP); unused,
+                because the headers of the files have it.
+            results: What `write_data` returned on each rank: name, size and SHA-256 of its file.
 
         Raises:
             OSError: A rank's file is missing or has another size in this folder, or a file cannot

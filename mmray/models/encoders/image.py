@@ -42,9 +42,9 @@ def build_image_tower(
         image_side: Height and width of an image in pixels.
         batch_norm: Statistics of BatchNorm: `local` (of each worker), `frozen` (the running ones of
             the weights) or `synced` (of all workers).
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them; the key `image` has the transformers
-            config of the tower, if it has one, as JSON values.
+        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
+            tower with random weights, which the caller then replaces; its key `image` has the
+            transformers config of the tower, if it has one, as JSON values.
 
     Returns:
         A module from normalized pixels [B, 3, S, S] to features [B, width].

@@ -56,9 +56,9 @@ def build_text_tower(
             hub name.
         vocab_size: Number of tokens of the tokenizer.
         max_tokens: Maximum number of tokens of a text.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them; the key `text` has the transformers
-            config of the tower, if it has one, as JSON values.
+        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
+            tower with random weights, which the caller then replaces; its key `text` has the
+            transformers config of the tower, if it has one, as JSON values.
         language_token: Pattern of the language tokens, such as `[{}]`, for which pretrained weights
             get embedding rows; empty: none.
 
