@@ -140,10 +140,10 @@ class Contention:
         self._first_seen_s: dict[str, float] = {}
 
     def must_yield(self) -> bool:
-        """Return whether another job has waited for resources of the cluster for 5 s or longer.
+        """Return whether a placement group of the cluster has waited for resources for 5 s or
+        longer.
 
-        Jobs wait with a placement group. One that has waited for 120 s is ignored, because giving
-        back resources did not help.
+        One that has waited for 120 s is ignored, because giving back resources did not help.
         """
         now_s = time.monotonic()
         pending = pending_reservations()

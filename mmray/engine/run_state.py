@@ -58,9 +58,8 @@ class Callback(Protocol):
 class TrainSpec:
     """Model, settings and functions with which the training loop runs, constant over the run.
 
-    `save`, `evaluate`, `stop` and `interrupt_stream` are called on every rank. `save` gets step,
-    state, metrics and whether it is the last one, and returns how many seconds the previous save
-    took.
+    `save` and `evaluate` are called on every rank. `save` gets step, state, metrics and whether it
+    is the last one, and returns how many seconds the previous save took.
     """
 
     model: nn.Module  # not wrapped, but may be sharded already

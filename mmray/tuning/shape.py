@@ -139,8 +139,8 @@ class Measurements:
         """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
         may fit.
 
-        They do not fit if a smaller micro-batch ran out of memory or exceeded the limit, or if the
-        peaks of the next two smaller ones, extended linearly, exceed the limit.
+        They do not fit if this or a smaller micro-batch ran out of memory or exceeded the limit, or
+        if the peaks of the next two smaller ones, extended linearly, exceed the limit.
 
         Args:
             global_rows: Rows of the global batch.

@@ -52,8 +52,9 @@ def iter_micro_batches(
         token_multiple: Captions are padded to the longest of the micro-batch, rounded up to a
             multiple of this.
         max_tokens: Maximum number of tokens to which captions are padded.
-        memory: Memory for the pixels of a step that are not adjacent in `blocks`; they are valid
-            until the next step is requested. None: new memory for each step.
+        memory: Memory for pixels that must be copied, because a step has rows of several blocks or
+            is sorted; they are valid until the next step is requested. None: new memory for each
+            step.
         extra: Kinds of columns besides those of every model, such as boxes.
 
     Yields:
