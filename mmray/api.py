@@ -256,7 +256,8 @@ def evaluate(
         workers: number of workers; None: as in training, or as this machine has GPUs.
         accelerator: device of the workers; None: as in training.
         reporter: receives messages and progress; None: they are shown.
-        **settings: fields of `mmray.config.EvalSettings` that differ from the run's.
+        **settings: settings of the evaluation that differ from the run's, fields of
+            `mmray.config.EvalSettings` such as `batch=64`.
 
     Returns:
         Metrics by name, such as `recall_at_1/image_to_text` and `loss`.
@@ -308,10 +309,11 @@ def evaluate_weights(
         accelerator: device of the workers; None: GPUs if there are any.
         storage: folder for small files of Ray Train, shared by all nodes; None: `runs`.
         reporter: receives messages and progress; None: they are shown.
-        **settings: fields of `mmray.config.EvalSettings`.
+        **settings: settings of the evaluation, fields of `mmray.config.EvalSettings` such as
+            `batch=64`.
 
     Returns:
-        Metrics by name, as `evaluate` returns them.
+        Metrics by name, such as `recall_at_1/image_to_text` and `loss`.
 
     Raises:
         UsageError: the weights cannot be loaded, or a setting is invalid.

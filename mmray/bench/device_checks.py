@@ -117,7 +117,8 @@ def spec_of(
         double: Whether the model is in float64 instead of float32.
         plan: Number of steps and rows.
         micro_batch_size: Rows of a micro-batch.
-        options: Other fields of TrainSpec, such as {"callbacks": (callback,)}.
+        options: Other arguments of the training loop (fields of TrainSpec), such as {"callbacks":
+            (callback,)}.
         settings: Fields of the section `train`, such as `precision="bf16"`.
 
     Returns:

@@ -220,7 +220,8 @@ def format_table(stage: dict[str, Any]) -> list[str]:
     0.98`.
 
     Args:
-        stage: `stage` (name) and `rows` (a dict per case), as `run_stage` returns them.
+        stage: `stage` (name) and `rows` (a dict per case: `case`, its measurements, or `error` or
+            `skipped`).
     """
     width = max((len(row["case"]) for row in stage["rows"]), default=0)
     return [

@@ -118,7 +118,8 @@ def ddp(device: torch.device) -> dict[str, float]:
 def fsdp(device: torch.device) -> dict[str, float]:
     """Check that accumulated gradients of FSDP2 equal those of the module alone.
 
-    Requires the process group that `process_group` starts.
+    Call `process_group(device)` first: it starts a group of this process alone, with NCCL on a GPU
+    and Gloo on a CPU.
 
     Args:
         device: The device to check.

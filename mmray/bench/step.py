@@ -386,7 +386,8 @@ class Bench:
             shape: Global batch and micro-batch in rows.
             steps: Number of steps.
             callback: Its `on_step(step, metrics)` is called after each step.
-            options: Other fields of TrainSpec, such as `log`.
+            options: Other arguments of the training loop (fields of TrainSpec), such as `log`,
+                which gets the metrics.
 
         Returns:
             Status, number of steps and the last logged metrics, such as `train/loss`.
@@ -491,9 +492,10 @@ class Bench:
             return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
     def best_rows(self) -> int:
-        """Return the number of rows that fit in one pass of `best_window`.
+        """Return the number of rows that fit into memory in one pass of the loop written by hand.
 
-        It is all rows of this rank in a step, or if they do not fit a half, a quarter, ... of them.
+        The loop has the fastest settings of the device. It is all rows of this rank in a step, or
+        if they do not fit a half, a quarter, ... of them.
         """
         rows = self.rank_rows
         while True:

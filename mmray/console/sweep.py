@@ -77,7 +77,7 @@ def settings_columns(
 
 
 def settings_cells(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts of a trial for the columns of `settings_columns`.
+    """Return a trial's settings as texts for the cells of a table.
 
     Args:
         settings: values by setting, such as `{"optimizer.lr": 0.001}`.

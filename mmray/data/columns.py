@@ -49,8 +49,8 @@ class ExtraColumns(Protocol):
         """Write the values of one row into a block.
 
         Args:
-            columns: Arrays [R, ...] by column name, with at least those of `empty`; changed in
-                place.
+            columns: Arrays [R, ...] by column name, such as `boxes`, `box_labels` and `num_boxes`;
+                changed in place at `index`.
             index: Index of the row in the block, below R.
             row: The stored row: its key, images, texts and boxes.
             image_size: (width, height) of its upright image in pixels, before it was transformed.
@@ -63,8 +63,8 @@ class ExtraColumns(Protocol):
         """Convert the columns of stored rows to those that the model reads.
 
         Args:
-            rows: Arrays [B, ...] by column name for the rows of a batch, with the columns that
-                `empty` returns.
+            rows: Arrays [B, ...] by column name for the rows of a batch, such as `boxes`,
+                `box_labels` and `num_boxes`.
 
         Returns:
             Arrays [B, ...] by name, such as `boxes`, `box_labels` and `box_mask`, without padding

@@ -107,14 +107,15 @@ class Group:
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Sum gradients at gathered rows over ranks, and return those at this rank's rows.
+        """Sum gradients over ranks, and return those at this rank's rows; the backward of
+        `all_gather`.
 
         Args:
-            gradients: This rank's gradients [world_size x B, ...] at the rows that `all_gather`
-                returned.
+            gradients: This rank's gradients at the rows of all ranks, [world_size x B, ...] in rank
+                order.
 
         Returns:
-            Summed gradients [B, ...] at the rows that this rank passed to `all_gather`.
+            Summed gradients [B, ...] at this rank's B rows.
         """
         if self.world_size == 1:
             return gradients

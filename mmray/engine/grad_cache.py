@@ -261,11 +261,12 @@ def pack(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def unpack(packed: Tensor, shapes: Mapping[str, torch.Size]) -> Outputs:
-    """Return the columns of a matrix that `pack` built, as views.
+    """Split a matrix of rows into columns, the reverse of `pack`, as views.
 
     Args:
-        packed: [R, width]. R may differ from the number of rows B that was packed, for example
-            after an all-gather, and further elements of a row are ignored.
+        packed: [R, width], the columns of each row one after another. R may differ from the number
+            of rows that was packed, for example after an all-gather. Further elements of a row are
+            ignored.
         shapes: Shape [B, ...] of each packed column by name, in order; only the dimensions after
             the first are used.
 
@@ -463,8 +464,8 @@ def attach_negatives(
         embeddings: Outputs of this rank's rows by name, [rows, ...], and the scalars.
         columns: Gathered outputs by name [G, ...], `valid` bool [G] and the int `offset`, the index
             of this rank's first row among the G; None with a single rank.
-        inputs: Columns of all ranks from which negatives are copied, as `gather_negative_inputs`
-            returns them.
+        inputs: Columns of all ranks from which negatives are copied, such as `input_ids` int64 [G,
+            T].
 
     Returns:
         New dicts with the columns of each micro-batch, such as `negative_ids` int64 [B, T].

@@ -162,7 +162,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: CheckpointState) -> None:
-    """Load into an optimizer the state that `optimizer_state` returned.
+    """Load the saved state of an optimizer, by the model's parameter names instead of numbers.
 
     Weight decay, betas and epsilon are those of the optimizer, not of the state, because a trial of
     a sweep may resume with other values.

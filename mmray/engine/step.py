@@ -169,7 +169,7 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
 
     Args:
         state: Model and optimizer; the weights change.
-        cache: The metrics and stop requests that `accumulate_gradients` returned.
+        cache: The metrics of the step, and how many ranks request the end of the run.
 
     Returns:
         Metrics and gradient norm of the step, and whether any rank requested the end.

@@ -218,7 +218,8 @@ def retrieval_scores(
 
     Args:
         embedded: The image and text embeddings of all rows.
-        retrieval_ranks: Result of `compute_retrieval_ranks`: int64 ranks by direction.
+        retrieval_ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of
+            each caption among the images, `text_to_image` int64 [C]; 1 is the top.
         group: The ranks of the process group.
         objective: The objective of the run.
         global_rows: The loss is computed within groups of this many rows.

@@ -225,8 +225,8 @@ def retrieval_examples(
 
     Args:
         embedded: The embeddings of all rows, N images and C captions.
-        ranks: `image_to_text` int64 [N] and `text_to_image` int64 [C], as `compute_retrieval_ranks`
-            returns them.
+        ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of each caption
+            among the images, `text_to_image` int64 [C]; 1 is the top.
         prepared: The set, for captions and images.
         device: Where scores are computed.
         max_pixels: Images with more pixels are not decoded.

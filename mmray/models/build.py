@@ -35,8 +35,8 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             `spec`.
 
     Returns:
-        A module whose forward takes a batch (dict of tensors) and returns named outputs, as
-        described in mmray/models/protocol.py.
+        A module whose forward takes a batch (dict of tensors) and returns outputs by name, such as
+        `image_embed` and `text_embed` (mmray/models/protocol.py).
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.

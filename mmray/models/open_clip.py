@@ -178,7 +178,8 @@ def model_kind(hf: dict[str, Tensor]) -> str:
     """Return the `model.kind` of a checkpoint, `clip` or `siglip`.
 
     Args:
-        hf: Its weights under the names of transformers, as `rename_to_hf` returns them.
+        hf: Its weights under the names of transformers, such as
+            `vision_model.post_layernorm.weight`.
     """
     return "siglip" if _PROBE in hf else "clip"
 
@@ -188,7 +189,8 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
 
     Args:
         weights: Address of the weights, for errors.
-        hf: The weights under the names of transformers, as `rename_to_hf` returns them.
+        hf: The weights under the names of transformers, such as
+            `vision_model.post_layernorm.weight`.
 
     Returns:
         `image_side` and `patch` (side of a patch) in pixels, `max_tokens`, and `vocab_size` (rows
@@ -240,7 +242,7 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
 
     Args:
         state: Weights under the names of the checkpoint.
-        hf: The same under the names of transformers, as `rename_to_hf` returns them.
+        hf: The same under the names of transformers, such as `vision_model.post_layernorm.weight`.
         spec: The `model` section; `kind` and `activation` must suit the weights, and the config is
             read next to the file `weights`.
 

@@ -19,8 +19,8 @@ def synthetic_rows(
 ) -> dict[str, Tensor]:
     """Return a synthetic batch for a model.
 
-    It comes from the model's own `synthetic_batch(rows)` if it has this method, otherwise from the
-    function `synthetic_batch`.
+    It comes from the model's own `synthetic_batch(rows)` if it has this method. Otherwise it has
+    random pixels and random captions of the maximum length.
 
     Args:
         model: The model.

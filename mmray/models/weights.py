@@ -135,8 +135,8 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
 
 
 def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
-    """Read something of transformers from a folder, the hub cache, or the Hugging Face hub, in this
-    order.
+    """Read a config, tokenizer or model of transformers from a folder, the hub cache, or the
+    Hugging Face hub, in this order.
 
     Args:
         setting: Name of the setting that has `name`, such as `model.weights`, for errors.
@@ -212,7 +212,7 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
         name: Path of a folder, or a name on the Hugging Face hub, from which the weights are
             downloaded unless they are in the cache.
         model_class: Class of transformers with `from_pretrained`.
-        config: Config of the model, as `load_config` returns it.
+        config: Config of the model, of a subclass of transformers' PretrainedConfig.
         options: Further keyword arguments of `from_pretrained`.
 
     Returns:

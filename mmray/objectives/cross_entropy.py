@@ -28,7 +28,8 @@ class CrossEntropy:
         nothing is predicted.
 
         Args:
-            batch: Columns of the rows by name; each subclass lists those that it reads.
+            batch: Columns of the rows by name, such as `label` int64 [B] and `valid` bool [B],
+                False for padding; each subclass reads its own.
         """
         raise NotImplementedError
 
@@ -36,7 +37,8 @@ class CrossEntropy:
         """Return the number of targets, an int64 scalar: the denominator of the loss.
 
         Args:
-            batch: The columns that `targets` reads, with the classes to predict.
+            batch: The columns with the classes to predict, such as `label` int64 [B], and `valid`
+                bool [B], False for padding.
         """
         return (self.targets(batch) != IGNORE_INDEX).sum()
 

@@ -67,8 +67,8 @@ class Objective(Protocol):
                 G. None: the batch is the whole global batch.
 
         Returns:
-            The loss sum, the count as `count` returns it, and the sums of further metrics by name.
-            Each is a scalar tensor.
+            The loss sum, its denominator (the number of valid rows or target tokens), and the sums
+            of further metrics by name. Each is a scalar tensor.
         """
 
 

@@ -183,7 +183,8 @@ def export_pretrained(
     """Export a model with pretrained weights to a folder, which `mmray.load` loads.
 
     Args:
-        config: Config from `pretrained_config`; `model.inputs.tokenizer` names the tokenizer.
+        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
+            tokenizer, from `pretrained_config`.
         out: Folder to write, or its URI.
         log: Called with a line and its label.
 
@@ -255,7 +256,8 @@ def evaluate_pretrained(
     """Evaluate a model with pretrained weights.
 
     Args:
-        config: Config from `pretrained_config`; `model.inputs.tokenizer` names the tokenizer.
+        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
+            tokenizer, from `pretrained_config`.
         data: Prepared set or raw source to evaluate on.
         split: Split of the set; None: `test`.
         reporter: Receives progress and messages.

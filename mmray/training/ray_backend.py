@@ -384,12 +384,12 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def is_worker_lost(error: BaseException) -> bool:
-    """Return whether a root cause means that a worker was lost, not that its code failed.
+    """Return whether an error means that a worker was lost, not that its code failed.
 
     True also for a broken collective, which is what the peers of a lost worker report.
 
     Args:
-        error: An error from `root_cause`.
+        error: The error that made the worker fail, not the one of Ray Train around it.
     """
     if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
         # it may quote NCCL running out of memory; RayError: of a task's error that cannot be

@@ -93,7 +93,7 @@ def decide_recovery(
     Args:
         failure: The failure: its kind (such as `lost` or `raised`), its error and the last step.
         before: The failure before it; None: this is the first.
-        failures: Consecutive failures without a new checkpoint, from `count_failures`.
+        failures: Number of consecutive failures without a new checkpoint, this one included.
         max_failures: `cluster.max_failures`, the number that is tolerated.
 
     Returns:

@@ -336,7 +336,7 @@ def recommend(
     Its global batch is the smallest one with at least 95% of the highest samples/s.
 
     Args:
-        rows: Rows of all batch shapes, as `build_rows` returns them.
+        rows: Rows of trials.jsonl, one for each measured batch shape.
         measurements: Step times and memory, from which the rows were built.
         own_global: Rows of the recipe's global batch, which its learning rate is for.
 

@@ -199,8 +199,8 @@ class CsvSource(JsonlSource):
         notation. A numeric `label` becomes a number.
 
         Args:
-            record: Columns and delimiter of the file, and the fields of the row as `iter_records`
-                yields them.
+            record: Columns and delimiter of the file, and the fields of the row, in which each
+                UTF-8 byte is one character (Latin-1).
 
         Raises:
             BadRow: The record is invalid, or has another number of fields than the header.

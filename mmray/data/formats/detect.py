@@ -106,7 +106,7 @@ def open_source(
     """Create the object that reads a source; it reads nothing yet.
 
     Args:
-        spec: Format and location, from `detect_source`.
+        spec: Name of the format, folder, and name of the file in it, from `detect_source`.
         prepared_folder: Folder of the prepared set, where listings of the source are stored.
         columns: Column of the source by mmray's column name, such as {"text": "title"}.
         caption_template: Caption of a class, with `{}` for its name: `a photo of a {}`.

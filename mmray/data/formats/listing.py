@@ -75,7 +75,8 @@ class ListingSource(Source):
         """Return the values of a listed row, with the captions of its caption file if it has one.
 
         Args:
-            record: Values from `list_rows`, without `origin`.
+            record: Values of the row by column name, such as `image`, `text` and `text_file` (name,
+                size and modification time of its caption file).
 
         Returns:
             The values without `text_file`; `texts` are the non-blank lines of that file, or [""].
@@ -224,11 +225,13 @@ class ImageTextPairs(ListingSource):
                 yield {"origin": texts[stem], "id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk (a range of rows); on an object store, several caption files
-        are read at a time.
+        """Yield the rows of a chunk, a range of the pairs that the driver has listed.
+
+        On an object store, several caption files are read at a time. A row has its line, its
+        location and its values by column, or a BadRow if it is invalid.
 
         Args:
-            chunk: A part of one file, as `scan` yielded it.
+            chunk: A range of pairs, as `scan` yielded it.
 
         Raises:
             DataError: The listing changed after it was scanned.

@@ -220,7 +220,7 @@ class Source:
         """Return the values of a row by the column names of the source.
 
         Args:
-            record: The last of the three values that `records` yields for a row.
+            record: The unparsed row in the form of the format, such as the bytes of a line.
 
         Raises:
             BadRow: The row is invalid.
@@ -251,7 +251,8 @@ class Source:
         `values`.
 
         Args:
-            item: (line, location, record), as `records` yields it.
+            item: (line, location, record): number of the row in its file, `file:line` for messages,
+                and the unparsed row or a BadRow.
 
         Returns:
             Line, location (`file:line`), and the values by mmray's column names.
@@ -334,7 +335,8 @@ def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
 
     Args:
         folder: Folder of the source.
-        chunk: A part of a file, with the result of `file_signature` when it was scanned.
+        chunk: A part of a file; its `signature` is a hash of name, size and modification time of
+            the file when it was scanned.
     """
     if file_signature(folder, chunk.file) != chunk.signature:
         raise changed_error(chunk.file)

@@ -14,8 +14,8 @@ from mmray.data.rows import MESSAGE_COLUMNS
 def normalize_values(
     values: dict[str, Any], class_names: Sequence[str], caption_template: str
 ) -> dict[str, Any]:
-    """Convert the values of a source row, as pandas or a spreadsheet stores them, to the types that
-    `rows.parse_row` expects.
+    """Convert the values of a source row, as pandas or a spreadsheet stores them, to the types of a
+    row: text, int, list or None.
 
     NaN becomes a missing value, a float such as 3.0 an integer, the name of a class its number, and
     a conversation in JSON a list. If a row has `text` and `texts`, `texts` is taken. Missing and

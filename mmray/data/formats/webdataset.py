@@ -131,8 +131,8 @@ class WebDatasetSource(Source):
                 `json` or `cls`. A BadRow as a member rejects the sample.
 
         Returns:
-            `images`, a list of ImageRef with the bytes, and `text`, `label` and the known columns
-            of `json`, as far as the sample has them.
+            `images`, a list of ImageRef (name and bytes of an image), and `text`, `label` and the
+            known columns of `json`, as far as the sample has them.
 
         Raises:
             BadRow: A member is damaged or invalid, or the sample has only images with unknown

@@ -75,8 +75,8 @@ class BoxColumns:
         Args:
             columns: A block of R rows, whose `boxes` float32 [R, M, 4], `box_labels` int64 [R, M]
                 and `num_boxes` int32 [R] are changed in place at `index`. A box is (left, top,
-                right, bottom) in fractions of the square. Entries after the boxes of the row keep
-                the values of `empty`.
+                right, bottom) in fractions of the square. Entries after the boxes of the row are
+                not changed.
             index: Index of the row in the block.
             row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
                 `box_labels` are class numbers or None.

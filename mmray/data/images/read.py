@@ -168,9 +168,9 @@ def _check_reference(image: ImageRef) -> None:
 
 @contextmanager
 def os_error_as_bad_row(name: str) -> Iterator[None]:
-    """Context manager that converts an OSError to a BadRow of the row that refers to a file.
+    """Context manager that converts an OSError to a BadRow, the error of a row that is quarantined.
 
-    `prepare` quarantines such a row and can retry it. A TransientStorageError is not converted: it
+    `prepare` leaves such a row out and can retry it. A TransientStorageError is not converted: it
     is not about this file, and would reject all the following rows.
 
     Args:

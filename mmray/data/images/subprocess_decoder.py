@@ -37,8 +37,9 @@ class SubprocessDecoder:
         Args:
             data: Encoded bytes, which may be from an untrusted source.
             max_pixels: Maximum width x height of the image.
-            transform_args: Arguments of `transform` after the pixels, which the child also runs:
-                (inputs, augment, uniforms); None: only decode, and resize to one pixel.
+            transform_args: (inputs, augment, uniforms): sections `model.inputs` and `augment`, and
+                the random numbers of the augmentation, with which the child also resizes and
+                augments the image. None: only decode, and resize to one pixel.
 
         Returns:
             (width, height) of the upright image in pixels.

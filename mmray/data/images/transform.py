@@ -62,7 +62,7 @@ def transform(
         inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
         augment: The `augment` section: random crop, flip and color jitter; None for none.
         uniforms: Random numbers that determine crop, flip and colors, float64 [NUM_UNIFORMS] in [0,
-            1), as `hash_uniform` returns them for a row; None: no augmentation.
+            1), a pure function of seed, row and epoch in training; None: no augmentation.
 
     Returns:
         Contiguous pixels uint8 [3, side, side], not normalized.

@@ -57,7 +57,8 @@ def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[in
 
     Yields:
         The number of the first row of the chunk among all rows of these chunks, and its record: a
-        dict with `shards`, `rows`, `bad_rows` and more, as `read_chunk_record` returns it.
+        dict with `shards` (their manifest entries), `rows` (lists of values by column), `bad_rows`
+        and more.
 
     Raises:
         DataError: A record was deleted.
@@ -254,7 +255,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     such a row.
 
     Args:
-        packed: Digests, splits and shards of the rows, from `read_packed_rows`.
+        packed: Digests (of images, captions and keys), splits and shards of the rows.
         rule: `prepare.duplicates`: `image` (same images, and same conversation if there is one),
             `row` (same images and captions), `text` (same images or same captions) or `keep`
             (none).
@@ -310,7 +311,7 @@ def quarantine_rows(
     Args:
         out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
-        packed: Digests, splits and shards of their rows, from `read_packed_rows`.
+        packed: Digests, splits and shards of their rows.
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
             split), and why.
         file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,

@@ -351,7 +351,7 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
     Args:
         out: Folder of the set.
-        name: Path of the record in it, from `record_path`.
+        name: Path of the JSON file with the record, relative to the folder, from `record_path`.
 
     Returns:
         `job` (digest of the settings), `class_names`, `chunk` (fields of the SourceChunk), `shards`
@@ -373,7 +373,8 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
     could not be read for a reason that may be temporary.
 
     Args:
-        record: Record of the packed chunk, from `read_chunk_record`.
+        record: Record of the packed chunk: a dict with its `chunk`, the digest of the settings as
+            `job`, `bad_rows` and the image `files`.
         job: Source, output folder and settings.
         chunk: The chunk as it was scanned now.
     """

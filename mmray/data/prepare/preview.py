@@ -56,7 +56,7 @@ def find_class_names(
     Args:
         source: The source, whose `scan` was iterated.
         chunks: Chunks (parts of the source) whose labels are read.
-        first_rows: Parsed rows, as `read_first_rows` returns them.
+        first_rows: The first rows, parsed: values by column, or a BadRow.
 
     Returns:
         The names of the labels 0, 1, ...; () if no label is a name, or one is a number.
@@ -89,7 +89,7 @@ def describe_source(
         job: Source and settings.
         source: The source, whose `scan` was iterated.
         chunks: The chunks (parts of the source) that `scan` yielded.
-        first_rows: Parsed rows, as `read_first_rows` returns them.
+        first_rows: The first rows, parsed: values by column, or a BadRow.
 
     Yields:
         (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The

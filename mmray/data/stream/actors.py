@@ -70,8 +70,8 @@ def rank_blocks(
             the rank keeps only its minimum number of actors.
 
     Returns:
-        An iterable of blocks (arrays of R rows by column), the output of `reader.read_block`. Close
-        it to end the actors.
+        An iterable of blocks, arrays of R rows by column such as `image` uint8 [R, 3, S, S] and
+        `input_ids` int32 [R, T]. Close it to end the actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())

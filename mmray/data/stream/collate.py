@@ -44,8 +44,8 @@ def iter_micro_batches(
     """Yield the micro-batches of a rank for each step; the last of a step may be smaller.
 
     Args:
-        blocks: This rank's rows in sample order, some at a time: arrays by column, as
-            `RowReader.read_block` returns them.
+        blocks: This rank's rows in sample order, some at a time: arrays by column, such as `image`
+            uint8 [R, 3, S, S], `input_ids` int32 [R, T] and `num_tokens` int32 [R].
         rank_rows: Rows of a rank in a step.
         micro_batch_size: Rows of a micro-batch, B.
         group_by_length: Sort the rows of a step, most tokens first.

@@ -214,7 +214,7 @@ def hash_choice(
     Args:
         seed: Seed of the run.
         pass_index: How often the run has taken each row before.
-        row_hash: Hash of the key (name) of each row, from `hash_key`.
+        row_hash: Hash of the key (name) of each row.
         num_choices: Number of alternatives of each row, at least 1.
 
     Returns:
@@ -232,7 +232,7 @@ def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count:
     Args:
         seed: Seed of the run.
         pass_index: How often the run has taken each row before, int64 [R].
-        row_hash: Hash of the key (name) of each row, from `hash_key`, int64 [R].
+        row_hash: Hash of the key (name) of each row, int64 [R].
         count: Numbers per row.
 
     Returns:

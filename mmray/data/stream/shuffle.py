@@ -142,7 +142,8 @@ def with_local_cache(
     Args:
         data: The `data` section.
         prepared: The set; returned unchanged if it is on a disk or is not cached.
-        shuffle: The block shuffle of the run, whose blocks are cached; None: a full shuffle.
+        shuffle: The block shuffle of the run, whose blocks (ranges of adjacent rows) are fetched
+            into the cache at once; None: a full shuffle.
 
     Raises:
         UsageError: The set only refers to its images, so the folder `data.local_cache` cannot cache

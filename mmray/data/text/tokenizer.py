@@ -128,7 +128,7 @@ class TextEncoder:
         """Encode texts as the token columns of a batch.
 
         Args:
-            texts: N texts, as `format_texts` returns them.
+            texts: N captions.
 
         Returns:
             `input_ids` int32 [N, T] and `num_tokens` int32 [N]. T is the number of tokens of the

@@ -160,8 +160,8 @@ def iter_row_batches(
     """Yield the micro-batches of a rank for each step.
 
     Args:
-        blocks: This rank's rows in sample order, some at a time: arrays by column, as
-            `ConversationReader.read_block` returns them.
+        blocks: This rank's rows in sample order, some at a time: arrays by column, such as
+            `num_tokens` int32 [R] and `record` (encoded rows as bytes).
         plan: The sample plan, which has the number of rows of each step.
         first_step: The step of the first block.
         rank: The global rank of this process.
@@ -172,8 +172,8 @@ def iter_row_batches(
     Yields:
         The micro-batches of one step. Each has `key` (hash of the row's key), `label` and `pos`
         (position in the sample order) int64 [R], `valid` bool [R] and `num_tokens` int32 [R] of its
-        R rows, and the inputs of the model for the valid rows only, as `RowCollator` returns them.
-        The iteration ends early if there are no more blocks.
+        R rows, and the inputs of the model for the valid rows only, such as `input_ids` and
+        `pixel_values`. The iteration ends early if there are no more blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

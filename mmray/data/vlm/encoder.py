@@ -201,11 +201,12 @@ class ProcessorEncoder:
         return self.encode_prompt([{"role": "user", "content": [{"type": "image"}]}], [blank])
 
     def count_tokens(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of a row, as `encode` has, from the sizes of its images.
+        """Return how many tokens a row will have after encoding, from its texts and the sizes of
+        its images.
 
         Args:
-            messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image"} and {"type": "text", "text": "..."}.
+            messages: Messages {role, content}. content is a text or a list of parts {"type":
+                "image"} and {"type": "text", "text": "..."}.
             sizes: (width, height) in pixels of the image of each image part, in order.
         """
         text, _ = self._render(self._as_parts(messages))

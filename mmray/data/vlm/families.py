@@ -142,7 +142,7 @@ def is_packable(config: dict[str, Any], family: Family) -> bool:
 
     Args:
         config: Content of the model's config.json; `text_config` is read.
-        family: Its family, from `find_family`, which may exclude packing.
+        family: Description of the model's inputs; its `packable` may exclude packing.
     """
     text = config.get("text_config") or {}
     layers = text.get("layer_types") or ()

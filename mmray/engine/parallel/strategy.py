@@ -107,7 +107,7 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     that sharding saves. HSDP adds up the shards of other nodes only in the last one.
 
     Args:
-        model: The model as `wrap_model` returned it.
+        model: The model, wrapped in DDP or sharded.
         last: Whether this is the last micro-batch of the step.
     """
     if is_sharded(model):

@@ -153,7 +153,8 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
 
     Args:
         folder: Local folder of the export.
-        spec: Its `model` section, as `read_spec` returns it; `weights` is set to the folder.
+        spec: Its `model` section as nested objects, from `read_spec`; its `weights` is set to the
+            folder.
         device: Where the model computes.
 
     Returns:

@@ -188,8 +188,9 @@ class Vlm(nn.Module):
         """Return the hidden states after the last layer.
 
         Args:
-            batch: Columns that `collator` builds, as `forward` takes them. Columns that are not
-                inputs of the transformers model, such as `targets` and `key`, are ignored.
+            batch: Tensors by column: `input_ids` int64 [1, T] if rows are packed, otherwise [B, T];
+                `position_ids`, `pixel_values` and the other inputs of the transformers model. Other
+                columns, such as `targets` and `key`, are ignored.
 
         Returns:
             [B, T, H], with B = 1 if rows are packed, for T tokens and hidden size H.
