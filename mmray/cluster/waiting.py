@@ -117,7 +117,7 @@ def own_job() -> str:
 
 
 def is_reserved(demand: Demand) -> bool:
-    """Return whether the workers of a run have their resources.
+    """Return whether Ray has reserved the resources of a run's workers.
 
     False while a placement group of this job for these workers waits for resources.
 

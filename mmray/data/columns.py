@@ -93,7 +93,8 @@ def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraC
     boxes.
 
     Args:
-        inputs: The `model.inputs` section. `max_boxes` above zero adds BoxColumns.
+        inputs: The `model.inputs` section. `max_boxes` above zero adds the columns of boxes and
+            their labels.
         augment: The `augment` section, which is applied as to the pixels; None for none.
 
     Returns:

@@ -152,7 +152,8 @@ class ProgressReporter:
     _is_training: bool = False
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Report a logged line, and the duration of a save that has ended.
+        """Send a logged line to the driver, and the duration of a save of a checkpoint that has
+        ended.
 
         Args:
             step: Number of the step, counted from 1.

@@ -137,7 +137,8 @@ class EvalBatches:
     def rows(self) -> np.ndarray:
         """Indices of this rank's rows in the set, int64, ascending.
 
-        The ranks get contiguous parts of the first `limit` rows, whose sizes differ by at most one.
+        The ranks get contiguous parts of the set, or of its first `limit` rows if a limit is set.
+        Their sizes differ by at most one.
         """
         limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
         return np.array_split(np.arange(limit), self.world_size)[self.rank]

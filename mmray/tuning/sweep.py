@@ -418,7 +418,7 @@ class SweepState:
             self._request_stop("budget", "the budget is spent; stopping the running trials")
 
     def is_stopped(self) -> bool:
-        """Return whether the sweep was to be stopped and its trials have ended.
+        """Return whether a stop of the sweep was requested and its trials have ended.
 
         True also if a trial did not stop within the time limit of saving a checkpoint.
         """

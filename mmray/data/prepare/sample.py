@@ -110,7 +110,7 @@ def generate(out: Path) -> Path:
     The set is written to a temporary folder and renamed, so an existing folder is complete.
 
     Args:
-        out: Folder in which the set gets a folder named by VERSION.
+        out: Folder in which the set gets a folder named by its version, such as `v1`.
 
     Returns:
         Path of sample.jsonl, whose rows have `id`, `image`, `texts` and `split`; the images are in

@@ -256,7 +256,8 @@ class LogUploader:
         self._thread.start()
 
     def upload_changed(self) -> None:
-        """Upload the files that have changed since their last upload.
+        """Upload the files of `local_folder` that have changed since their last upload to the run's
+        folder.
 
         Raises:
             OSError: The object store failed.
