@@ -379,7 +379,7 @@ def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
 
 
 class ProfiledSteps:
-    """Callback of a training loop that profiles PROFILED_STEPS steps after the warm-up.
+    """Callback of a training loop that profiles PROFILED_STEPS (5) steps after the warm-up.
 
     Args:
         device: The device whose kernels, or on a CPU operators, are recorded.

@@ -140,7 +140,8 @@ def _time_row(
 
 @dataclass
 class ProfiledTimer(StepTimer):
-    """Callback of a training loop that records step times, and then profiles PROFILED_STEPS steps.
+    """Callback of a training loop that records step times, and then profiles PROFILED_STEPS (2)
+    steps.
 
     Attributes:
         last_timed_step: Step after which the profile starts.

@@ -320,7 +320,10 @@ class AttemptMonitor:
         self._detector = HangDetector(cluster.state_limits_s)
 
     def poll(self) -> None:
-        """Read messages and heartbeats of the workers, and run the checks that are due.
+        """Read messages and heartbeats of the workers, and check for hangs, preemptions, a
+        requested stop and capacity for more workers.
+
+        Call it several times a second; each check has its own interval.
 
         Raises:
             ResourceError: A worker has sent no first heartbeat in time.

@@ -343,7 +343,9 @@ class SweepState:
 
         Args:
             name: Name of the trial, such as `t001`.
-            outcome: How it ended; None: the scheduler ended it, or it was complete.
+            outcome: How it ended; None: `finished` if it has reached the last rung (number of
+                samples after which trials are compared), `pruned` if it has reached an earlier one,
+                otherwise `stopped`.
         """
         self._add_running_time()
         self._running.pop(name, None)

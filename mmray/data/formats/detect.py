@@ -41,6 +41,7 @@ class SourceSpec:
 
     @property
     def display_name(self) -> str:
+        """Name of the file, or of the folder if the source is a whole folder, for the manifest."""
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 

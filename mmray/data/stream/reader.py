@@ -207,12 +207,13 @@ class RowReader(SetReader):
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
-            - `image` uint8 [R, 3, S, S], for the image side S of the model. - `input_ids` int32 [R,
-            T], padded to the longest text, and `num_tokens` int32 [R]. - `key` int64 [R], the hash
-            of the row key; `label` int64 [R], -1 for none. - `valid` bool [R]; `pos` int64 [R], the
-            positions. - Of generative models also `loss_mask` bool [R, T], True for tokens to
-            predict, and `image_pos` int32 [R], the index of the image token. - The columns of
-            data/columns.py that the model's inputs ask for, such as `boxes`.
+            - `image` uint8 [R, 3, S, S], for the image side S of the model.
+            - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
+            - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
+            - `valid` bool [R]; `pos` int64 [R], the positions.
+            - Of generative models also `loss_mask` bool [R, T], True for tokens to predict, and
+              `image_pos` int32 [R], the index of the image token.
+            - Further columns that the model's inputs ask for, such as `boxes`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
