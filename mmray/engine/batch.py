@@ -19,17 +19,20 @@ class BatchShape:
     The global batch size is fixed for a run. The micro-batch size may change with the memory and
     with the number of workers; each method returns the changed shape.
 
-    With `auto`, the largest micro-batch that fits into memory is searched before the first step.
-    `micro_tokens` is the most tokens of a micro-batch if `batch.tokens` is set, otherwise None.
+    Attributes:
+        global_batch_size: Rows of a step, over all workers.
+        micro_batch_size: Rows of one forward pass; the last one of a step may have fewer.
+        world_size: Number of workers.
+        auto: Whether a synthetic step before the first one searches the largest micro-batch that
+            fits into memory, up to `micro_batch_size`.
+        micro_tokens: Most tokens of a micro-batch if `batch.tokens` is set; `micro_batch_size` is
+            then how many rows of the maximum length it holds. Otherwise None.
     """
 
     global_batch_size: int
-    micro_batch_size: int  # rows of one forward pass; the last of a step may be smaller
+    micro_batch_size: int
     world_size: int
-    # The dry run searches the largest micro-batch that fits, up to `micro_batch_size`.
     auto: bool = False
-    # Most tokens of a micro-batch if rows are divided by their tokens. Then `micro_batch_size` is
-    # how many rows of the maximum length it holds.
     micro_tokens: int | None = None
 
     @property

@@ -27,12 +27,19 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class Group:
-    """This rank in its process group; all ranks must make the same calls in the same order."""
+    """This rank in its process group; all ranks must make the same calls in the same order.
+
+    Attributes:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        timeout_s: Timeout of collectives in seconds; None: as the process group was initialized.
+    """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default=torch.device("cpu"))
-    timeout_s: float | None = None  # of collectives; None: as the process group was initialized
+    timeout_s: float | None = None
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:

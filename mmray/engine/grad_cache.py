@@ -38,20 +38,32 @@ class GradCache:
 
     A loss has a vector [K] of counts: one number, or for a sum of K objectives one for each. An
     absent loss has none.
+
+    Attributes:
+        micro_batches: This rank's micro-batches, with the columns of their hard negatives.
+        global_counts: float64 [K], the divisors of the global loss (over pairs of rows of all
+            ranks): sums over all ranks, at least 1.
+        local_counts: float64 [K], the same of the local loss (a sum over rows).
+        global_weights: float64 [K], factors of the sums of the global loss, so that gradients are
+            means, times the loss scale.
+        local_weights: float64 [K], the same of the local loss.
+        stop_requests: float64 [1], how many ranks request a stop.
+        gradients: For each micro-batch the weighted gradients of the global loss at its outputs, by
+            name.
+        means: `loss` and the objective's metrics: this rank's part of the mean over the global
+            batch, so that the mean is the sum over ranks.
+        scalars: Scalar outputs of the last micro-batch by name, without graph.
     """
 
-    micro_batches: list[Batch]  # with the columns of their hard negatives
-    # float64 [K], sums over all ranks, at least 1: divisors of the global and of the local loss
+    micro_batches: list[Batch]
     global_counts: Tensor
     local_counts: Tensor
-    # float64 [K]: factors of loss sums, so that gradients are means, times the loss scale
     global_weights: Tensor
     local_weights: Tensor
-    stop_requests: Tensor  # float64 [1], how many ranks request a stop
-    # of each micro-batch: weighted gradients of the global loss at its outputs
+    stop_requests: Tensor
     gradients: list[Outputs] = field(default_factory=list)
-    means: dict[str, Tensor] = field(default_factory=dict)  # see StepResult
-    scalars: Outputs = field(default_factory=dict)  # of the last micro-batch, without graph
+    means: dict[str, Tensor] = field(default_factory=dict)
+    scalars: Outputs = field(default_factory=dict)
 
     def add_means(self, sums: Mapping[str, Tensor], counts: Tensor) -> None:
         """Add this rank's part of mean losses and metrics to `means`.
@@ -196,11 +208,18 @@ def _split_by_micro_batch(outputs: Outputs, micro_batches: list[Batch]) -> list[
 
 
 class GlobalLossResult(NamedTuple):
-    """The global loss of a step; the gradients are those of all ranks' losses, weighted."""
+    """The global loss of a step (over pairs of rows of all ranks), and its gradients.
 
-    loss_sum: Tensor  # of this rank's rows, scalar or [K]
+    Attributes:
+        loss_sum: Sum over this rank's rows, a scalar, or [K] for K summed objectives.
+        metric_sums: Sums of metrics by name, such as `loss_positive`.
+        gradients: Gradients by name at this rank's outputs [rows, ...] and at the scalars, of the
+            weighted losses of all ranks.
+    """
+
+    loss_sum: Tensor
     metric_sums: dict[str, Tensor]
-    gradients: Outputs  # at this rank's outputs [rows, ...] and at the scalars
+    gradients: Outputs
 
 
 def _global_loss(
@@ -290,15 +309,19 @@ def _shapes(columns: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class GatheredOutputs:
     """Outputs of all ranks.
 
-    With a single rank, `packed` and `columns` are None: the batch has all rows.
+    Attributes:
+        counts: Counts of the global and of the local loss and the stop requests, summed over ranks,
+            float64 vectors.
+        packed: [world_size x (1 + rows), width], a leaf that requires gradients; None with a single
+            rank, whose batch has all rows.
+        columns: Views of `packed` by name: the argument `gathered` of an objective's
+            `compute_loss`; None with a single rank.
+        shapes: Shapes of this rank's outputs by name, in the order of `packed`.
     """
 
-    # sums over ranks of the counts of the global and the local loss, and of the stop requests
     counts: tuple[Tensor, ...]
-    packed: Tensor | None = None  # [world x (1 + rows), width], a leaf that requires gradients
-    # the argument `gathered` of Objective.compute_loss, views of `packed`
+    packed: Tensor | None = None
     columns: dict[str, Any] | None = None
-    # of this rank's outputs, in the order of `packed`
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
 

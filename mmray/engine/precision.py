@@ -20,7 +20,13 @@ DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Precision:
-    """Settings of autocast; weights, loss and optimizer stay in float32."""
+    """Settings of autocast; weights, loss and optimizer stay in float32.
+
+    Attributes:
+        name: `fp32`, `bf16` or `fp16`.
+        dtype: Dtype of autocast; None for fp32.
+        device_type: `cuda` or `cpu`.
+    """
 
     name: str
     dtype: torch.dtype | None

@@ -30,11 +30,17 @@ CLOSE_TIMEOUT_S = 5.0  # for the thread to end, if its stream cannot be interrup
 
 
 class TokenCounts(NamedTuple):
-    """Numbers of caption tokens of a rank's rows in a step, with and without padding."""
+    """Numbers of caption tokens of a rank's rows in a step, with and without padding.
 
-    real: int  # tokens of the captions
-    padded: int  # with padding
-    padded_unbucketed: int  # with padding, if rows were not bucketed by length
+    Attributes:
+        real: Tokens of the captions.
+        padded: The same with padding.
+        padded_unbucketed: With the padding that there would be if rows were not grouped by length.
+    """
+
+    real: int
+    padded: int
+    padded_unbucketed: int
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,20 @@ class LocalBatch:
 
     A row is invalid if it is padding or could not be read. A micro-batch without valid rows has one
     dummy row, because all ranks must run equally many forwards.
+
+    Attributes:
+        micro_batches: Tensors [B, ...] by column, such as `image` and `input_ids`.
+        is_dummy: For each micro-batch, whether it has only a dummy row.
+        keys: Hashes of the keys of the valid rows, int64 [valid rows] on the CPU.
+        sizes: Rows of each micro-batch including invalid ones; equal on every rank.
+        token_counts: Numbers of caption tokens, for the padding metrics.
+        wait_s: Seconds that the step waited for the batch.
     """
 
     micro_batches: list[Batch]
-    is_dummy: tuple[bool, ...]  # for each micro-batch: has only a dummy row
-    keys: Tensor  # int64 [valid rows], on the CPU
-    sizes: tuple[int, ...]  # rows of each micro-batch with invalid rows: the same on every rank
+    is_dummy: tuple[bool, ...]
+    keys: Tensor
+    sizes: tuple[int, ...]
     token_counts: TokenCounts
     wait_s: float = 0.0
 
@@ -282,11 +296,17 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
 
 
 class Copied(NamedTuple):
-    """A batch whose copy to the device has been queued."""
+    """A batch whose copy to the device has been queued.
 
-    batch: LocalBatch  # whose columns are views of `memory`
-    memory: list[Tensor]  # on the device
-    event: torch.cuda.Event  # of the copy's completion
+    Attributes:
+        batch: The batch, whose columns are views of `memory`.
+        memory: Its tensors on the device.
+        event: CUDA event that is recorded when the copy is complete.
+    """
+
+    batch: LocalBatch
+    memory: list[Tensor]
+    event: torch.cuda.Event
 
 
 def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iterator[Copied]:

@@ -58,54 +58,85 @@ class Callback(Protocol):
 class TrainSpec:
     """Model, settings and functions with which the training loop runs, constant over the run.
 
-    `save` and `evaluate` are called on every rank. `save` gets step, state, metrics and whether it
-    is the last one, and returns how many seconds the previous save took.
+    Attributes:
+        model: The model, not wrapped; it may be sharded already.
+        objective: The loss.
+        plan: Which rows each step takes.
+        batch_shape: Global batch and micro-batch at the start. With a single rank, a step that runs
+            out of memory is repeated with half the micro-batch.
+        group: All ranks.
+        train: The `train` section.
+        optimizer: The `optimizer` section.
+        save: Called on every rank with step, state, metrics of the step and whether it is the last
+            save; returns the seconds from start to end of the previous save, None if none has
+            ended. None: nothing is saved.
+        evaluate: Called on every rank with the step and the model (its EMA if there is one);
+            returns metrics by name. None: no evaluation.
+        evaluate_every: Steps between two evaluations; 0: only after the last step.
+        log: Receives the metrics of logged steps; None on ranks that do not log.
+        callbacks: Objects whose `on_step(step, metrics)` is called after each step.
+        group_by_length: Whether micro-batches have rows with captions of similar length.
+        notify: Called on rank 0 with a label and a line for the console.
+        profile_path: File for the trace of `train.profile`; None on ranks that write none.
+        static_metrics: Metrics that are constant over the run, such as the memory by component.
+        heartbeat: Counts each forward and backward as progress, so that a long step is not taken
+            for a hang.
+        stop: Called in each step; True on any rank ends the run after this step, with a checkpoint.
+        interrupt_stream: Ends the stream of rows, also for a thread that waits for its next rows.
     """
 
-    model: nn.Module  # not wrapped, but may be sharded already
+    model: nn.Module
     objective: Objective
     plan: SamplePlan
-    batch_shape: BatchShape  # at the start; one rank that runs out of memory halves it
+    batch_shape: BatchShape
     group: Group
     train: Train
     optimizer: OptimizerConfig
-    # (step, state, metrics, is this the last one) -> seconds from the start of the previous save to
-    # its end
     save: Callable[[int, CheckpointState, Metrics, bool], float | None] | None = None
-    # with the EMA model if there is one
     evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None
-    evaluate_every: int = 0  # steps; 0: only after the last
+    evaluate_every: int = 0
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
-    group_by_length: bool = False  # micro-batches are bucketed by length
-    notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
-    profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
-    # constant over the run, such as the memory table
+    group_by_length: bool = False
+    notify: Callable[[str, str], None] = lambda label, text: None
+    profile_path: Path | None = None
     static_metrics: Metrics = field(default_factory=dict)
-    # Each forward and backward counts as progress, so a long step is no hang.
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
-    stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
-    # ends the stream, also for a thread that waits for its next rows
+    stop: Callable[[], bool] = lambda: False
     interrupt_stream: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Result of the loop: all steps taken, or stopped early with a checkpoint."""
+    """Result of the loop: all steps taken, or stopped early with a checkpoint.
+
+    Attributes:
+        status: `finished`, or `stopped` after a request.
+        steps: Steps that were taken, over all starts of the run.
+        rows_consumed: Rows of the sample order up to this step.
+        skipped_steps: Steps without an update, because the gradient was not finite.
+        metrics: The last logged metrics; empty if no step was left.
+    """
 
     status: Literal["finished", "stopped"]
     steps: int
     rows_consumed: int
     skipped_steps: int
-    metrics: Metrics  # as last logged; empty if no step was left
+    metrics: Metrics
 
 
 @dataclass
 class LoopProgress:
-    """Counters that the loop changes after each step; saved in the checkpoint."""
+    """Counters that the loop changes after each step; saved in the checkpoint.
 
-    step: int = 0  # steps taken
-    skipped: int = 0  # how many of them skipped the update, because the gradient was not finite
+    Attributes:
+        step: Steps that were taken.
+        skipped: How many of them skipped the update, because the gradient was not finite.
+        skipped_in_a_row: How many of the last steps skipped it.
+    """
+
+    step: int = 0
+    skipped: int = 0
     skipped_in_a_row: int = 0
 
 
@@ -114,9 +145,20 @@ class TrainState:
     """Model, optimizer, objective and timers of one rank, which a step reads or changes.
 
     It is built from TrainSpec at the start of the loop; the rows of a step are not part of it.
+
+    Attributes:
+        model: The model, wrapped for its ranks (such as in DDP).
+        objective: The loss.
+        group: All ranks.
+        precision: Settings of autocast.
+        optimizer: Optimizer of the trainable weights.
+        scaler: Loss scaler; disabled unless the precision is fp16.
+        timers: Measure the phases of a step, such as `forward`.
+        clip_norm: Maximum norm of the gradients; 0: no clipping.
+        heartbeat: Counts each forward and backward as progress.
     """
 
-    model: nn.Module  # wrapped by parallel/strategy.py
+    model: nn.Module
     objective: Objective
     group: Group
     precision: Precision
@@ -124,7 +166,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     timers: PhaseTimers
     clip_norm: float = 0.0
-    heartbeat: HeartbeatState = field(default_factory=HeartbeatState)  # the one of TrainSpec
+    heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
 
     @cached_property
     def parts(self) -> ObjectiveParts:

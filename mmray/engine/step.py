@@ -26,14 +26,21 @@ from mmray.objectives.protocol import Batch, Outputs
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step. Tensors stay on the device: reading one makes the host wait."""
+    """Result of a step. Tensors stay on the device: reading one makes the host wait.
 
-    # `loss` and the objective's metrics: this rank's part of the mean over the global batch, so
-    # the mean is the sum over ranks
+    Attributes:
+        means: `loss` and the objective's metrics: this rank's part of the mean over the global
+            batch, so that the mean is the sum over ranks.
+        scalars: Scalar outputs of the model, equal on all ranks, such as `logit_scale`.
+        grad_norm: Norm of the gradients before clipping. If it is not finite, no rank applied the
+            update.
+        stop: Whether some rank requested the end of the run after this step.
+    """
+
     means: dict[str, Tensor]
-    scalars: dict[str, Tensor]  # equal on all ranks, such as `logit_scale`
-    grad_norm: float  # before clipping; if it is not finite, no rank applied the update
-    stop: bool  # some rank requested to end the run after this step
+    scalars: dict[str, Tensor]
+    grad_norm: float
+    stop: bool
 
     @property
     def is_finite(self) -> bool:

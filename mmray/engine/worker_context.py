@@ -29,27 +29,46 @@ TRAINING = "training"  # the stage that follows the first step
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Config, folder and data of the run that a worker trains."""
+    """Config, folder and data of the run that a worker trains.
+
+    Attributes:
+        config: Settings of the run.
+        folder: Folder of the run.
+        fencing_token: Number of the claim on the folder with which the workers write; a higher one
+            in the folder shows that another process has taken over.
+        reader: Reads and encodes rows of the training set.
+        eval_set: The held-out rows; None: no evaluation.
+        tokenizer_json: Content of tokenizer.json.
+        batch_shape: Global batch and micro-batch of this start of the workers.
+        decode_actors: Number of processes that read and decode rows for the run; None: it follows
+            the demand.
+    """
 
     config: Config
     folder: AnyPath
-    # of the lease (storage/lease.py); a higher one in the folder: another process took over
     fencing_token: int
     reader: RowReader | ConversationReader
     eval_set: PreparedSet | None
     tokenizer_json: str
-    batch_shape: BatchShape  # of the attempt
-    decode_actors: int | None = 1  # of the run; None: their number follows the demand
+    batch_shape: BatchShape
+    decode_actors: int | None = 1
 
 
 @dataclass(frozen=True)
 class DriverHandle:
-    """A worker's connection to the driver; `report` is a no-op except on rank 0."""
+    """A worker's connection to the driver; `report` is a no-op except on rank 0.
+
+    Attributes:
+        report: Sends a dict to the driver; does nothing except on rank 0.
+        stop_requested: Returns True if the workers must save a checkpoint after the next step and
+            end.
+        count_bad_row: Called with the number of an unreadable row; returns how many the run has so
+            far, 0 if this one was counted before.
+        heartbeat: Sends the heartbeats of this rank.
+    """
 
     report: Report
-    # True: save a checkpoint after the next step and end the attempt
     stop_requested: Callable[[], bool]
-    # counts an unreadable row; returns the number so far, 0 if counted before
     count_bad_row: Callable[[int], int]
     heartbeat: Heartbeat
 

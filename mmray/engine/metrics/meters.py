@@ -33,16 +33,27 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Meter:
-    """Metrics of one rank, which `compute` returns for a line of metrics.jsonl."""
+    """Metrics of one rank, which `compute` returns for a line of metrics.jsonl.
+
+    Attributes:
+        rates: Measures the times of steps.
+        group: All ranks, with the device.
+        precision: Precision of training, which determines the peak FLOP/s of a GPU.
+        devices: Number of devices of a worker.
+        compiles: Whether the model has compiled blocks, whose number of graphs is then a metric.
+        token_counts: Three sums over the steps, float64 [3]: tokens of captions, with padding, and
+            with the padding that there would be without grouping by length.
+        flops_of_row: Floating point operations of a forward and a backward of one row, counted in
+            the first step; None before.
+    """
 
     rates: Throughput
     group: Group
     precision: Precision
-    devices: int = 1  # of a worker
-    compiles: bool = False  # the model has compiled blocks
-    # sums of TokenCounts
+    devices: int = 1
+    compiles: bool = False
     token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    flops_of_row: float | None = None  # of `model_flops_of_row`, counted in the first step
+    flops_of_row: float | None = None
 
     def compute(self) -> Metrics:
         """Return the metrics of this rank since the last call, and start measuring again.

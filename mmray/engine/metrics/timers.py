@@ -31,6 +31,10 @@ class Throughput:
     Each moment is part of a step, or of one of BETWEEN_STEPS (evaluate, checkpoint, log,
     callbacks). `add` ends a step, `lap` another activity. The first step of the run is measured
     separately, because it includes compilation, allocation and warm-up.
+
+    Attributes:
+        timers: Measure the phases of a step, such as `forward`.
+        first_step_s: Seconds of the first step of the run; 0 before its end.
     """
 
     timers: PhaseTimers

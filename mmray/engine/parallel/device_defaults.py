@@ -38,13 +38,20 @@ class DeviceDefaults:
     """The fastest settings of a device, which replace `auto`.
 
     None depends on its memory: the largest micro-batch (`batch.micro auto`) is measured instead.
+
+    Attributes:
+        precision: Value of `train.precision` `auto`.
+        compile: Value of `train.compile` `auto`.
+        tf32: Whether float32 matrix products and convolutions use TF32.
+        cudnn_benchmark: Whether cuDNN measures which algorithm is fastest.
+        expandable_segments: Whether torch's allocator has expandable segments, because batches with
+            captions of different lengths fragment fixed ones.
     """
 
-    precision: str  # of train.precision auto
-    compile: str  # of train.compile auto
-    tf32: bool  # in float32 matrix products and convolutions
+    precision: str
+    compile: str
+    tf32: bool
     cudnn_benchmark: bool
-    # of torch's allocator: batches of different caption lengths fragment fixed ones
     expandable_segments: bool
 
 
