@@ -70,7 +70,14 @@ def message_text(message: Message) -> str:
 
 
 class RowTexts(Protocol):
-    """A row with captions or a conversation, such as a stored `Row`."""
+    """A row with captions or a conversation, such as a stored `Row`.
+
+    Attributes:
+        messages: A conversation: messages {"role", "content"}, with content parts; None: the row
+            has captions.
+        texts: Its captions.
+        media: Its images.
+    """
 
     messages: list[Message] | None
     texts: list[str]

@@ -50,8 +50,15 @@ class ImageRef:
     """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or a
     URL.
 
-    `file` is None for inline bytes and for a URL. `length` is None for a complete file. `url` may
-    contain a secret (a signature); `name`, which is for messages, never does.
+    Attributes:
+        name: Name for messages, which contains no secret.
+        file: Path of the file, relative to the folder of the source; None for inline bytes and for
+            a URL.
+        offset: First byte of the image in the file.
+        length: Number of bytes; None: the complete file.
+        data: Inline bytes of the encoded image; None: none.
+        url: Address from which the image is fetched; it may contain a secret (a signature). None:
+            none.
     """
 
     name: str

@@ -34,7 +34,12 @@ READ_ROWS = 64  # rows of a set read at once
 
 
 class HeldOutRow(NamedTuple):
-    """A held-out row and its index in the set."""
+    """A held-out row and its index in the set.
+
+    Attributes:
+        number: Index of the row in the set.
+        row: The stored row.
+    """
 
     number: int
     row: Row

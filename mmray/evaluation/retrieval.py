@@ -45,21 +45,32 @@ class HeadHits(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingSet:
-    """Embeddings on the CPU, sorted by row.
+    """Embeddings of N distinct images and C captions on the CPU, sorted by row.
 
     Rows with the same image are one image with the captions of all. Equal captions have one
     embedding and are correct for all their images.
+
+    Attributes:
+        row: int64 [N], the first row of the set with the image.
+        image: Embeddings of the images, float32 [N, D].
+        caption_row: int64 [C], the `row` of the image of each caption.
+        own_row: int64 [C], the row that has the caption.
+        text: Embeddings of the captions, float32 [C, D].
+        text_id: int64 [C] of 0, 1, ...; equal for equal captions.
+        label: Class of each image, int64 [N]; -1: none.
+        heads: Correct predictions of each classification head by its name; empty for a model with
+            embeddings only.
+        scalar_outputs: Outputs of the model that belong to no row, such as the temperature.
     """
 
-    row: Tensor  # int64 [N], the first row with the image
-    image: Tensor  # float32 [N, D]
-    caption_row: Tensor  # int64 [C], `row` of the image of each caption
-    own_row: Tensor  # int64 [C], row that has the caption
-    text: Tensor  # float32 [C, D]
-    text_id: Tensor  # int64 [C], 0, 1, ...; equal for equal captions
-    label: Tensor  # int64 [N], -1 for none
-    heads: dict[str, HeadHits]  # by name; empty for a model with embeddings only
-    # outputs of the model that belong to no row, such as the temperature
+    row: Tensor
+    image: Tensor
+    caption_row: Tensor
+    own_row: Tensor
+    text: Tensor
+    text_id: Tensor
+    label: Tensor
+    heads: dict[str, HeadHits]
     scalar_outputs: dict[str, Tensor]
 
     @property

@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
 
 class HeadScores(NamedTuple):
-    """Scores and labels of a classification head, for the evaluation."""
+    """Scores and labels of a classification head, for the evaluation.
 
-    scores: Tensor  # [N, C]
-    label: Tensor  # int64 [N]; labels outside 0..C-1 are not counted
+    Attributes:
+        scores: Scores of each class [N, C].
+        label: Correct class, int64 [N]; numbers outside 0..C-1 are not counted.
+        num_classes: C.
+        unit: What N counts: `rows` or `boxes`.
+    """
+
+    scores: Tensor
+    label: Tensor
     num_classes: int
-    unit: str = "rows"  # what N counts
+    unit: str = "rows"
 
 
 class Model(Protocol):

@@ -59,7 +59,13 @@ def build(config: ObjectiveConfig) -> Any:
 
 
 class Term(NamedTuple):
-    """One weighted objective of a sum; each is divided by its own count."""
+    """One weighted objective of a sum; each is divided by its own count.
+
+    Attributes:
+        name: Name of the objective, such as `matching`.
+        weight: Factor of its loss.
+        objective: The objective.
+    """
 
     name: str
     weight: float

@@ -88,10 +88,15 @@ class RowLoss:
 class HardNegativeMining(Protocol):
     """A local loss whose rows first get a hard negative, sampled among all rows of the global
     batch.
+
+    Attributes:
+        score_outputs: Names of the model's outputs that the sampling reads, such as `image_embed`.
+        gathered_inputs: Names of the batch's columns that it copies from other rows, such as
+            `input_ids`.
     """
 
-    score_outputs: tuple[str, ...]  # outputs that the sampling reads
-    gathered_inputs: tuple[str, ...]  # columns of the batch that it copies
+    score_outputs: tuple[str, ...]
+    gathered_inputs: tuple[str, ...]
 
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
@@ -119,11 +124,15 @@ class HardNegativeMining(Protocol):
 class PairwiseLoss(Protocol):
     """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote
     rows.
+
+    Attributes:
+        remote_outputs: Names of the outputs that the loss needs of remote rows (those of all
+            ranks).
+        chunk_rows: Number of remote rows whose scores are computed at a time.
     """
 
-    # needed from all ranks; the others in `gathered_outputs` stay on their rank
     remote_outputs: tuple[str, ...]
-    chunk_rows: int  # remote rows at a time
+    chunk_rows: int
 
     def pairwise_loss(
         self,
@@ -156,8 +165,11 @@ class PairwiseLoss(Protocol):
 class ObjectiveParts:
     """The global and the local loss of an objective, either of which may be None.
 
-    A global loss compares rows of all ranks with each other, such as the contrastive loss. A local
-    loss is a sum over rows, such as a cross-entropy of classes.
+    Attributes:
+        global_loss: The loss that compares rows of all ranks with each other, such as the
+            contrastive loss; None: none.
+        local_loss: The loss that is a sum over rows, such as a cross-entropy of classes; None:
+            none.
     """
 
     global_loss: Objective | None

@@ -48,18 +48,32 @@ StopReason = Literal["user", "resize", "preempted"]
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """The last heartbeat of a rank; `age_s` is the seconds since the coordinator received it."""
+    """The last heartbeat (report that a worker is alive) of a rank.
+
+    Attributes:
+        rank: Rank of the worker.
+        node: ID of its node.
+        pid: Its process ID.
+        started_s: Start time of the process in seconds since the epoch.
+        step: Number of steps that it has taken.
+        progress: Counter that grows with each step, and while starting, evaluating or saving
+            advances.
+        where: `file:line in function` of the innermost call of mmray or of the user's code.
+        in_collective: Whether it is in a collective, or in a backward with collectives: it waits
+            for other ranks.
+        state: What it does, such as `training`, `evaluating` or `saving`.
+        age_s: Seconds since the coordinator, which passes messages to the driver, received it.
+    """
 
     rank: int
     node: str
     pid: int
-    started_s: float  # start time of the process, seconds since the epoch
+    started_s: float
     step: int
-    # grows with each step, and while starting, evaluating or saving advances (see README.md)
     progress: int
-    where: str  # file:line in function, the innermost of mmray or user code
-    in_collective: bool  # or in a backward with collectives: it waits for the other ranks
-    state: str = "training"  # or another key of Cluster.state_limits_s
+    where: str
+    in_collective: bool
+    state: str = "training"
     age_s: float = 0.0
 
     def __str__(self) -> str:
@@ -150,9 +164,12 @@ class HangDetector:
 
     A new state counts as progress: a rank that waited longer than a step may take has just received
     its rows, or a rank that waited for it has just left the collective.
+
+    Attributes:
+        limits_s: Longest time in seconds without progress, by state such as `training`.
     """
 
-    limits_s: dict[str, float]  # Cluster.state_limits_s
+    limits_s: dict[str, float]
     # rank: progress, and since when
     _last: dict[int, tuple[tuple[Any, ...], float]] = field(default_factory=dict)
     # rank: how long it has waited for data
@@ -250,14 +267,24 @@ def checkpoint_request_time_s(
 
 @dataclass
 class RunProgress:
-    """Progress of a run, from the messages of its workers; kept when workers are restarted."""
+    """Progress of a run, from the messages of its workers; kept when workers are restarted.
 
-    last_step: int = 0  # last logged step, else the step the attempt resumed from
-    logged: bool = False  # some attempt logged a step
+    Attributes:
+        last_step: The last logged step; before the first one, the step from which the workers
+            resumed.
+        logged: Whether a step of the run was logged.
+        wasted_steps: Steps that were taken again after restarts.
+        step_s: Newest seconds of a step; 0: unknown.
+        checkpoint_s: Newest seconds of a save; 0: unknown.
+        all_processes_peak_gib: Largest sum of the memory of the run's processes in GiB; 0: unknown.
+    """
+
+    last_step: int = 0
+    logged: bool = False
     wasted_steps: int = 0
-    step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
+    step_s: float = 0.0
     checkpoint_s: float = 0.0
-    all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
+    all_processes_peak_gib: float = 0.0
 
     def update(self, message: dict[str, Any]) -> None:
         """Store the values that a message of a worker reports.
@@ -280,24 +307,44 @@ class AttemptMonitor:
 
     It detects hung ranks, nodes that will be preempted and capacity for more workers, and handles
     signals.
+
+    Attributes:
+        config: Settings of the run, with the range of workers that the user set.
+        batch_shape: Global batch and micro-batch of the attempt; the micro-batch that was searched,
+            once it is known.
+        workers: The workers.
+        reporter: Receives progress and messages.
+        total_steps: Number of steps of the run.
+        start_step: Step from which the workers start.
+        progress: Progress of the run, which is updated.
+        retried_errors: Errors of checks of the cluster after which training goes on.
+        failed_resizes: How often the run was restarted with more than this number of workers, and
+            no larger group started.
+        should_stop: Returns True if the caller wants the run to stop at a checkpoint.
+        hang: Message that names the hung ranks; None: no hang.
+        preempted: Whether a node of the workers is being preempted.
+        stop_reason: Why the workers were asked to stop: `user`, `resize` or `preempted`; None: they
+            were not.
+        started: Whether a worker has sent a heartbeat.
+        trained: Whether the first step has been taken.
+        heartbeats: The last heartbeat of each rank.
     """
 
-    config: Config  # with the range of workers that the user set
-    batch_shape: BatchShape  # of the attempt; as found by the dry run, after its end
+    config: Config
+    batch_shape: BatchShape
     workers: Workers
     reporter: RunReporter
     total_steps: int
     start_step: int
     progress: RunProgress
-    retried_errors: tuple[type[Exception], ...] = (OSError,)  # of checks of the cluster
-    # resizes from this number of workers after which no larger group started
+    retried_errors: tuple[type[Exception], ...] = (OSError,)
     failed_resizes: int = 0
-    should_stop: Callable[[], bool] = lambda: False  # of the caller of train()
-    hang: str | None = None  # names the ranks
-    preempted: bool = False  # a node of the group is being preempted
+    should_stop: Callable[[], bool] = lambda: False
+    hang: str | None = None
+    preempted: bool = False
     stop_reason: StopReason | None = None
-    started: bool = False  # a worker has sent a heartbeat
-    trained: bool = False  # the first step has been taken
+    started: bool = False
+    trained: bool = False
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _num_received: int = 0  # messages
     _next_check_s: float = 0.0

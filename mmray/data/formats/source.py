@@ -34,25 +34,36 @@ _COMMON_NAMES = {
 class SourceChunk:
     """A part of one file of a source, which one task reads.
 
-    It is from `start` to `stop` (exclusive): bytes of a text file, rows of a Parquet or Arrow file,
-    or a complete tar.
+    Attributes:
+        index: Number of the chunk in the source, from 0.
+        file: Path of the file, relative to the folder of the source.
+        start: First byte of a text file, or first row of a Parquet or Arrow file; a tar is read
+            completely.
+        stop: The byte or row after the last.
+        first_line: Number of its first line or row in the file, for messages.
+        num_rows: Number of rows; None: only known after reading, as of a tar.
+        signature: Hex digest that shows whether the source changed: of the bytes of a text file,
+            otherwise of name, size and time.
+        split: Split of its rows without one, by the name of the file or its folder; None: none.
     """
 
     index: int
     file: str
     start: int
     stop: int
-    first_line: int  # number of its first line or row in the file
-    num_rows: int | None  # None: only known after reading (a tar)
-    signature: str  # digest of its bytes (text), or of name, size and time of the file
-    split: str | None = None  # of its rows without one, by the name of the file or its folder
+    first_line: int
+    num_rows: int | None
+    signature: str
+    split: str | None = None
 
 
 class RawRow(NamedTuple):
     """A parsed row of a source before validation.
 
-    `line` orders it in its chunk, and `location` (`file:line`) is for messages. `values` are its
-    columns by mmray's names, or a BadRow if it could not be parsed.
+    Attributes:
+        line: Number of the row in its file, which orders the rows of a chunk.
+        location: `file:line`, for messages.
+        values: Values by mmray's column names, or a BadRow if the row could not be parsed.
     """
 
     line: int

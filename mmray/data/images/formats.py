@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 
 class ImageFormat(NamedTuple):
-    """Pattern of the first bytes of a format, and the suffixes of its files."""
+    """First bytes of an image format, and the suffixes of its files.
+
+    Attributes:
+        pattern: Pattern that matches the first bytes.
+        suffixes: Suffixes such as `.jpg`.
+    """
 
     pattern: re.Pattern[bytes]
     suffixes: tuple[str, ...]

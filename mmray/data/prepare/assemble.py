@@ -161,14 +161,18 @@ def _first_kept_occurrence(
 class DedupResult:
     """Duplicate rows, and contaminated rows (whose images are also in another set or split).
 
-    `duplicate_of` [N] is for each row the number of the row that it repeats, or -1.
+    Attributes:
+        duplicate_of: Number of the row that each of the N rows repeats; -1: not a duplicate.
+        reason: uint8 [N], index in REASONS: why it is a duplicate, such as an equal key; 0: it is
+            none.
+        num_same_text: Number of kept rows that have the captions of an earlier row.
+        contaminated: Sentence for quarantine.jsonl by number of the contaminated row.
     """
 
-    # int32 [N], int64 above 2^31 rows: the kept row that each row duplicates, or NO_ROW
     duplicate_of: np.ndarray
-    reason: np.ndarray  # uint8 [N]: index in REASONS
-    num_same_text: int = 0  # kept rows with the captions of an earlier one
-    contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
+    reason: np.ndarray
+    num_same_text: int = 0
+    contaminated: dict[int, str] = field(default_factory=dict)
 
     @property
     def dropped(self) -> np.ndarray:
@@ -184,16 +188,26 @@ class DedupResult:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], memory-mapped, and
-    their shards.
+    """Columns of the N rows of all chunks (parts of the source that tasks have packed) in source
+    order; digests are memory-mapped.
+
+    Attributes:
+        keys: Digests uint64 [N, 2] of the split and the key, because keys are unique within a
+            split.
+        contents: Digests uint64 [N, 2] of the images, or under the rule `row` of images and
+            captions.
+        texts: Digests uint64 [N, 2] of the captions.
+        shard_of: int32 [N], index in `shards` of the file that stores each row.
+        shards: The shards (files) of all chunks.
+        num_bad: Number of bad rows of the chunks, which are not among the N.
     """
 
-    keys: np.ndarray  # of the split and the key: keys are unique within a split
-    contents: np.ndarray  # images, or under the rule `row` images with captions
+    keys: np.ndarray
+    contents: np.ndarray
     texts: np.ndarray
-    shard_of: np.ndarray  # int32 [N]: index in `shards`
+    shard_of: np.ndarray
     shards: list[Shard]
-    num_bad: int  # bad rows of the chunks, which are not among the N
+    num_bad: int
 
     @cached_property
     def by_shard(self) -> np.ndarray:
@@ -286,12 +300,19 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
 @dataclass
 class PrepareResult:
-    """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows
-    by language, and by split and number of images.
+    """Shards without the dropped rows, and counts of rows.
+
+    Attributes:
+        shards: The shards (files of the set), with the rows of each that are dropped.
+        quarantine: Name of the file that lists bad and dropped rows.
+        reasons: Number of bad and dropped rows by reason, such as `truncated`.
+        examples: Location and a sentence about one such row by reason.
+        languages: Number of kept rows by language.
+        num_images: Number of kept rows by (split, number of images).
     """
 
     shards: list[Shard]
-    quarantine: str  # file name of the list of bad and dropped rows
+    quarantine: str
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)

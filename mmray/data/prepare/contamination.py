@@ -65,14 +65,24 @@ _NO_MATCH = np.iinfo(np.int64).max
 
 
 class ContaminatedRow(NamedTuple):
-    """A contaminated row, and the row that it matches with one of its images."""
+    """A contaminated row, and the row that it matches with one of its images.
+
+    Attributes:
+        row: Number of the row in this set.
+        set_index: Index of the other set; SAME_SET: another split of this set.
+        match: Number of the matching row in that set.
+        hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT: the
+            images have the same bytes.
+        image: Number of the matching image in the row.
+        match_image: Number of the image in the other row that it matches.
+    """
 
     row: int
-    set_index: int  # index of the other set; SAME_SET: another split of this set
-    match: int  # row in that set
-    hamming_distance: int  # differing bits of 256; EXACT: same bytes
-    image: int  # number of the matching image in the row
-    match_image: int  # number of the image that it matches
+    set_index: int
+    match: int
+    hamming_distance: int
+    image: int
+    match_image: int
 
 
 def is_enabled(settings: Prepare) -> bool:

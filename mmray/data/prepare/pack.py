@@ -170,13 +170,22 @@ def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Source, output folder and settings of a prepare."""
+    """Source, output folder and settings of a prepare.
+
+    Attributes:
+        source: Format and location of the source.
+        out: Folder or URI of the set.
+        settings: The `prepare` section.
+        retry: Whether to pack chunks (parts of the source) again in which rows could not be read or
+            decoded.
+        class_names: Names of the labels 0, 1, ..., known after the source was scanned.
+    """
 
     source: SourceSpec
     out: str
     settings: Prepare
-    retry: bool = False  # pack chunks with rows that could not be read or decoded again
-    class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., known after the scan
+    retry: bool = False
+    class_names: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Return a hash of what determines how rows are packed: source format and settings.

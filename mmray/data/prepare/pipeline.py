@@ -73,13 +73,21 @@ _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Progress of `prepare`."""
+    """Progress of `prepare`.
 
-    stage: str  # scan, pack, deduplicate, hash or tokenize
+    Attributes:
+        stage: `scan`, `pack`, `deduplicate`, `hash` or `tokenize`.
+        done_rows: Rows that the stage has processed.
+        total_rows: Rows to process; 0: unknown, as during the scan.
+        bad_rows: Rows so far that cannot be used.
+        is_estimate: Whether `total_rows` is an estimate.
+    """
+
+    stage: str
     done_rows: int
-    total_rows: int  # 0: unknown, as during the scan
+    total_rows: int
     bad_rows: int = 0
-    is_estimate: bool = False  # of total_rows
+    is_estimate: bool = False
 
 
 OnProgress = Callable[[PrepareProgress], None]

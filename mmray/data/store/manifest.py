@@ -39,28 +39,45 @@ class Manifest:
     """Content of manifest.json of a prepared set: numbers of rows, splits, source and shards.
 
     num_rows + num_quarantined = num_read.
+
+    Attributes:
+        num_rows: Number of rows of the set.
+        num_read: Number of rows of the source.
+        num_quarantined: Number of rows that were left out: bad, duplicate or contaminated ones.
+        reasons: Number of quarantined rows by reason.
+        splits: Number of rows by split; empty if rows have no splits.
+        fingerprint: Hex digest that is equal for the same rows in the same shards (files).
+        tokenizer: File name of the tokenizer; None: none was trained.
+        source: `name`, `num_chunks`, `sha256`, `format`, `folder` and `file` of the source; of an
+            index-only set (which refers to the images in its source) also `address`, the folder.
+        settings: The `prepare` section as JSON values.
+        shards: The shards; a table if the manifest was read from a file.
+        schema_version: Version of the schema of the shards.
+        num_same_text: Number of rows whose captions occur in an earlier row; they are kept.
+        leakage: Summary of the contamination check (rows that are also in another set or split).
+        box_names: Names of the box labels by number as text, if the source has them.
+        class_names: Names of the labels 0, 1, ..., if the source has them.
+        languages: Number of rows by language; rows without one are not counted.
+        num_images: Number of rows by number of images (as text), for each split; the split is "" if
+            rows have none.
     """
 
     num_rows: int
     num_read: int
     num_quarantined: int
-    reasons: dict[str, int]  # rows by quarantine reason
-    splits: dict[str, int]  # rows by split; empty if rows have no splits
-    fingerprint: str  # equal for the same rows in the same shards
-    tokenizer: str | None  # file name
-    # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
+    reasons: dict[str, int]
+    splits: dict[str, int]
+    fingerprint: str
+    tokenizer: str | None
     source: dict[str, Any]
     settings: dict[str, Any]
-    shards: ShardTable | tuple[Shard, ...] = field(repr=False)  # a table if it was read
+    shards: ShardTable | tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
-    num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
-    leakage: dict[str, Any] = field(default_factory=dict)  # summary of the contamination check
-    # names of box labels, if the source has them
+    num_same_text: int = 0
+    leakage: dict[str, Any] = field(default_factory=dict)
     box_names: dict[str, str] = field(default_factory=dict)
-    class_names: tuple[str, ...] = ()  # names of labels 0, 1, ..., if the source has them
-    # rows by language; rows without one are not counted
+    class_names: tuple[str, ...] = ()
     languages: dict[str, int] = field(default_factory=dict)
-    # rows by number of images, for each split (`""` if rows have no splits)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property

@@ -118,6 +118,19 @@ class Media:
 class Row:
     """A stored sample: its media, captions or messages, and its location in the source
     (`file:line`).
+
+    Attributes:
+        key: Name of the row, unique in the set.
+        media: Its images.
+        texts: Its captions; empty if it has `messages`.
+        label: Number of its class; None: none.
+        split: Split of the row; None: none.
+        language: Language of its captions, such as `de`; None: unknown.
+        source: Location in the source, `file:line`.
+        boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
+        box_labels: Class number of each box; None: none.
+        messages: A conversation; each content part of type `image` takes the next of `media`. None:
+            none.
     """
 
     key: str
@@ -127,9 +140,8 @@ class Row:
     split: str | None = None
     language: str | None = None
     source: str = ""
-    boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the image
+    boxes: list[list[float]] | None = None
     box_labels: list[int] | None = None
-    # A conversation; each part of type `image` takes the next of the media (data/messages.py).
     messages: list[Message] | None = None
 
     @property
@@ -175,26 +187,37 @@ def hash_key(key: str) -> int:
 class ReadRequest(NamedTuple):
     """Rows of one record batch (8 adjacent rows) of a shard that are to be read.
 
-    `shard` is the number of the shard in the table of shards, `batch` that of the record batch in
-    the shard. `indices` int64 [N] are the places of the rows in the result, and `rows_in_batch`
-    int64 [N] their numbers in the record batch.
+    Attributes:
+        shard: Number of the shard in the table of shards.
+        batch: Number of the record batch in the shard.
+        block: First and last record batch of the block (range of adjacent rows) that a cache
+            fetches as one; None without a cache.
+        indices: int64 [N], the places of the rows in the result.
+        rows_in_batch: int64 [N], the numbers of the rows in the record batch.
     """
 
-    shard: int  # its number in the table
+    shard: int
     batch: int
-    # first and last record batch of the shuffle block, which a cache fetches as one
     block: tuple[int, int] | None
     indices: np.ndarray
     rows_in_batch: np.ndarray
 
 
 class Fetch(NamedTuple):
-    """Bytes start..stop of a shard, for the record batches of these requests."""
+    """A range of bytes of a shard that is read in one request.
+
+    Attributes:
+        start: First byte.
+        stop: The byte after the last.
+        requests: The record batches in the range, with the rows that are wanted.
+        is_block: Whether the range is a block (range of adjacent rows) that becomes an entry of the
+            cache.
+    """
 
     start: int
     stop: int
     requests: list[ReadRequest]
-    is_block: bool  # an entry of the cache
+    is_block: bool
 
 
 Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
@@ -677,7 +700,9 @@ class PreparedSet:
 class MixtureComponent(NamedTuple):
     """One set of a mixture.
 
-    `num_rows` is its number of rows, and `per_epoch` how many row positions of an epoch it fills.
+    Attributes:
+        num_rows: Number of rows of the set.
+        per_epoch: How many of the rows of an epoch are from this set.
     """
 
     num_rows: int

@@ -36,19 +36,27 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with rows of one split.
+    """A file of a prepared set, with rows of one split.
 
-    `dropped` are the numbers of rows in the file that are not part of the set (duplicates and
-    contaminated rows).
+    Attributes:
+        file: Path of the file, relative to the folder of the set.
+        split: Split of its rows; None: none.
+        num_rows: Number of rows in the file.
+        num_bytes: Size of the file.
+        sha256: Hex digest of the rows, in order.
+        dropped: Numbers of the rows in the file that are not part of the set (duplicates and
+            contaminated rows).
+        batches: Byte offset of each Arrow record batch and of the end of the last one, separated by
+            spaces.
     """
 
     file: str
     split: str | None
     num_rows: int
     num_bytes: int
-    sha256: str  # digest of the rows, in order
+    sha256: str
     dropped: tuple[int, ...] = ()
-    batches: str = ""  # byte offset of each record batch, and of the end of the last one
+    batches: str = ""
 
     @property
     def num_kept(self) -> int:
