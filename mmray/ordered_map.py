@@ -24,9 +24,13 @@ Result = TypeVar("Result")
 
 
 class Worker(Protocol[Item, Result]):  # type: ignore[misc]
-    """A process that computes items in the order of their submission."""
+    """A process that computes items in the order of their submission.
 
-    node: str  # ID of the node whose memory has the results
+    Attributes:
+        node: ID of the node whose memory has the results.
+    """
+
+    node: str
 
     def submit(self, item: Item, careful: bool) -> Future[Result]:
         """Start to compute an item, after the items that were submitted before.

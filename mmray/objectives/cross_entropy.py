@@ -16,12 +16,19 @@ from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 
 class CrossEntropy:
-    """Cross-entropy of each target, divided by the number of targets in the global batch."""
+    """Cross-entropy of each target, divided by the number of targets in the global batch.
+
+    Attributes:
+        gathered_outputs: Empty, because rows are independent of each other.
+        scalar_output_names: Empty.
+        logits: Name of the output [B, ..., C] with the logits.
+        accuracy: Name of the metric: the fraction of targets with the largest logit.
+    """
 
     gathered_outputs: tuple[str, ...] = ()
     scalar_output_names: tuple[str, ...] = ()
-    logits: str  # output [B, ..., C]
-    accuracy: str  # metric
+    logits: str
+    accuracy: str
 
     def targets(self, batch: Batch) -> Tensor:
         """Return the class to predict at each position, int64 [B, ...]; IGNORE_INDEX (-100) where

@@ -127,7 +127,7 @@ class PairwiseLoss(Protocol):
 
     Attributes:
         remote_outputs: Names of the outputs that the loss needs of remote rows (those of all
-            ranks).
+            ranks); the others in `gathered_outputs` stay on their rank.
         chunk_rows: Number of remote rows whose scores are computed at a time.
     """
 

@@ -155,9 +155,11 @@ class Backend(Protocol):
 
     An attempt is one start of the workers of a run; after a failure, a preemption or a change of
     the number of workers another one follows.
+
+    Attributes:
+        errors: Types of errors by which workers fail, after which their cause is searched.
     """
 
-    # failures of a cluster or a worker, which are retried; others are bugs
     errors: tuple[type[Exception], ...]
 
     def check(self, config: Config, reporter: RunReporter) -> None:

@@ -162,7 +162,8 @@ class DedupResult:
     """Duplicate rows, and contaminated rows (whose images are also in another set or split).
 
     Attributes:
-        duplicate_of: Number of the row that each of the N rows repeats; -1: not a duplicate.
+        duplicate_of: Number of the kept row that each row repeats, int32 [N] (int64 above 2^31
+            rows); -1: not a duplicate.
         reason: uint8 [N], index in REASONS: why it is a duplicate, such as an equal key; 0: it is
             none.
         num_same_text: Number of kept rows that have the captions of an earlier row.

@@ -78,7 +78,11 @@ def build_image_tower(
 
 
 class ImageEncoder(nn.Module):
-    """Base of the towers: features of each position, pooled."""
+    """Base of the towers: features of each position, pooled.
+
+    Attributes:
+        width: Number of channels of the features.
+    """
 
     width: int
     prefix_tokens = 0  # leading positions that are not patches (class token, registers)

@@ -108,7 +108,11 @@ def build_text_tower(
 
 
 class TextEncoder(nn.Module):
-    """Base of the towers; a caption's features are the mean over its tokens."""
+    """Base of the towers; a caption's features are the mean over its tokens.
+
+    Attributes:
+        width: Number of channels of the features.
+    """
 
     width: int
 
