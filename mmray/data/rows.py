@@ -74,10 +74,17 @@ class SourceRow:
     """A validated source row.
 
     Args:
+        key: Name of the row, from its column `id` or `key`, otherwise its location.
         images: Its images in order; without `messages` at least one.
+        texts: Its captions, not cleaned yet; of a conversation without captions the assistant's
+            messages.
+        label: Number of its class; None: none.
+        split: Its split; None: none.
+        language: Language of its captions; None: unknown.
         boxes: (x, y, width, height) in pixels of the only image.
-        image_size: Width and height of the image in whose pixels the boxes are; None: upright.
+        box_labels: Class number of each box; empty: none.
         messages: A conversation; its image parts are the `images` in order.
+        image_size: Width and height of the image in whose pixels the boxes are; None: upright.
     """
 
     key: str

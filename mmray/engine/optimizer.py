@@ -45,6 +45,10 @@ COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `co
 class EagerAdamW(AdamW):
     """AdamW (Loshchilov & Hutter 2019) without the decorators for torch.compile, which import
     torch._dynamo (1.1 s).
+
+    Args:
+        groups: Parameter groups, dicts with `params` and options such as `weight_decay`.
+        settings: Further arguments of AdamW; `fused` is True by default.
     """
 
     add_param_group = unwrap(AdamW.add_param_group)

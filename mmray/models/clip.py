@@ -36,6 +36,10 @@ class DualEncoder(nn.Module):
         image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
         text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
         spec: The `model` section, for the initial `temperature` and `logit_bias`.
+
+    Attributes:
+        max_log_scale: Maximum of log(1 / temperature); None: no limit.
+        logit_bias: Learned bias of the logits of the sigmoid loss; None: none.
     """
 
     max_log_scale: float | None = math.log(100)  # CLIP's bound: above it training is unstable
@@ -378,7 +382,12 @@ class VisionBranch(nn.Module):
 
 
 class ClipText(nn.Module):
-    """CLIP's causal text transformer: the projected last token."""
+    """CLIP's causal text transformer: the projected last token.
+
+    Args:
+        tower: The text transformer of transformers' model.
+        project: Projection of the last token's hidden state to the embedding.
+    """
 
     def __init__(self, tower: Any, project: nn.Linear) -> None:
         super().__init__()
@@ -406,6 +415,10 @@ class ClipText(nn.Module):
 class SiglipText(nn.Module):
     """SigLIP's text transformer: captions are padded to a fixed length and attention includes the
     padding.
+
+    Args:
+        tower: The text transformer of transformers' model.
+        config: Its config, which has the fixed length and the padding token.
     """
 
     def __init__(self, tower: Any, config: Any) -> None:

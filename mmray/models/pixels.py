@@ -67,6 +67,11 @@ class PatchEmbeddings(NormalizePixels):
 
     It has the weights of their `embeddings` under the same names. Normalization is part of it, so
     that compiled code reads the pixels once and writes patches in the dtype of their product.
+
+    Args:
+        embeddings: The module `embeddings` of the vision model, whose weights are used.
+        mean: Mean of each of the three channels, for pixels in 0..1.
+        std: Standard deviation of each channel, for pixels in 0..1.
     """
 
     class_embedding: nn.Parameter | None

@@ -288,10 +288,17 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
 
 
 class HfModel:
-    """A model of one class of transformers; `architecture()` is the config of this class."""
+    """A model of one class of transformers; `architecture()` is the config of this class.
+
+    Attributes:
+        hf_class: Name of the class, such as `CLIPModel`.
+        hf_names: Pairs of name prefixes of the weights here and in transformers.
+        default_hf_config: Called with the `model` section and the vocabulary size; returns a config
+            of transformers with these sizes.
+    """
 
     hf_class: ClassVar[str]
-    hf_names: ClassVar[tuple[tuple[str, str], ...]]  # prefixes of weights here and in transformers
+    hf_names: ClassVar[tuple[tuple[str, str], ...]]
     _hf_config: Any
 
     def architecture(self) -> dict[str, Any]:
@@ -309,7 +316,6 @@ class HfModel:
             "text_config": values["text_config"] | text,
         }
 
-    # (spec, vocab_size) -> config in the shape of the settings
     default_hf_config: ClassVar[Callable[..., Any]]
 
     @staticmethod

@@ -157,7 +157,8 @@ class Backend(Protocol):
     the number of workers another one follows.
 
     Attributes:
-        errors: Types of errors by which workers fail, after which their cause is searched.
+        errors: Types of errors of a cluster or a worker, after which the workers may be restarted;
+            other errors are bugs.
     """
 
     errors: tuple[type[Exception], ...]

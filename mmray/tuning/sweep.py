@@ -165,8 +165,12 @@ class SweepState:
     Ray Tune calls its methods in a thread; signal handlers call `on_signal`.
 
     Attributes:
+        folder: The folder of the sweep.
+        plan: Recipe, goal, rungs (numbers of samples after which trials are compared) and data.
+        reporter: Receives the progress of the trials.
         rows: Rows by name of the trial, also of earlier commands.
         stop_reason: `stopped` by the user, or `budget`; None: not stopped.
+        clock: Returns seconds, as time.monotonic does.
     """
 
     def __init__(

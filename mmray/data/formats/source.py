@@ -88,12 +88,20 @@ class Source:
         prepared_folder: Folder where listings are stored; None: `folder`.
         caption_template: Caption of a class, with `{}` for its name.
         files: Visible files of the folder, if it was listed to detect its format.
+
+    Attributes:
+        title: Name of the format in messages.
+        reads_file: Whether a source of this format may be a single file.
+        reads_folder: Whether it may be a folder.
+        magic: Bytes at `magic_offset` by which a file of this format is detected. A file without
+            them is detected by its suffix and `matches_file`. Empty: there are no such bytes.
+        magic_offset: Index of the first of these bytes in the file.
+        suffixes: Suffixes of the files, such as `.csv`.
     """
 
-    title: ClassVar[str]  # format name in messages
+    title: ClassVar[str]
     reads_file: ClassVar[bool] = True
     reads_folder: ClassVar[bool] = False
-    # A file is detected by its bytes at an offset, or by its suffix and `matches_file`.
     magic: ClassVar[bytes] = b""
     magic_offset: ClassVar[int] = 0
     suffixes: ClassVar[tuple[str, ...]] = ()

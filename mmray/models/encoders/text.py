@@ -142,7 +142,11 @@ class TextEncoder(nn.Module):
 
 
 class HfTextTower(TextEncoder):
-    """An encoder of the BERT family (Devlin et al. 2019)."""
+    """An encoder of the BERT family (Devlin et al. 2019).
+
+    Args:
+        net: The encoder of transformers, without a pooler.
+    """
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -214,6 +218,11 @@ class TransformerLayer(nn.Module):
 
     Not nn.TransformerEncoderLayer: its fast path rounds differently in evaluation, and ignores
     adapters.
+
+    Args:
+        width: Size of the hidden states.
+        heads: Number of attention heads, which divides the width.
+        dropout: Dropout rate of the attention weights, and of the outputs of attention and MLP.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
