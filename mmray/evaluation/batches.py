@@ -86,8 +86,8 @@ class EvalDataset:
         """Decode the image of a row in a child process, because a corrupt one may crash the
         decoder.
 
-        Images that `prepare` has decoded are not checked, and the image of a source row is checked
-        only once.
+        Images that `prepare` has decoded are not checked, and a repeated call for a row only
+        returns the result of the first one.
 
         Args:
             row: The stored row, with its encoded image.

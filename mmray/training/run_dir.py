@@ -370,9 +370,9 @@ def redact(value: Any) -> Any:
     """Replace secrets in settings by ***.
 
     Args:
-        value: A value of JSON, such as the settings of a run. Strings are redacted as by
-            `redact_text`; texts of settings named like secrets, such as `api_key`, are replaced
-            completely.
+        value: A value of JSON, such as the settings of a run. In strings, logins in URLs and the
+            values of secret environment variables are replaced; texts of settings named like
+            secrets, such as `api_key`, are replaced completely.
 
     Returns:
         A copy; tuples become lists.

@@ -151,8 +151,8 @@ def batch_norm_reasons(config: Config) -> list[str]:
 
 
 def transform_reasons(config: Config) -> list[str]:
-    """Return why the model cannot be deterministic, or its activations cannot be recomputed, as
-    sentences with a fix; [] if they can.
+    """Return why the model cannot be trained with `train.deterministic` or
+    `train.activation_checkpointing`, as sentences with a fix; [] if it can.
     """
     train = config.train
     model: Any = config.model

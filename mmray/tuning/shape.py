@@ -139,8 +139,9 @@ class Measurements:
         """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
         may fit.
 
-        They do not fit if this or a smaller micro-batch ran out of memory or exceeded the limit, or
-        if the peaks of the next two smaller ones, extended linearly, exceed the limit.
+        They do not fit if this or a smaller micro-batch ran out of memory or needed more than
+        `limit_gib`, the memory that a rank may use, or if the peaks of the next two smaller ones,
+        extended linearly, exceed it.
 
         Args:
             global_rows: Rows of the global batch.

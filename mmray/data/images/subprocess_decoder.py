@@ -97,9 +97,10 @@ def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
     Args:
-        channel: Connection to the parent. It receives (data, max_pixels, transform_args), the
-            arguments of `SubprocessDecoder.check`, and replies with JSON: `width` and `height`, or
-            `reason` and `detail` of a BadImage.
+        channel: Connection to the parent. It receives (data, max_pixels, transform_args): the
+            encoded bytes, the maximum width x height, and None or (inputs, augment, uniforms), with
+            which the image is also resized and augmented. It replies with JSON: `width` and
+            `height`, or `reason` and `detail` of a BadImage.
     """
     while True:
         data, max_pixels, transform_args = channel.connection.recv()

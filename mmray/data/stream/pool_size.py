@@ -68,7 +68,8 @@ class PoolSize:
         """Choose `target`, the number of processes that read and decode rows for the rank, again.
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
-        has waited in less than 1 % of a longer time.
+        has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
+        mistake).
 
         Args:
             now_s: The present time, of the same clock as before.
