@@ -173,7 +173,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 # The folders of a run without cluster tests that take longest.
-LONGEST = ("engine", "training", "data", "bench", "models", "tuning")
+LONGEST = ("models", "engine", "training", "data", "bench", "tuning")
 
 
 def pytest_collection_modifyitems(items):
