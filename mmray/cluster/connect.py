@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ S3_ENV = (
     "AWS_DEFAULT_REGION",
     "AWS_EC2_METADATA_DISABLED",
 )
+# Each decides how Ray finds the token of a cluster; otherwise it is stored in HOME.
+_AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
 CONNECT_TIMEOUT_S = 5.0
 
@@ -192,12 +195,14 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
             os.environ["PYTHONPATH"] = python_path(Path.cwd(), os.environ.get("PYTHONPATH", ""))
             os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)
             _shorten_temp_dir()
+            _set_auth_token()
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
             num_cpus = num_local_cpus(cluster_config, decode_actors, available_cores=cores())
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
-            token = Path.home() / ".ray" / "auth_token"
-            if token.exists() and token.stat().st_uid == os.getuid():
-                token.chmod(0o600)
+            if "RAY_AUTH_TOKEN" not in os.environ:
+                token = Path.home() / ".ray" / "auth_token"
+                if token.exists() and token.stat().st_uid == os.getuid():
+                    token.chmod(0o600)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(
             f"cannot connect to Ray at {address or 'this machine'}: {error}"
@@ -219,6 +224,20 @@ def _shorten_temp_dir() -> None:
             f"of the system. Set RAY_TMPDIR to a folder of at most {MAX_TEMP_DIR} characters"
         )
     os.environ["RAY_TMPDIR"] = _SHORT_TEMP_DIR
+
+
+def _set_auth_token() -> None:
+    """Set the token of a local cluster in the environment if Ray cannot store one in HOME."""
+    if any(name in os.environ for name in _AUTH_VARIABLES):
+        return
+    try:
+        folder = Path.home() / ".ray"
+        folder.mkdir(parents=True, exist_ok=True)
+        is_usable = os.access(folder / "auth_token", os.R_OK) or os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        is_usable = False
+    if not is_usable:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def python_path(working_dir: Path, before: str) -> str:

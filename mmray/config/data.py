@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Annotated, Literal
 
 import tyro
@@ -16,55 +19,82 @@ from mmray.storage.address import parse_host
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FULL_SHUFFLE = "1x1"  # value of data.shuffle_blocks in the config.yaml of a run
 # Values of data.shuffle_blocks in a config.yaml; those of earlier versions had two numbers.
+_SHARE = re.compile(r"(\S.*?) *: *(\d+\.?\d*|\.\d+)")
 STORED_SHUFFLE = rf"{FULL_SHUFFLE}|[1-9]\d*x[1-9]\d*x[1-9]\d*"
 
 
-def parse_mixture(text: str) -> list[tuple[str, float]]:
-    """Parse the value of `data.train`, a set or a mixture of sets.
+@dataclass(frozen=True)
+class Mixture:
+    """The sets of `data.train`.
 
     Args:
-        text: For example `prepared/a + 2 * prepared/b`; a weight is how many times the set is
-            repeated per epoch.
-
-    Returns:
-        (address, weight) of each set, such as [("prepared/a", 1.0), ("prepared/b", 2.0)].
-
-    Raises:
-        ValueError: A term is invalid or a set is repeated.
+        terms: Address and weight of each set, such as (("prepared/a", 1.0), ("prepared/b", 2.0)).
+        are_shares: Whether the weights are the proportions of the sets in each epoch; otherwise an
+            epoch takes each row of a set as many times as its weight.
     """
-    try:
-        return list(parse_weighted_sum(text).items())
-    except ValueError as error:
-        raise ValueError(
-            f"`{text}` is neither a set nor a sum of different sets, at `{error}`; "
-            "write for example `prepared/a + 2 * prepared/b`"
-        ) from None
 
+    terms: tuple[tuple[str, float], ...]
+    are_shares: bool = False
 
-def is_mixture(text: str) -> bool:
-    """Return whether a value of `data.train` has several sets or a weight other than 1.
+    @classmethod
+    def parse(cls, text: str) -> Mixture:
+        """Parse the value of `data.train`, a set or a mixture of sets.
 
-    Args:
-        text: For example `prepared/a + 2 * prepared/b`.
+        Args:
+            text: `prepared/a + 2 * prepared/b` for repeats, or `prepared/a:0.75 +
+                prepared/b:0.25` (also `:3` and `:1`) for shares.
 
-    Raises:
-        ValueError: A term is invalid or a set is repeated.
-    """
-    return parse_mixture(text) != [(text.strip(), 1.0)]
+        Raises:
+            ValueError: A term is invalid, a set is repeated, or only some sets have a share.
+        """
+        terms = [_SHARE.fullmatch(term.strip()) for term in text.split(" + ")]
+        shares = {term[1]: float(term[2]) for term in terms if term is not None}
+        if not shares:
+            try:
+                return cls(tuple(parse_weighted_sum(text).items()))
+            except ValueError as error:
+                raise ValueError(
+                    f"`{text}` is neither a set nor a sum of different sets, at `{error}`; "
+                    "write for example `prepared/a + 2 * prepared/b`, or for shares "
+                    "`prepared/a:0.75 + prepared/b:0.25`"
+                ) from None
+        if len(shares) < len(terms) or not all(0 < share < inf for share in shares.values()):
+            raise ValueError(
+                f"`{text}` is no mixture by shares: write a share above 0 after each set, and each "
+                "set once, for example `prepared/a:0.75 + prepared/b:0.25`"
+            )
+        return cls(tuple(shares.items()), are_shares=True)
 
+    def __str__(self) -> str:
+        """Return the value of `data.train`; a repeat of 1 is omitted."""
+        if self.are_shares:
+            return " + ".join(f"{address}:{weight:g}" for address, weight in self.terms)
+        return " + ".join(
+            address if weight == 1 else f"{weight:g} * {address}" for address, weight in self.terms
+        )
 
-def format_mixture(terms: list[tuple[str, float]]) -> str:
-    """Format sets and their weights as a value of `data.train`.
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one set that is neither repeated nor has a share."""
+        return not self.are_shares and self.weights == [1.0]
 
-    Args:
-        terms: (address, weight) of each set, such as [("prepared/a", 1.0), ("prepared/b", 2.0)].
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the sets."""
+        return [address for address, _ in self.terms]
 
-    Returns:
-        For example `prepared/a + 2 * prepared/b`; a weight of 1 is omitted.
-    """
-    return " + ".join(
-        address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms
-    )
+    @property
+    def weights(self) -> list[float]:
+        """Weights of the sets."""
+        return [weight for _, weight in self.terms]
+
+    def rename(self, name: Callable[[str], str]) -> Mixture:
+        """Return the mixture with other addresses.
+
+        Args:
+            name: Returns the new address of a set.
+        """
+        return replace(self, terms=tuple((name(address), weight) for address, weight in self.terms))
 
 
 class Prepare(Section, settings_prefix="prepare"):
@@ -84,6 +114,11 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Quarantine rows that repeat an earlier row's images (and conversation), its "
         "images and captions (row), its images or captions (text), or keep all, even rows with "
         "the id of another.",
+    )
+    group: Literal["none", "image"] = Field(
+        "none",
+        description="image: make one row with all captions of the rows that have the same path or "
+        "URL of an image.",
     )
     holdout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`."
@@ -198,9 +233,9 @@ class Data(Section, settings_prefix="data"):
 
     train: str = Field(
         "sample",
-        description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture "
-        "in which a weight "
-        "is how many times the set is repeated per epoch: `prepared/a + 2 * prepared/b`.",
+        description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture: "
+        "`prepared/a + 2 * prepared/b` repeats the rows of b in each epoch, and `prepared/a:0.75 + "
+        "prepared/b:0.25` takes 75 % of the rows from a.",
     )
     eval: str | None = Field(
         None, description="Set to evaluate on; None: `eval_split` of the (first) training set."
@@ -237,10 +272,10 @@ class Data(Section, settings_prefix="data"):
     @model_validator(mode="after")
     def _check(self) -> Data:
         try:
-            mixed = is_mixture(self.train)
+            mixture = Mixture.parse(self.train)
         except ValueError as error:
             raise UsageError(f"data.train: {error}") from None
-        if mixed and self.limit is not None:
+        if not mixture.is_single and self.limit is not None:
             raise UsageError(
                 "data.limit needs a single set; for a mixture, give the sets smaller weights"
             )

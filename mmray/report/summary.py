@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from mmray.config import Config, flatten
-from mmray.config.data import format_mixture, parse_mixture
+from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
@@ -49,12 +49,7 @@ def dataset_names(trained_on: str) -> str:
     Returns:
         The mixture with the last part of each path, such as `a + 2 * b`.
     """
-    return format_mixture(
-        [
-            (path.rstrip("/").rpartition("/")[2], weight)
-            for path, weight in parse_mixture(trained_on)
-        ]
-    )
+    return str(Mixture.parse(trained_on).rename(lambda path: path.rstrip("/").rpartition("/")[2]))
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -278,7 +273,7 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
         of its manifest, and example `pairs`), and `unread` (names of sets that cannot be read from
         here).
     """
-    given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
+    given = [to_path(address) for address in Mixture.parse(data).addresses] if data else []
     folders = [folder for folder in given if _is_readable(folder / MANIFEST)]
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     reasons: Counter[str] = Counter()

@@ -217,8 +217,12 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     reporter.log(f"{resolved.data_identity['train']}: {num_rows:,} rows, {held_out}", "data")
     if isinstance(resolved.train_set, PreparedMixture):
         for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
+            share = 100 * part.per_epoch / num_rows
+            repeats = part.per_epoch / part.num_rows
             reporter.log(
-                f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture"
+                f"{part.per_epoch:,} rows of {name} per epoch ({share:.3g} %); it has "
+                f"{part.num_rows:,}, each taken {repeats:.3g} times",
+                "mixture",
             )
     if resolved.config.data.block_shuffle is not None:
         lanes, rows, blocks = resolved.config.data.block_shuffle

@@ -16,7 +16,7 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config, EvalSettings, Lora, Vlm, from_yaml, recipes
-from mmray.config.data import parse_mixture
+from mmray.config.data import Mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
@@ -450,7 +450,7 @@ def _open_held_out(
     source = data or config.data.eval
     if source is None:
         trained_on = RunDir(folder).read_json("data.json") or {}
-        address = parse_mixture(trained_on["train"])[0][0]
+        address = Mixture.parse(trained_on["train"]).addresses[0]
         found = find_set(folder, address, trained_on.get("fingerprint", ""))
         if found != address:
             reporter.log(f"the set has moved from {address} to {found}", "moved")

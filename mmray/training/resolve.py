@@ -14,7 +14,7 @@ import numpy as np
 
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Batch, Config, Prepare, Vlm
-from mmray.config.data import FULL_SHUFFLE, format_mixture, is_mixture, parse_mixture
+from mmray.config.data import FULL_SHUFFLE, Mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -98,8 +98,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
-    if is_mixture(config.data.train):
-        train_set = PreparedMixture(train_sets, [weight for _, weight in sets.mixture])
+    if not sets.mixture.is_single:
+        train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
     num_rows = _rows_of_epoch(config, train_set, shape)
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, eval_set)
@@ -114,7 +114,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         batch=batch.replace(global_=shape.global_batch_size, micro=_resolved_micro(shape)),
     )
     data_identity = {
-        "train": format_mixture(sets.mixture),
+        "train": str(sets.mixture),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
@@ -130,7 +130,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
 class _Sets(NamedTuple):
     """The prepared sets of a run."""
 
-    mixture: list[tuple[str, float]]  # (folder, weight) of each training set
+    mixture: Mixture  # folders of the training sets, with their weights
     train: list[PreparedSet]
     eval: PreparedSet | None
 
@@ -145,9 +145,9 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
             )
         )
 
-    mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
-    first_folder = mixture[0][0]
+    mixture = Mixture.parse(config.data.train).rename(prepare)
+    train_sets = [PreparedSet.open(folder, "train") for folder in mixture.addresses]
+    first_folder = mixture.addresses[0]
     splits = train_sets[0].manifest.splits
     split = config.data.eval_split
     held_out = sorted(set(HELD_OUT_SPLITS) & splits.keys())
@@ -284,7 +284,7 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
         config: Settings of the run.
         source: Address of the source or set.
     """
-    trained_on = [str(to_path(address)) for address, _ in parse_mixture(config.data.train)]
+    trained_on = [str(to_path(address)) for address in Mixture.parse(config.data.train).addresses]
     return (
         config.prepare
         if str(to_path(source)) in trained_on

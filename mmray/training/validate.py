@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import KINDS, SAMPLE_VLM
-from mmray.config.data import parse_mixture
+from mmray.config.data import Mixture
 from mmray.config.model import Vlm, model_section
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
@@ -37,7 +37,7 @@ def validate_settings(config: Config) -> None:
     reasons = unsupported_reasons(config)
     if reasons:
         raise UsageError("\n".join(reasons))
-    sources = [config.data.eval, *(source for source, _ in parse_mixture(config.data.train))]
+    sources = [config.data.eval, *Mixture.parse(config.data.train).addresses]
     for address in filter(None, [*sources, config.data.cache, config.run.storage]):
         to_path(address)  # raises UsageError for an address that cannot be opened
 

@@ -42,6 +42,23 @@ def test_ray_gets_a_short_folder_for_its_sockets(tmp_path, monkeypatch):
     assert os.environ["RAY_TMPDIR"] == "/mine"
 
 
+def test_ray_gets_a_token_without_a_writable_home(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    connect._set_auth_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ and (tmp_path / ".ray").is_dir()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    connect._set_auth_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    connect._set_auth_token()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
 def test_unreachable_address_fails_within_seconds():
     start_s = time.monotonic()
     with socket.socket() as head:

@@ -43,6 +43,10 @@ def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
     again = resolve_run(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
     assert again.data_identity["num_rows"] == 38
     assert again.data_identity["fingerprint"] != ready.data_identity["fingerprint"]
+    shares = sets.replace("1.5 * ", "").replace(" + ", ":3 + ") + ":1"
+    by_share = resolve_run(config(shares, tmp_path, "r"), Silent())
+    assert by_share.data_identity["num_rows"] == 38 and by_share.data_identity["train"] == shares
+    assert [part.per_epoch for part in by_share.train_set.components] == [28, 10]
 
 
 @pytest.mark.slow  # two minutes
@@ -51,7 +55,10 @@ def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
 def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     listener = Silent()
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
-    assert ("mixture", "12 rows of two per epoch (it has 8)") in listener.notes
+    assert (
+        "mixture",
+        "12 rows of two per epoch (28.6 %); it has 8, each taken 1.5 times",
+    ) in listener.notes
     assert (
         calm.result["status"] == "finished"
         and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0

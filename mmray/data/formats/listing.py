@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -25,7 +25,6 @@ from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
 
-LISTING = "listing.jsonl"
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")  # of a file next to each image
 _PIECE_BYTES = 1 << 20  # of a JSON array
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
@@ -37,6 +36,8 @@ class ListingSource(Source):
 
     Each subclass implements `list_rows` for one layout of files.
     """
+
+    listing: ClassVar[str] = "listing.jsonl"  # in the folder of the prepared set
 
     def list_rows(self) -> Rows:
         """Yield the rows of the source in order; they are written to a file, from which tasks read
@@ -55,19 +56,19 @@ class ListingSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        with open_output(self.prepared_folder / LISTING) as file:
+        with open_output(self.prepared_folder / self.listing) as file:
             for row in self.list_rows():
                 if split := row.get("split"):
                     self.split_rows[split] += 1
                 # JSON in ASCII, because names may contain lone surrogates.
                 file.write(json.dumps(row).encode() + b"\n")
-        if (self.prepared_folder / LISTING).stat().st_size:
-            yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(
+        if (self.prepared_folder / self.listing).stat().st_size:
+            yield from JsonlSource(self.prepared_folder, self.listing, {}).scan(
                 rows_per_chunk, previous_chunk_ends
             )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        for line, _, data in JsonlSource(self.prepared_folder, LISTING, {}).records(chunk):
+        for line, _, data in JsonlSource(self.prepared_folder, self.listing, {}).records(chunk):
             values = json.loads(data)
             yield line, values.pop("origin"), values
 

@@ -50,6 +50,7 @@ _MARKER, _START_OF_SCAN, _APP1, _APP2 = 0xFF, 0xDA, 0xE1, 0xE2
 # Keywords of the texts of a PNG in which ImageMagick and Adobe store EXIF, and their maximum size.
 _ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 _MAX_ORIENTATION_TEXT = 65536
+_METADATA_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")  # of a PNG
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
 # pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
@@ -163,7 +164,7 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if decoder == "HEIF" and not _register_heif():
         raise BadImage("format", "HEIF (HEIC) needs an extra: pip install 'mmray[heif]'")
-    if decoder == "PNG":
+    if decoder == "PNG" and any(kind in data for kind in _METADATA_CHUNKS):
         data = _without_metadata(data)
     elif decoder == "ICO":
         _check_icon(data, max_pixels)
@@ -321,7 +322,7 @@ def _without_metadata(data: bytes) -> bytes:
         end = start + 12 + length
         text = data[start + 8 : start + 8 + _MAX_ORIENTATION_TEXT]
         has_orientation = length < _MAX_ORIENTATION_TEXT and text.startswith(_ORIENTATION_TEXTS)
-        if kind not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP") or has_orientation:
+        if kind not in _METADATA_CHUNKS or has_orientation:
             kept.append(data[start:end])
         start = end
     return data if len(kept) == 1 else b"".join([*kept, data[start:]])

@@ -22,6 +22,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
+from mmray.data.formats.grouped import GroupedSource
 from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.images.decode import BadImage, decode, exif_orientation, header_size, verify_image
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
@@ -61,6 +62,7 @@ _PACK_SETTINGS = (
     "rows_per_shard",
     "columns",
     "caption",
+    "group",
     "check",
     "repair_text",
     "index_only",
@@ -124,12 +126,9 @@ class ShardWriter:
     def flush(self) -> None:
         """Write the waiting rows as a record batch, if there are any."""
         if self._batch:
-            self._writer.write_batch(
-                pa.RecordBatch.from_pylist(
-                    [vars(row) | {"media": [*map(vars, row.media)]} for row in self._batch],
-                    schema=SCHEMA,
-                )
-            )
+            columns = {name: [getattr(row, name) for row in self._batch] for name in SCHEMA.names}
+            columns["media"] = [[vars(media) for media in each] for each in columns["media"]]
+            self._writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=SCHEMA))
             self._offsets.append(self._stream.tell())
             self._batch.clear()
 
@@ -208,8 +207,10 @@ class PrepareJob:
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
-        source.class_names = self.class_names
         source.follow_links = self.settings.follow_links
+        if self.settings.group == "image":
+            source = GroupedSource(source)
+        source.class_names = self.class_names
         return source
 
 

@@ -712,17 +712,21 @@ class MixtureComponent(NamedTuple):
 class PreparedMixture:
     """Several prepared sets with weights as one set.
 
-    Rows are numbered set by set; an epoch has round(weight x rows) rows of each. Keys are
-    `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
+    Rows are numbered set by set. Keys are `SET/KEY`, because two sets may use the same keys. Cheap
+    to pickle.
 
     Args:
         sets: The sets, in the order of their row numbers.
-        weights: For each set, how often an epoch takes each of its rows on average.
+        weights: For each set, how often an epoch takes each of its rows on average, or its share.
+        are_shares: Whether the weights are the proportions of the sets in an epoch.
     """
 
-    def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
+    def __init__(
+        self, sets: Sequence[PreparedSet], weights: Sequence[float], are_shares: bool = False
+    ) -> None:
         self.sets = tuple(sets)
         self.weights = tuple(weights)
+        self.are_shares = are_shares
         names = [each.folder.name for each in sets]
         self.names = [
             name if names.count(name) == 1 else f"{name}-{number}"
@@ -734,13 +738,18 @@ class PreparedMixture:
     def components(self) -> tuple[MixtureComponent, ...]:
         """The size of each set and its share of an epoch, in the order of `sets`.
 
-        `num_rows` is the number of rows of a set, and `per_epoch` is round(weight x num_rows), at
-        least 1. With weight 2 an epoch takes each row of the set twice. With weight 0.5 it takes
-        half of the rows, and the next epoch the other half.
+        `num_rows` is the number of rows of a set. `per_epoch` is round(weight x num_rows), at least
+        1: with weight 2 an epoch takes each row of the set twice. With weight 0.5 it takes half of
+        the rows, and the next epoch the other half. With shares an epoch has as many positions as
+        all sets have rows, and `per_epoch` is the share of a set in them, at least 1.
         """
+        sizes = [each.num_rows for each in self.sets]
+        counts = [weight * size for weight, size in zip(self.weights, sizes, strict=True)]
+        if self.are_shares:
+            counts = [weight * self.num_rows / sum(self.weights) for weight in self.weights]
         return tuple(
-            MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
-            for each, weight in zip(self.sets, self.weights, strict=True)
+            MixtureComponent(size, max(1, round(count)))
+            for size, count in zip(sizes, counts, strict=True)
         )
 
     @property
@@ -761,7 +770,8 @@ class PreparedMixture:
         components = [
             (each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)
         ]
-        return hashlib.sha256(repr(components).encode()).hexdigest()
+        kind = " shares" if self.are_shares else ""
+        return hashlib.sha256(f"{components!r}{kind}".encode()).hexdigest()
 
     @property
     def languages(self) -> frozenset[str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Data, Inputs
-from mmray.config.data import format_mixture, is_mixture, parse_mixture
+from mmray.config.data import Mixture
 from mmray.data.store.prepared_set import MixtureComponent, PreparedMixture, hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -74,16 +74,50 @@ def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
     assert len(in_one_epoch) >= 2 and len(lengths) == 20 and len(set(lengths.tolist())) == 3
 
 
-def test_mixture_is_parsed_and_formatted():
-    for text, terms in (
-        ("prepared/a", [("prepared/a", 1.0)]), ("a + 2 * b", [("a", 1.0), ("b", 2.0)]),
-        ("0.5 * s3://x/a?r=1 + my sets/b+c", [("s3://x/a?r=1", 0.5), ("my sets/b+c", 1.0)]),
-    ):  # fmt: skip
-        assert parse_mixture(text) == terms and format_mixture(terms) == text
-        assert is_mixture(text) == (len(terms) > 1)
+def test_shares_divide_an_epoch_of_as_many_rows_as_the_sets_have(both):
+    shares = PreparedMixture(both.sets, [3, 1], are_shares=True)
+    assert shares.components == (MixtureComponent(7, 8), MixtureComponent(4, 3))
+    tiny = PreparedMixture(both.sets, [1, 1000], are_shares=True)
+    assert tiny.components == (MixtureComponent(7, 1), MixtureComponent(4, 11))
+    assert shares.fingerprint != PreparedMixture(both.sets, [3, 1]).fingerprint
+
+
+def test_order_of_shares_is_exact_across_epochs_and_world_sizes(both):
+    parts = PreparedMixture(both.sets, [0.75, 0.25], are_shares=True).components
+    one, three = (SamplePlan(11, 5, world, 7, 50, components=parts) for world in (1, 3))
+    rows = one.row_ids_at(np.arange(11 * 28))
+    for step in range(20):
+        ranks = np.concatenate([three.positions(step, rank) for rank in range(3)])
+        taken = three.row_ids_at(ranks[ranks >= 0])
+        assert taken.tolist() == rows[step * 5 : step * 5 + 5].tolist()
+    counts = np.bincount(rows, minlength=11)
+    assert counts[:7].sum() == 28 * 8 and counts[7:].sum() == 28 * 3
+    assert counts[:7].tolist() == [32] * 7 and counts[7:].tolist() == [21] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "terms", "are_shares"),
+    [
+        ("prepared/a", (("prepared/a", 1.0),), False),
+        ("a + 2 * b", (("a", 1.0), ("b", 2.0)), False),
+        ("0.5 * s3://x/a?r=1 + my sets/b+c", (("s3://x/a?r=1", 0.5), ("my sets/b+c", 1.0)), False),
+        ("a:0.75 + b:0.25", (("a", 0.75), ("b", 0.25)), True),
+        ("s3://x/a:3 + my sets/b:1", (("s3://x/a", 3.0), ("my sets/b", 1.0)), True),
+    ],
+)
+def test_mixture_is_parsed_and_formatted(text, terms, are_shares):
+    mixture = Mixture.parse(text)
+    assert mixture == Mixture(terms, are_shares) and str(mixture) == text
+    assert mixture.is_single == (len(terms) == 1)
 
 
 @pytest.mark.parametrize("text", ["a + ", "0 * a", "-1 * a + b", "inf * a", "x * a", "a + a", ""])
 def test_invalid_mixtures_are_refused(text):
     with pytest.raises(UsageError, match=r"data\.train: `.*` is neither"):
+        Data(train=text)
+
+
+@pytest.mark.parametrize("text", ["a:0.5 + b", "a:0 + b:1", "a:1 + a:2", "2 * b + a:1"])
+def test_invalid_shares_are_refused(text):
+    with pytest.raises(UsageError, match=r"data\.train: `.*` is no mixture by shares"):
         Data(train=text)

@@ -1,0 +1,86 @@
+"""Rows of one image as one row with all of its captions (`prepare --group image`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, ClassVar
+
+from mmray.data.formats.listing import ListingSource, Rows
+from mmray.data.formats.source import RawRow, Source
+from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow
+from mmray.errors import DataError
+
+_BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
+
+
+class GroupedSource(ListingSource):
+    """Groups the rows of another source that have the same image, by its path or URL.
+
+    Captions are joined in source order, equal ones once. Other columns are those of the first row.
+    Rows of different splits are not grouped, nor are conversations. The driver reads the source
+    once, and its memory grows with the captions.
+
+    Args:
+        source: The source, whose images must be paths or URLs.
+    """
+
+    listing: ClassVar[str] = "grouped.jsonl"
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(
+            source.folder, source.name, {}, source.prepared_folder, source.caption_template
+        )
+        self._source = source
+
+    def describe(self) -> str:
+        """Return the format of the source, such as `CSV with the delimiter comma, grouped by
+        image`.
+        """
+        return f"{self._source.describe()}, grouped by image"
+
+    def list_rows(self) -> Rows:
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        captions: dict[tuple[Any, ...], dict[str, Any]] = {}  # by key and their notation
+        for row in self._read_source():
+            key, values = self._group(row)
+            texts = _as_list(values.pop("texts", values.pop("text", [])))
+            rows.setdefault(key, {"origin": row.location} | values)
+            captions.setdefault(key, {}).update({repr(text): text for text in texts})
+        self.box_names = self._source.box_names
+        self.class_names = self._source.class_names
+        self.ignored = self._source.ignored
+        for key, values in rows.items():
+            yield values | ({"texts": list(captions[key].values())} if captions[key] else {})
+
+    def _read_source(self) -> Iterator[RawRow]:
+        for chunk in self._source.scan(1 << 16, ()):
+            yield from self._source.read(chunk)
+
+    def _group(self, row: RawRow) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the key of the group of a row, which may be of this row only, and its values.
+
+        Raises DataError if its image is not a path or a URL.
+        """
+        if isinstance(row.values, BadRow):
+            bad = row.values
+            return (row.location,), {_BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+        images = [_as_list(row.values[name]) for name in IMAGE_COLUMNS if name in row.values]
+        if not all(isinstance(image, str) for image in chain.from_iterable(images)):
+            raise DataError(
+                f"{row.location} has its image inside the row, and --group image compares paths "
+                "and URLs: use --duplicates row instead, which keeps all rows of an image"
+            )
+        if not images or not row.values.keys().isdisjoint(MESSAGE_COLUMNS):
+            return (row.location,), row.values
+        return (row.values.get("split"), repr(images)), row.values
+
+    def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a listed row. Raises BadRow if the source could not parse it."""
+        if _BAD_ROW in record:
+            raise BadRow(*record[_BAD_ROW])
+        return record
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

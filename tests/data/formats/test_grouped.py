@@ -1,0 +1,85 @@
+"""`--group image`: rows of one image become one row with all captions."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmray.errors import DataError
+from tests.data.formats.test_formats import images, prepared
+from tests.data.prepare.test_pipeline import add, color_image
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+def content(rows):
+    return [(row.image, row.texts) for row in rows]
+
+
+def test_captions_of_an_image_are_joined_in_any_order_of_rows(tmp_path):
+    folder = images(tmp_path / "raw", 3)
+    lines = ["image,caption,label", "0.png,a,5", "1.png,b,6", "0.png,c,5", "1.png,b,6", "2.png,d,7"]
+    (folder / "rows.csv").write_text("\n".join(lines))
+    settings = {"group": "image", "columns": ("text=caption",)}
+    logged = []
+    manifest, rows, faults = prepared(
+        folder / "rows.csv", tmp_path / "out", lambda text, _: logged.append(text), **settings
+    )
+    assert not faults and manifest.num_rows == 3
+    assert content(rows) == [
+        (color_image(0), ["a", "c"]),
+        (color_image(1), ["b"]),
+        (color_image(2), ["d"]),
+    ]
+    assert [row.label for row in rows] == [5, 6, 7]
+    assert rows[0].source == "rows.csv:2" and "grouped by image" in logged[0]
+
+
+def test_rows_of_other_splits_bad_rows_and_lists_of_images_stay_separate(tmp_path):
+    folder = images(tmp_path / "raw", 3)
+    source = folder / "rows.jsonl"
+    for split, text in (("train", "a"), ("test", "b"), ("train", "c")):
+        add(source, {"image": "0.png", "text": text, "split": split})
+    add(source, {"images": ["1.png", "2.png"], "texts": ["d", "e"], "split": "train"})
+    add(source, {"images": ["1.png", "2.png"], "text": "f", "split": "train"})
+    add(source, {"image": "missing.png", "text": "g", "split": "train"})
+    with source.open("a") as file:
+        file.write("no json\n")
+    manifest, rows, faults = prepared(source, tmp_path / "out", group="image", duplicates="keep")
+    assert {tuple(row.texts) for row in rows} == {("a", "c"), ("b",), ("d", "e", "f")}
+    assert manifest.splits == {"train": 2, "test": 1}
+    assert faults == {"rows.jsonl:6": "missing-image", "rows.jsonl:7": "json"}
+
+
+def test_images_by_path_in_parquet_are_grouped_and_bytes_are_refused(tmp_path):
+    folder = images(tmp_path / "raw", 2)
+    table = {"image": ["0.png", "1.png", "0.png"], "text": ["a", "b", "c"]}
+    pq.write_table(pa.table(table), folder / "paths.parquet")
+    _, rows, _ = prepared(folder / "paths.parquet", tmp_path / "out", group="image")
+    assert [row.texts for row in rows] == [["a", "c"], ["b"]]
+    table["image"] = [color_image(0)] * 3
+    pq.write_table(pa.table(table), folder / "bytes.parquet")
+    with pytest.raises(DataError, match="--duplicates row"):
+        prepared(folder / "bytes.parquet", tmp_path / "other", group="image")
+
+
+def test_a_caption_that_is_added_is_packed_again(tmp_path, in_process):
+    folder = images(tmp_path / "raw", 4)
+    for number in range(4):
+        add(folder / "rows.jsonl", {"image": f"{number}.png", "text": f"text {number}"})
+    settings = {"group": "image", "rows_per_shard": 2}
+    prepared(folder / "rows.jsonl", tmp_path / "out", **settings)
+    add(folder / "rows.jsonl", {"image": "3.png", "text": "other"})
+    in_process.clear()
+    _, rows, _ = prepared(folder / "rows.jsonl", tmp_path / "out", **settings)
+    assert in_process == [1] and rows[3].texts == ["text 3", "other"]
+
+
+def test_both_forms_of_a_case_are_equal(shared_cases, tmp_path):
+    folder = shared_cases / "recall-repeated-images"
+    _, grouped, _ = prepared(folder / "rows.csv", tmp_path / "rows", group="image")
+    _, listed, _ = prepared(folder / "texts.jsonl", tmp_path / "texts")
+    assert content(grouped) == content(listed)
+    lines = (folder / "texts.jsonl").read_text().splitlines()
+    assert [row.texts for row in grouped] == [json.loads(line)["texts"] for line in lines]
