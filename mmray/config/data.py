@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -155,7 +156,12 @@ class Prepare(Section, settings_prefix="prepare"):
         "full", description="Validate images fully, by header, or not."
     )
     follow_links: bool = Field(
-        False, description="Read images behind symbolic links that leave the folder of the source."
+        False,
+        description="Read images behind symbolic links that leave the folder of the source, but "
+        "not its file system.",
+    )
+    link_folders: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = Field(
+        (), description="Follow symbolic links to these folders only, on any file system."
     )
     index_only: bool = Field(
         False, description="Index the images in the source, which must stay, instead of copying."
@@ -196,6 +202,11 @@ class Prepare(Section, settings_prefix="prepare"):
                 )
         return columns
 
+    @field_validator("link_folders")
+    @classmethod
+    def _make_absolute(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Path(each).expanduser().absolute()) for each in folders)
+
     @field_validator("allow_urls")
     @classmethod
     def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -207,12 +218,19 @@ class Prepare(Section, settings_prefix="prepare"):
             raise UsageError(
                 "prepare.index_only does not copy images, so prepare.image_side must be 0"
             )
-        if self.index_only and self.follow_links:
+        if self.index_only and self.links is not None:
             raise UsageError(
                 "prepare.index_only refers to images in the folder of the source only: set "
-                "prepare.follow_links to false, or copy the images"
+                "prepare.follow_links to false and name no prepare.link_folders, or copy the images"
             )
         return self
+
+    @property
+    def links(self) -> tuple[str, ...] | None:
+        """Folders to which symbolic links may lead; empty: all of the file system of the source;
+        None: links that leave the folder of the source are not followed.
+        """
+        return self.link_folders if self.follow_links or self.link_folders else None
 
     @property
     def column_names(self) -> dict[str, str]:

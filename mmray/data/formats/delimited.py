@@ -64,7 +64,7 @@ class CsvSource(JsonlSource):
         """Return the format with the delimiter that was found, such as `CSV with the delimiter
         comma`.
         """
-        return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
+        return f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record of a file.
@@ -110,7 +110,7 @@ class CsvSource(JsonlSource):
 
     def _read_layout(self, name: str) -> _Layout:
         path = self.folder / name
-        with open_sequential(path) as file:
+        with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file)
             start = 0
             first = next((line for line in lines if line.strip()), b"")
@@ -122,7 +122,7 @@ class CsvSource(JsonlSource):
         text = first.decode(errors="replace")
         delimiter = separator[1].decode("latin-1") if separator else self._find_delimiter(text)
         dialect = self._dialect(delimiter, text)
-        with open_sequential(path) as file:
+        with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file, start)
             record = next((each for each in self._read_fields(lines, dialect) if each), [])
         if not record:

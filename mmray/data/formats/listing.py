@@ -92,9 +92,7 @@ class ListingSource(Source):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
             with os_error_as_bad_row(name):
-                lines = (
-                    read_file(self.folder, name, self.follow_links).decode("utf-8-sig").splitlines()
-                )
+                lines = read_file(self.folder, name, self.links).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"

@@ -123,7 +123,7 @@ class Source:
         self._files = files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
-        self.follow_links = False
+        self.links: tuple[str, ...] | None = None  # followed out of the folder, see images/read.py
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
 

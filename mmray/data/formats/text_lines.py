@@ -22,7 +22,7 @@ from mmray.data.formats.source import (
 from mmray.data.formats.splits import split_of_file, splits_of_files
 from mmray.data.rows import IMAGE_COLUMNS, BadRow, is_safe_path
 from mmray.errors import DataError
-from mmray.storage.paths import open_sequential
+from mmray.storage.paths import AnyPath, open_output, open_sequential
 
 # Longer lines are truncated, so memory does not depend on their length.
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -32,9 +32,8 @@ _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
-    (b"\xff\xfe", "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
-    (b"\xfe\xff", "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
 )
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class LineReader(Iterator[bytes]):
@@ -82,6 +81,7 @@ class JsonlSource(Source):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._layouts: dict[str, Any] = {}
+        self._is_utf16: dict[str, bool] = {}
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
@@ -96,6 +96,10 @@ class JsonlSource(Source):
     def names(self) -> list[str]:
         """Return the files of the source as relative paths."""
         return self.files_with_suffix(self.suffixes)
+
+    def describe(self) -> str:
+        """Return the format for messages, such as `JSON lines`, and whether it is in UTF-16."""
+        return f"{self.title}{' in UTF-16' if any(map(self.is_utf16, self.names())) else ''}"
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
@@ -126,7 +130,7 @@ class JsonlSource(Source):
     ) -> Iterator[SourceChunk]:
         start = records = rows = 0
         first_line = 1
-        with open_sequential(self.folder / name) as file:
+        with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file)
 
             def chunk() -> SourceChunk:
@@ -159,7 +163,7 @@ class JsonlSource(Source):
             DataError: The bytes of the chunk differ from the scanned ones.
         """
         line = chunk.first_line
-        with open_sequential(self.folder / chunk.file) as file:
+        with open_sequential(self.text_path(chunk.file)) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
             for record in self.iter_records(chunk.file, lines):
                 if record:
@@ -178,6 +182,41 @@ class JsonlSource(Source):
         for mark, advice in _OTHER_FORMATS:
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{self.folder / name} {advice}")
+        if self.is_utf16(name):
+            self._convert_utf16(name)
+
+    def is_utf16(self, name: str) -> bool:
+        """Return whether a file starts with the byte order mark of UTF-16.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+        """
+        if name not in self._is_utf16:
+            self._is_utf16[name] = read_head(self.folder, name, 2) in _UTF16_MARKS
+        return self._is_utf16[name]
+
+    def text_path(self, name: str) -> AnyPath:
+        """Return the path of a file, or of its copy in UTF-8 that `check` writes.
+
+        Args:
+            name: Path of the file, relative to the folder of the source.
+        """
+        if not self.is_utf16(name):
+            return self.folder / name
+        return self.prepared_folder / f"utf8-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+    def _convert_utf16(self, name: str) -> None:
+        """Write the copy of a file in UTF-8. Raises DataError if it is damaged."""
+        with (
+            open_sequential(self.folder / name) as file,
+            open_output(self.text_path(name)) as copy,
+        ):
+            text = io.TextIOWrapper(io.BufferedReader(file), "utf-16", newline="")
+            try:
+                while piece := text.read(_PIECE_BYTES):
+                    copy.write(piece.encode())
+            except UnicodeError as error:
+                raise DataError(f"{self.folder / name} is damaged UTF-16: {error}") from None
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[Any]:
         """Yield the records of a file: its lines, or b"" for a line of white space only.

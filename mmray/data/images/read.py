@@ -21,16 +21,19 @@ from mmray.storage.ranges import ByteRange, RangeReader, coalesce_ranges
 from mmray.storage.requests import TransientStorageError, parallel_map
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
+Links = tuple[str, ...] | None
+"""Folders to which symbolic links out of the folder of the source may lead. Empty: all folders of
+the file system of the source; None: links are not followed."""
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> bytes:
+def read_image(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
     """Return the encoded bytes of an image.
 
     Args:
         folder: Folder of the source, which paths of images are relative to.
         image: Inline bytes, a file, or a byte range of a file. It must have no URL.
-        follow_links: Also read a local file through a symbolic link that leaves the folder.
+        links: Which symbolic links out of the folder are followed, see Links.
 
     Raises:
         BadRow: With stage `read`, if the file does not exist, is outside the folder, is not a
@@ -41,9 +44,9 @@ def read_image(folder: AnyPath, image: ImageRef, follow_links: bool = False) -> 
         return image.data
     _check_reference(image)
     if image.length is None:
-        return read_file(folder, str(image.file), follow_links)
+        return read_file(folder, str(image.file), links)
     if isinstance(folder, Path):
-        _check_regular_file(folder, str(image.file), follow_links)
+        _check_regular_file(folder, str(image.file), links)
     with open_sequential(folder / str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
@@ -101,7 +104,7 @@ def read_images(
     return out
 
 
-def read_file(folder: AnyPath, name: str, follow_links: bool = False) -> bytes:
+def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
     """Return the bytes of a file in the folder of the source.
 
     A local file whose name differs only in the Unicode normalization (NFC or NFD) is found.
@@ -109,7 +112,7 @@ def read_file(folder: AnyPath, name: str, follow_links: bool = False) -> bytes:
     Args:
         folder: Folder of the source.
         name: Path of the file, relative to the folder.
-        follow_links: Also read a local file through a symbolic link that leaves the folder.
+        links: Which symbolic links out of the folder are followed, see Links.
 
     Raises:
         BadRow: With stage `read` and reason `missing-image`, `too-large` (over 256 MiB), `path`,
@@ -128,7 +131,7 @@ def read_file(folder: AnyPath, name: str, follow_links: bool = False) -> bytes:
     try:
         if isinstance(folder, Path):
             name = _find_normalized(folder, name)
-            _check_regular_file(folder, name, follow_links)
+            _check_regular_file(folder, name, links)
         return retry_if_remote(folder, read)
     except (FileNotFoundError, NotADirectoryError):
         hint = ""
@@ -220,14 +223,26 @@ def _find_normalized(folder: Path, name: str) -> str:
     return next((form for form in forms if (folder / form).exists()), name)
 
 
-def _check_regular_file(folder: Path, name: str, follow_links: bool) -> None:
-    """Raise BadRow if a local file is a link out of the folder, or no regular file."""
+def _check_regular_file(folder: Path, name: str, links: Links) -> None:
+    """Raise BadRow if a local file is a link that is not followed, or no regular file."""
     real = os.path.realpath(f"{folder}/{name}")
-    if not follow_links and not real.startswith(_real_prefix(folder)):
-        raise BadRow(
-            "read",
-            "path",
-            f"{name} is a symbolic link out of the folder of the source; --follow-links reads it",
-        )
+    if not real.startswith(_real_prefix(folder)):
+        _check_link(folder, name, real, links)
     if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")
+
+
+def _check_link(folder: Path, name: str, target: str, links: Links) -> None:
+    """Raise BadRow if a symbolic link to a file out of the folder is not followed."""
+    if links is None:
+        problem = "out of the folder of the source; --follow-links reads it"
+    elif links and not any(target.startswith(_real_prefix(Path(each))) for each in links):
+        problem = f"to {target}, which is in none of the folders of --link-folders"
+    elif not links and Path(target).stat().st_dev != folder.stat().st_dev:
+        problem = (
+            f"to {target}, on another file system than the source; --link-folders "
+            f"{os.path.dirname(target)} reads it"  # noqa: PTH120
+        )
+    else:
+        return
+    raise BadRow("read", "path", f"{name} is a symbolic link {problem}")

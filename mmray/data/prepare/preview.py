@@ -220,7 +220,7 @@ def _check_row(job: PrepareJob, row: RawRow, decoder: SubprocessDecoder) -> None
         if image.url:
             continue
         with os_error_as_bad_row(image.name):
-            data = read_image(to_path(job.source.address), image, job.settings.follow_links)
+            data = read_image(to_path(job.source.address), image, job.settings.links)
         try:
             decoder.check(data, job.settings.max_pixels)
         except BadImage as bad:

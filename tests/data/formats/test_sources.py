@@ -107,7 +107,7 @@ def test_endless_line_costs_one_row_and_no_memory(tmp_path, monkeypatch):
     ("data", "message"),
     [
         (b"\x1f\x8b\x08rest", "is gzip"), (b"PK\x03\x04rest", "zip archive"),
-        (b"PAR1rest", "is Parquet"), ('{"a": 1}'.encode("utf-16"), "is UTF-16"),
+        (b"PAR1rest", "is Parquet"), (b"\xff\xfe{\0\x00\xd8", "is damaged UTF-16"),
     ],
 )  # fmt: skip
 def test_files_other_than_jsonl_are_refused(tmp_path, data, message):

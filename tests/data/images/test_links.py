@@ -36,6 +36,37 @@ def test_links_out_of_the_folder_are_followed_on_request(tmp_path):
         Prepare(index_only=True, follow_links=True)
 
 
+def test_links_to_other_folders_than_the_named_ones_are_refused(tmp_path):
+    """Also through `..` in the target of a link, and a folder whose name only starts the same."""
+    raw = tmp_path / "raw"
+    for folder in ("raw", "photos", "photos2", "secret"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.png").write_bytes(color_image(len(folder)))
+    (tmp_path / "photos" / "far").symlink_to(tmp_path / "secret")
+    (raw / "good.png").symlink_to(tmp_path / "photos" / "0.png")
+    (raw / "other.png").symlink_to(tmp_path / "photos2" / "0.png")
+    (raw / "up.png").symlink_to("../photos/../secret/0.png")
+    (raw / "photos").symlink_to(tmp_path / "photos")
+    for image in ("good.png", "other.png", "up.png", "photos/far/0.png", "photos/0.png"):
+        add(raw / "rows.jsonl", {"image": image, "text": image})
+    folders = (str(tmp_path / "photos"),)
+    _, rows, faults = prepared(
+        raw / "rows.jsonl", tmp_path / "out", link_folders=folders, duplicates="keep"
+    )
+    assert [row.texts[0] for row in rows] == ["good.png", "photos/0.png"]
+    assert faults == {f"rows.jsonl:{line}": "path" for line in (2, 3, 4)}
+    with pytest.raises(BadRow, match=r"0\.png, which is in none of the folders of --link-folders"):
+        read_file(raw, "other.png", folders)
+
+
+def test_links_to_another_file_system_need_its_folder(tmp_path):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "0.png").symlink_to("/proc/version")
+    with pytest.raises(BadRow, match="another file system than the source; --link-folders /proc"):
+        read_file(tmp_path / "raw", "0.png", ())
+    assert read_file(tmp_path / "raw", "0.png", ("/proc",)) is not None
+
+
 def test_pairs_of_links_are_followed(tmp_path):
     raw = tmp_path / "raw"
     raw.mkdir()
