@@ -579,7 +579,16 @@ def _log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
     by_number: Counter[int] = Counter()
     for counts in manifest.num_images.values():
         by_number.update({int(number): rows for number, rows in counts.items()})
-    if by_number.keys() - {1}:
+    by_kinds: Counter[str] = Counter()
+    for counts in manifest.media_kinds.values():
+        by_kinds.update(counts)
+    if by_kinds:
+        text = ", ".join(
+            f"{rows:,} rows have {kinds.replace(' ', ' and ')}"
+            for kinds, rows in sorted(by_kinds.items())
+        )
+        reporter.log(text, "media")
+    elif by_number.keys() - {1}:
         several = sum(rows for number, rows in by_number.items() if number > 1)
         text = (
             f"{by_number[0]:,} rows have none, {by_number[1]:,} have one, {several:,} have several"

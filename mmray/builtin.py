@@ -42,6 +42,10 @@ COLUMNS = (
     "box_labels",
     "messages",
     "conversations",
+    "audio",
+    "video",
+    "t0_s",
+    "t1_s",
 )
 """Columns of a source row; `mmray.data.rows` validates their values."""
 

@@ -177,6 +177,8 @@ class Model(Section, settings_prefix="model"):
     shares_only_loss: ClassVar[bool] = False
     # Whether a row must have exactly one image.
     takes_one_image: ClassVar[bool] = True
+    # Kinds of media that a row may have; rows with others are not used.
+    media_kinds: ClassVar[tuple[str, ...]] = ("image",)
     # Whether the model writes text instead of embedding rows.
     generates_text: ClassVar[bool] = False
     # Built-in objectives that can train the model, the usual one first; empty: as above.

@@ -18,6 +18,11 @@ IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
+MEDIA_COLUMNS = ("audio", "video")  # of one medium each, by its kind
+SPAN_COLUMNS = ("t0_s", "t1_s")  # start and end of a text in seconds
+# Names of start and end in the segments of a text, as mmray and as Whisper write them.
+_SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
+MAX_TIME_S = 1e6
 MESSAGE_COLUMNS = ("messages", "conversations")
 # Columns of which a row has one.
 _KINDS = (("id", "key"), IMAGE_COLUMNS, ("text", "texts"), MESSAGE_COLUMNS)
@@ -47,8 +52,8 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class ImageRef:
-    """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or a
-    URL.
+    """Reference to an image, audio or video: a file of the source folder, a byte range of one,
+    inline bytes, or an allowed URL.
 
     Attributes:
         name: Name for messages, which contains no secret.
@@ -59,6 +64,7 @@ class ImageRef:
         data: Inline bytes of the encoded image; None: none.
         url: Address from which the image is fetched; it may contain a secret (a signature). None:
             none.
+        kind: `image`, `audio` or `video`.
     """
 
     name: str
@@ -67,6 +73,7 @@ class ImageRef:
     length: int | None = None
     data: bytes | None = None
     url: str | None = None
+    kind: str = "image"
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class SourceRow:
 
     Args:
         key: Name of the row, from its column `id` or `key`, otherwise its location.
-        images: Its images in order; without `messages` at least one.
+        images: Its images in order, then its audio and its video; without `messages` at least one.
         texts: Its captions, not cleaned yet; of a conversation without captions the assistant's
             messages.
         label: Number of its class; None: none.
@@ -85,6 +92,8 @@ class SourceRow:
         box_labels: Class number of each box; empty: none.
         messages: A conversation; its image parts are the `images` in order.
         image_size: Width and height of the image in whose pixels the boxes are; None: upright.
+        spans: Start and end of each text in seconds, None for the whole file; empty: no text has
+            a span.
     """
 
     key: str
@@ -97,6 +106,7 @@ class SourceRow:
     box_labels: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
     image_size: tuple[int, int] | None = None
+    spans: tuple[tuple[float, float] | None, ...] = ()
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
@@ -105,8 +115,8 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
     Args:
         values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,
             `text` or `texts`, `label`, `split`, `language`, `boxes` ([x, y, width, height] in
-            pixels), `box_labels`, `messages` or `conversations`. None is the same as a missing
-            column.
+            pixels), `box_labels`, `messages` or `conversations`, `audio`, `video`, `t0_s` and
+            `t1_s` (seconds). None is the same as a missing column.
         location: Key of a row without one, such as `captions.jsonl:12`.
         hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
@@ -151,8 +161,13 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
     texts = tuple(message_text(turn) for turn in messages if turn["role"] == "assistant")
-    if not messages or {"text", "texts"} & values.keys():
+    has_texts = not values.keys().isdisjoint(("text", "texts"))
+    # Audio and video of one row are a pair without a text.
+    if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
         texts = _single_column(values, ("text", "texts"), "no-text")
+    texts, spans = _split_spans(values, texts)
+    if spans and not set(MEDIA_COLUMNS) & values.keys():
+        raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     if label is not None and not _is_label(label):
         raise BadRow(
             "columns",
@@ -176,7 +191,49 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         box_labels=tuple(box_labels),
         messages=messages,
         image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
+        spans=spans,
     )
+
+
+def _split_spans(
+    values: dict[str, Any], texts: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[tuple[float, float] | None, ...]]:
+    """Return the texts of a row, and the span of each in seconds; () if none has one.
+
+    A text is a string, or {"text", "t0_s", "t1_s"}. The columns `t0_s` and `t1_s` are the span of
+    the other texts of the row. Raises BadRow.
+    """
+    of_row = _parse_span(values, SPAN_COLUMNS)
+    plain = []
+    spans = []
+    for text in texts:
+        span = of_row
+        if isinstance(text, dict):
+            names = next((each for each in _SPAN_FIELDS if each[0] in text), SPAN_COLUMNS)
+            span = _parse_span(text, names) or of_row
+            text = text.get("text")
+        plain.append(text)
+        spans.append(span)
+    return tuple(plain), tuple(spans) if any(spans) else ()
+
+
+def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> tuple[float, float] | None:
+    """Return start and end of a text, None if it has none. Raises BadRow."""
+    times = [values.get(name) for name in names]
+    if times == [None, None]:
+        return None
+    is_valid = all(
+        isinstance(time, (int, float)) and not isinstance(time, bool) and abs(time) < MAX_TIME_S
+        for time in times
+    )
+    if not is_valid or times[0] >= times[1]:  # type: ignore[operator]
+        raise BadRow(
+            "columns",
+            "span",
+            f"{names[0]} and {names[1]} must be seconds, the first before the second (got "
+            f"{str(times[0])[:40]} and {str(times[1])[:40]})",
+        )
+    return float(times[0]), float(times[1])  # type: ignore[arg-type]
 
 
 def _parse_conversation(
@@ -184,11 +241,20 @@ def _parse_conversation(
 ) -> tuple[tuple[Message, ...], tuple[ImageRef, ...]]:
     """Return the messages of a row, if it has any, and its images in the order of their parts.
 
-    Raises BadRow.
+    Without messages, audio and video follow the images. Raises BadRow.
     """
+    media = tuple(
+        _parse_image(values[kind], hosts, kind) for kind in MEDIA_COLUMNS if kind in values
+    )
     if not values.keys() & set(MESSAGE_COLUMNS):
-        images = _single_column(values, IMAGE_COLUMNS, "no-image")
-        return (), tuple(_parse_image(image, hosts) for image in images)
+        images: tuple[Any, ...] = ()
+        if not media or values.keys() & set(IMAGE_COLUMNS):
+            images = _single_column(values, IMAGE_COLUMNS, "no-image")
+        return (), tuple(_parse_image(image, hosts) for image in images) + media
+    if media:
+        raise BadRow(
+            "columns", "messages", f"messages with {media[0].kind} are not supported: use texts"
+        )
     try:
         messages, in_parts = parse_messages(_single_value(values, MESSAGE_COLUMNS))
     except ValueError as error:
@@ -260,10 +326,11 @@ def is_valid_name(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
+def _parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> ImageRef:
     """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL at one of
     `hosts`.
     """
+    article = "a" if kind == "video" else "an"
     if isinstance(value, ImageRef):
         return value
     name = value
@@ -272,34 +339,37 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
         name = value.get("path")
         data = value.get("bytes")
     if isinstance(data, str) and data.startswith(_DATA_URI):
-        return ImageRef("the image", data=_decode_data_uri(data))
+        return ImageRef(f"the {kind}", data=_decode_data_uri(data), kind=kind)
     if isinstance(data, str) and data.startswith(_BASE64_IMAGES) and len(data) > _MIN_BASE64_LENGTH:
-        return ImageRef("the image", data=_decode_base64(data, "the image"))
+        return ImageRef(f"the {kind}", data=_decode_base64(data, f"the {kind}"), kind=kind)
     if isinstance(data, bytes):
-        return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
+        name = name if isinstance(name, str) and name else f"the {kind}"
+        return ImageRef(name, data=data, kind=kind)
     if isinstance(data, (list, int, float)):
+        file = "PNG or JPEG" if kind == "image" else "WAV, FLAC or MP4"
         raise BadRow(
             "columns",
-            "image",
-            "an image is an array of numbers (pixels?): store the encoded bytes of a PNG or JPEG "
-            f"file, or its path (got {str(data)[:40]})",
+            kind,
+            f"{article} {kind} is an array of numbers (decoded?): store the encoded bytes of a "
+            f"{file} file, or its path (got {str(data)[:40]})",
         )
-    if not isinstance(name, str) or not name.strip():
-        raise BadRow("columns", "image", f"an image must be a path (got {str(name)[:80]!r})")
+    if isinstance(value, (list, tuple)) or not isinstance(name, str) or not name.strip():
+        shown = str(name)[:80]
+        raise BadRow("columns", kind, f"{article} {kind} must be a path (got {shown!r})")
     if hosts and is_url(name) and is_valid_name(name):
         if reason := rejection_reason(name, hosts):
             raise BadRow("columns", "url", f"{redact_url(name)}: {reason}")
-        return ImageRef(redact_url(name), url=name)
+        return ImageRef(redact_url(name), url=name, kind=kind)
     if not is_safe_path(name):
         shown = redact_url(name) if "://" in name else name[:200]
         hint = (
-            (" (--allow-urls names the hosts that images are fetched from)") if is_url(name) else ""
+            (" (--allow-urls names the hosts that files are fetched from)") if is_url(name) else ""
         )
         raise BadRow(
             "columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}"
         )
     check_suffix(name)
-    return ImageRef(name, file=name)
+    return ImageRef(name, file=name, kind=kind)
 
 
 def check_suffix(name: str) -> None:

@@ -163,8 +163,10 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
             f"{held_out[0]}: --data.eval-split {held_out[0]}",
             "evaluate",
         )
+    sets = [*train_sets, *([eval_set] if eval_set else [])]
+    _check_media_kinds(config, sets, reporter)
     if config.model.takes_one_image:
-        _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
+        _check_one_image_a_row(config, sets, reporter)
     return _Sets(mixture, train_sets, eval_set)
 
 
@@ -247,6 +249,33 @@ def _with_sample_weights(config: Config) -> Config:
         )
     folder = generate_model(Path(config.data.cache) / "sample-vlm-model")
     return config.replace(model=model.replace(weights=str(folder)))
+
+
+def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
+    """Log the rows of each set that have audio or video, if the model does not take them.
+
+    Raises DataError if they are more than the run may quarantine.
+    """
+    taken = set(config.model.media_kinds)
+    for prepared in sets:
+        rows_by_kinds = prepared.rows_by_media_kinds
+        others = {
+            kinds: rows
+            for kinds, rows in rows_by_kinds.items()
+            if not taken.issuperset(kinds.split())
+        }
+        if not others:
+            continue
+        counts = ", ".join(
+            f"{rows:,} rows with {kinds.replace(' ', ' and ')}" for kinds, rows in others.items()
+        )
+        text = (
+            f"{prepared.folder} has {counts} among {prepared.num_rows:,}, and model.kind "
+            f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
+        )
+        if sum(others.values()) > MAX_BAD_ROWS:
+            raise DataError(f"{text}. Train another kind of model, or prepare those rows apart")
+        reporter.log(f"{text}: they are not used", "media")
 
 
 def _check_one_image_a_row(

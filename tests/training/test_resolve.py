@@ -1,15 +1,18 @@
 """Settings resolved before a run starts: rows, steps, tokens."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Prepare
 from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.text.chat import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
+from mmray.storage.paths import to_path
 from mmray.training import resolve
 from mmray.training.backend import Attempt, resume_point
 from mmray.training.resolve import resolve_run
@@ -113,6 +116,23 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         UsageError, match="no token for language 'en'; its language tokens are de, fr"
     ):
         resolve_run(asked, Silent())
+
+
+def test_models_of_images_refuse_sets_with_audio_or_video(tmp_path, monkeypatch):
+    folder = tmp_path / "set"
+    make_set(folder, [row(number) for number in range(20)])
+    kinds = {"": {"audio": 3, "image video": 4}}
+    address = to_path(str(folder))
+    write_manifest(address, replace(read_manifest(address), media_kinds=kinds))
+    wanted = config(folder, tmp_path, "run")
+    resolve_run(wanted, Silent())  # fewer than a run may quarantine
+    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 6)
+    with pytest.raises(
+        DataError,
+        match=r"3 rows with audio, 4 rows with image and video among 20, .*two_tower takes rows of "
+        "image only",
+    ):
+        resolve_run(wanted, Silent())
 
 
 def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from mmray.data.formats.splits import split_of_folder, splits_of_files
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
+from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
+from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
@@ -80,19 +82,23 @@ class ListingSource(Source):
                 size and modification time of its caption file).
 
         Returns:
-            The values without `text_file`; `texts` are the non-blank lines of that file, or [""].
+            The values without `text_file`; `texts` are the non-blank lines of that file, or [""],
+            and of subtitles the texts with their spans.
 
         Raises:
-            BadRow: The caption file cannot be read or is not UTF-8.
+            BadRow: The caption file cannot be read, is not UTF-8, or has no valid subtitles.
         """
         name, *_ = record.pop("text_file", [None])
         if name is None:
             return record
         if not is_valid_name(name):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
+        with os_error_as_bad_row(name):
+            data = read_file(self.folder, name, self.links)
+        if name.lower().endswith(SUBTITLE_SUFFIXES):
+            return record | {"texts": parse_subtitles(data, name)}
         try:
-            with os_error_as_bad_row(name):
-                lines = read_file(self.folder, name, self.links).decode("utf-8-sig").splitlines()
+            lines = data.decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"
@@ -182,35 +188,44 @@ class ClassFolders(ListingSource):
             yield row
 
 
+def _is_medium(name: str) -> bool:
+    return is_image(name) or media_kind(name) is not None
+
+
 class ImageTextPairs(ListingSource):
-    """Rows of a/b.jpg with a/b.txt or a/b.jpg.txt; an image or a text without its counterpart is an
-    incomplete row.
+    """Rows of a/b.jpg, or a clip a/b.mp4, with a/b.txt or a/b.jpg.txt, or subtitles a/b.srt; a file
+    without its counterpart is an incomplete row.
     """
 
-    title = "image and text pairs"
+    title = "media and text pairs"
     reads_file = False
     reads_folder = True
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        images = set(filter(is_image, names))
-        stems = images | {_stem(name) for name in images}
-        return any(_stem(name) in stems for name in names if name.endswith(CAPTION_SUFFIXES))
+        media = set(filter(_is_medium, names))
+        stems = media | {_stem(name) for name in media}
+        return any(
+            _stem(name) in stems
+            for name in names
+            if name.endswith((*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
+        )
 
     def list_rows(self) -> Rows:
-        images: dict[str, list[str]] = defaultdict(list)
+        media: dict[str, list[str]] = defaultdict(list)
         texts: dict[str, str] = {}
+        suffixes = (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
         for name in self.visible_files():
             stem = _stem(name)
-            if is_image(name):
-                images[stem].append(name)
-            elif name.lower().endswith(CAPTION_SUFFIXES) and not is_about_the_data(name):
-                texts[_stem(stem) if is_image(stem) else stem] = name
+            if _is_medium(name):
+                media[stem].append(name)
+            elif name.lower().endswith(suffixes) and not is_about_the_data(name):
+                texts[_stem(stem) if _is_medium(stem) else stem] = name
             else:
                 self.ignored[PurePosixPath(name).suffix] += 1
         # Folders only: photos of trains may be named train-12.jpg.
-        splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in images | texts])
-        for stem in sorted(images.keys() | texts.keys()):
+        splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in media | texts])
+        for stem in sorted(media.keys() | texts.keys()):
             # With size and modification time, so that an edited text changes the signature of its
             # chunk.
             row: dict[str, Any] = {}
@@ -218,9 +233,9 @@ class ImageTextPairs(ListingSource):
                 row["text_file"] = stat_signature(self.folder, texts[stem])
             if split := splits[f"{stem.rpartition('/')[0]}/"]:
                 row["split"] = split
-            for name in images.get(stem, []):
-                yield {"origin": name, "id": name, "image": name} | row
-            if stem not in images:
+            for name in media.get(stem, []):
+                yield {"origin": name, "id": name, media_kind(name) or "image": name} | row
+            if stem not in media:
                 yield {"origin": texts[stem], "id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:

@@ -17,7 +17,14 @@ from typing import Any, ClassVar, NamedTuple
 from mmray.builtin import COLUMNS
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
-from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_valid_name, rename_columns
+from mmray.data.rows import (
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    BadRow,
+    is_valid_name,
+    rename_columns,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
@@ -304,7 +311,7 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
 
 
 def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) -> None:
-    """Raise DataError if no column of a source has images, or none has texts.
+    """Raise DataError if no column of a source has images, audio or video, or none has texts.
 
     Args:
         names: Names of all columns of the source.
@@ -315,7 +322,7 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) 
     missing = []
     # The images of a conversation may be in its parts.
     for kind, ours in (
-        ("image", (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)),
+        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS)),
         ("text", ("text", "texts", *MESSAGE_COLUMNS, "label")),
     ):
         if not any(columns.get(column, column) in names for column in ours):

@@ -20,7 +20,7 @@ from mmray.data.formats.source import (
     read_head,
 )
 from mmray.data.formats.splits import split_of_file, splits_of_files
-from mmray.data.rows import IMAGE_COLUMNS, BadRow, is_safe_path
+from mmray.data.rows import IMAGE_COLUMNS, MEDIA_COLUMNS, BadRow, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, open_sequential
 
@@ -242,12 +242,12 @@ class JsonlSource(Source):
         folder = chunk.file.rpartition("/")[0]
         for row in super().read(chunk):
             if folder and not self.name and isinstance(row.values, dict):
-                row.values.update(_move_images(row.values, folder))
+                row.values.update(_move_media(row.values, folder))
             yield row
 
 
-def _move_images(values: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return the image columns with paths relative to the source instead of a folder in it."""
+def _move_media(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the columns of media with paths relative to the source instead of a folder in it."""
 
     def move(path: Any) -> Any:
         is_path = isinstance(path, str) and is_safe_path(path)
@@ -257,7 +257,7 @@ def _move_images(values: dict[str, Any], folder: str) -> dict[str, Any]:
         column: list(map(move, values[column]))
         if isinstance(values[column], list)
         else move(values[column])
-        for column in IMAGE_COLUMNS
+        for column in (*IMAGE_COLUMNS, *MEDIA_COLUMNS)
         if column in values
     }
 

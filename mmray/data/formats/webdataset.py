@@ -2,7 +2,8 @@
 never extracted.
 
 The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, and
-`a.0.jpg`, `a.1.jpg` are its images by number; `a.mask.png` is not an image of it. A tar is one
+`a.0.jpg`, `a.1.jpg` are its images by number; `a.mask.png` is not an image of it. `a.wav` is its
+audio, `a.mp4` its video, and `a.srt` its texts with their spans. A tar is one
 chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special
 files, paths that leave the folder and truncated members are reported with the member name.
 """
@@ -14,6 +15,7 @@ import re
 import tarfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -32,7 +34,17 @@ from mmray.data.formats.text_lines import BOM, parse_json
 from mmray.data.formats.values import class_name
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import MAX_IMAGE_BYTES
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow, ImageRef, check_suffix, is_safe_path
+from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
+from mmray.data.media.subtitles import parse_subtitles
+from mmray.data.rows import (
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    SPAN_COLUMNS,
+    BadRow,
+    ImageRef,
+    check_suffix,
+    is_safe_path,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -40,7 +52,11 @@ from mmray.storage.requests import iter_parallel
 TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
-_OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", *MESSAGE_COLUMNS)
+_OTHER_COLUMNS = (
+    *("label", "split", "language", "boxes", "box_labels", *SPAN_COLUMNS),
+    *MESSAGE_COLUMNS,
+)
+_TEXT_EXTENSIONS = {"txt", *(suffix.removeprefix(".") for suffix in SUBTITLE_SUFFIXES)}
 _NUMBER = re.compile(r"[0-9]{1,4}")  # of an image of several in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
@@ -123,16 +139,17 @@ class WebDatasetSource(Source):
     def parse(self, record: Sample) -> dict[str, Any]:
         """Return the values of a sample by column name.
 
-        Its text is `txt`, otherwise that of `json`; a column of `json` that the user named with
-        --columns overrides both. Its label is `cls`.
+        Its text is `txt`, `srt` or `vtt`, otherwise that of `json`; a column of `json` that the
+        user named with --columns overrides both. Its label is `cls`.
 
         Args:
             record: Members by extension without the first dot, such as `jpg`, `0.jpg`, `txt`,
                 `json` or `cls`. A BadRow as a member rejects the sample.
 
         Returns:
-            `images`, a list of ImageRef (name and bytes of an image), and `text`, `label` and the
-            known columns of `json`, as far as the sample has them.
+            `images`, a list of ImageRef with the bytes, `audio` and `video`, ImageRef with the
+            bytes, and `text` or `texts`, `label` and the known columns of `json`, as far as the
+            sample has them.
 
         Raises:
             BadRow: A member is damaged or invalid, or the sample has only images with unknown
@@ -148,7 +165,9 @@ class WebDatasetSource(Source):
             mapped = {
                 theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")
             }
-            has_text = "txt" in members or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
+            has_text = bool(
+                _TEXT_EXTENSIONS & members.keys()
+            ) or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
             parsed = parse_json((members["json"].data or b"").removeprefix(BOM), strict=False)
             values = {name: value for name, value in parsed.items() if name in used}
@@ -157,6 +176,15 @@ class WebDatasetSource(Source):
                 values = values if "texts" in values else {"text": caption} | values
         if "txt" in members:
             values["text"] = _decode_text("txt", members["txt"])
+        for extension, member in members.items():
+            if f".{extension}" in SUBTITLE_SUFFIXES:
+                values.pop("text", None)
+                values["texts"] = parse_subtitles(member.data or b"", member.name)
+            kind = None if "." in extension else media_kind(f".{extension}")
+            if kind is not None and kind in values:
+                raise BadRow("columns", f"{kind}-count", f"it has several files of {kind}")
+            if kind is not None:
+                values[kind] = replace(member, kind=kind)
         if "cls" in members:
             values["label"] = _decode_text("cls", members["cls"])
             with suppress(ValueError):  # parse_row rejects a text
@@ -165,6 +193,8 @@ class WebDatasetSource(Source):
             check_suffix(f"KEY.{extension}")
         if images := _image_members(members):
             values["images"] = images
+        elif not values.keys().isdisjoint(MEDIA_COLUMNS):
+            return values
         elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
             detail = (
                 f"it has {', '.join(others)[:200]}; its images are the members named up to the "

@@ -1,5 +1,5 @@
-"""Test-decode images in a child process, so that a native decoder crash kills only the child and
-names the image.
+"""Test-decode images, audio and video in a child process, so that a native decoder crash kills
+only the child and names the file.
 
 The child runs all native code of a reader: decoding and the resize of the model's transform. It
 costs a copy of the bytes, so it is used only after a worker died or ran out of memory, for
@@ -8,6 +8,7 @@ thumbnails, to explain a bad row, and for held-out images that `mmray prepare` h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,7 @@ import orjson
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
+from mmray.data.media.decode import MediaInfo, verify_media
 from mmray.processes import Channel, ChildProcess
 
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
@@ -48,13 +50,34 @@ class SubprocessDecoder:
             BadImage: The image cannot be decoded. The reason is `decoder-crash` if it killed the
                 child, and `memory` if the child had no memory for it.
         """
+        reply = self._request(_check, data, max_pixels, transform_args)
+        return reply["width"], reply["height"]
+
+    def check_media(self, data: bytes, kind: str, max_pixels: int) -> MediaInfo:
+        """Decode audio or video completely in the child process; `verify_media`, contained.
+
+        Args:
+            data: Encoded bytes.
+            kind: `audio` or `video`.
+            max_pixels: Maximum width x height of a frame.
+
+        Returns:
+            What the check measured.
+
+        Raises:
+            BadImage: As `check`.
+        """
+        return MediaInfo(**self._request(_check_media, data, kind, max_pixels))
+
+    def _request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Call a function in the child process. Raises BadImage."""
         if self._child is None:
             self._child = ChildProcess("decoder", serve)
         connection = self._child.connection
         try:
-            connection.send((data, max_pixels, transform_args))
+            connection.send((function, args))
             # Not a pickled object: the image may have taken over the child.
-            reply = orjson.loads(connection.recv_bytes())
+            reply: dict[str, Any] = orjson.loads(connection.recv_bytes())
         except (EOFError, OSError):
             died = self._child.death()
             self._child = None
@@ -62,7 +85,7 @@ class SubprocessDecoder:
             raise BadImage(CRASH, str(died)) from None
         if "reason" in reply:
             raise BadImage(reply["reason"], reply["detail"])
-        return reply["width"], reply["height"]
+        return reply
 
     def thumbnail(self, data: bytes) -> str | None:
         """Return a thumbnail of an image as a data URI (WebP, at most 128 pixels a side).
@@ -97,26 +120,30 @@ def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
     Args:
-        channel: Connection to the parent. It receives (data, max_pixels, transform_args): the
-            encoded bytes, the maximum width x height, and None or (inputs, augment, uniforms), with
-            which the image is also resized and augmented. It replies with JSON: `width` and
-            `height`, or `reason` and `detail` of a BadImage.
+        channel: Connection to the parent. It receives a function of this module and its arguments,
+            and replies with its result as JSON, or with `reason` and `detail` of a BadImage.
     """
     while True:
-        data, max_pixels, transform_args = channel.connection.recv()
-        channel.connection.send_bytes(orjson.dumps(_check(data, max_pixels, transform_args)))
+        function, args = channel.connection.recv()
+        channel.connection.send_bytes(orjson.dumps(_reply(function, args)))
 
 
-def _check(
-    data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None
-) -> dict[str, int | str]:
+def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None) -> dict[str, Any]:
+    rgb = decode(data, max_pixels)
+    if transform_args is None:
+        resize_to_square(rgb, 1, "squash", "bilinear")
+    else:
+        transform(rgb, *transform_args)
+    return {"width": rgb.shape[1], "height": rgb.shape[0]}
+
+
+def _check_media(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
+    return verify_media(data, kind, max_pixels)._asdict()
+
+
+def _reply(function: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        rgb = decode(data, max_pixels)
-        if transform_args is None:
-            resize_to_square(rgb, 1, "squash", "bilinear")
-        else:
-            transform(rgb, *transform_args)
-        return {"width": rgb.shape[1], "height": rgb.shape[0]}
+        return function(*args)
     except BadImage as bad:
         return {"reason": bad.reason, "detail": bad.detail}
     except MemoryError:  # nothing else allocates here, so the image caused it

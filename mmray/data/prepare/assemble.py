@@ -310,6 +310,7 @@ class PrepareResult:
         examples: Location and a sentence about one such row by reason.
         languages: Number of kept rows by language.
         num_images: Number of kept rows by (split, number of images).
+        media_kinds: Number of kept rows with audio or video by (split, kinds of media).
     """
 
     shards: list[Shard]
@@ -318,6 +319,7 @@ class PrepareResult:
     examples: dict[str, str] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
     num_images: Counter[tuple[str | None, int]] = field(default_factory=Counter)
+    media_kinds: Counter[tuple[str | None, str]] = field(default_factory=Counter)
 
 
 def quarantine_rows(
@@ -371,12 +373,15 @@ def quarantine_rows(
                 result.examples.setdefault(
                     entry["reason"], f"{entry['source']}: {entry['detail'][:160]}"
                 )
-            for shard, number in zip(
-                packed.shard_of[start : start + len(drops)][~drops].tolist(),
-                np.array(rows["num_images"], np.int64)[~drops].tolist(),
-                strict=True,
-            ):
-                result.num_images[packed.shards[shard].split, number] += 1
+            shards = packed.shard_of[start : start + len(drops)].tolist()
+            columns = zip(shards, rows["num_images"], rows["media_kinds"], drops, strict=True)
+            for shard, number, kinds, is_dropped in columns:
+                if is_dropped:
+                    continue
+                split = packed.shards[shard].split
+                result.num_images[split, number] += 1
+                if kinds:
+                    result.media_kinds[split, kinds] += 1
             languages = zip(rows["language"], drops, strict=True)
             result.languages.update(
                 name for name, is_dropped in languages if name and not is_dropped

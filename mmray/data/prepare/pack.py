@@ -28,6 +28,7 @@ from mmray.data.images.decode import BadImage, decode, exif_orientation, header_
 from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
+from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Media, Row
@@ -53,7 +54,9 @@ MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
-_RECORD_VERSION = 13
+# Subtitles may end a moment after their video.
+MAX_OVERHANG_S = 0.5
+_RECORD_VERSION = 14
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -120,6 +123,7 @@ class ShardWriter:
         values = [getattr(row, name) for name in _DIGEST_COLUMNS]
         values += [[media.kind, media.sha256, media.ref] for media in row.media]
         values += [row.messages] if row.messages else []
+        values += [row.spans] if row.spans else []
         self._digest.update(orjson.dumps(values))
         if len(self._batch) == RECORD_BATCH_ROWS:
             self.flush()
@@ -234,6 +238,7 @@ RECORD_COLUMNS = (
     "shard",
     "language",
     "num_images",
+    "media_kinds",
 )
 
 
@@ -470,7 +475,8 @@ class _ChunkPacker:
                 text_digest,
                 shard,
                 row.language,
-                len(row.media),
+                sum(media.kind == "image" for media in row.media),
+                _media_kinds(row),
             )
         )
 
@@ -498,10 +504,14 @@ class _ChunkPacker:
         split = {"auto": parsed.split, "none": None}.get(settings.split, settings.split)
         row = Row(parsed.key, [], texts, parsed.label, split, parsed.language, location)
         row.messages = list(parsed.messages) or None
+        row.spans = [span and list(span) for span in parsed.spans] or None
         digests = []
         size = (0, 0)
         for image, request in zip(parsed.images, requested, strict=True):
-            media, digest, size = self._read_media(image, request)
+            if image.kind == "image":
+                media, digest, size = self._read_image(image, request)
+            else:
+                media, digest = self._read_audio_or_video(image, request, row)
             if row.messages:
                 _check_aspect_ratio(image.name, size)
             row.media.append(media)
@@ -520,9 +530,62 @@ class _ChunkPacker:
             # By content hash, so that duplicates share a split and a row keeps its split when the
             # set grows.
             row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
+        if row.spans:
+            # Rows of one recording with other spans are no duplicates.
+            image_digest = _sha256(orjson.dumps([image_digest, row.spans]))
         return row, image_digest
 
-    def _read_media(
+    def _reference(self, image: ImageRef) -> dict[str, Any] | None:
+        """Return the reference to store with `--index-only`, else None; note the file. Raises
+        BadRow.
+        """
+        settings = self.job.settings
+        if settings.index_only and (image.url or image.file is None):
+            what = "a URL" if image.url else "inside the row"
+            raise BadRow(
+                "read", "no-reference", f"the {image.kind} is {what}: prepare without --index-only"
+            )
+        if image.data is None and image.file is not None:
+            self.image_signatures.append(stat_signature(self.source, str(image.file)))
+        return (
+            {"file": image.file, "offset": image.offset, "length": image.length}
+            if settings.index_only
+            else None
+        )
+
+    def _read_audio_or_video(
+        self, medium: ImageRef, requested: Future[bytes] | None, row: Row
+    ) -> tuple[Media, str]:
+        """Return audio or video to store, and its digest, after checking it and the spans of the
+        row; not read with `--index-only --check none`. Raises BadRow.
+        """
+        settings = self.job.settings
+        ref = self._reference(medium)
+        if settings.index_only and settings.check == "none":
+            return Media(medium.kind, b"", ref), _sha256(orjson.dumps(ref))
+        data = requested.result() if requested else self._read(medium)
+        media = Media(medium.kind, b"" if ref else data, ref, _sha256(data))
+        if settings.check == "none":
+            return media, media.sha256
+        try:
+            if settings.check == "header":
+                info = read_header(data, medium.kind, settings.max_pixels)
+            elif self.subprocess_decoder is not None:
+                info = self.subprocess_decoder.check_media(data, medium.kind, settings.max_pixels)
+            else:
+                info = verify_media(data, medium.kind, settings.max_pixels)
+        except BadImage as bad:
+            raise BadRow("decode", bad.reason, f"{medium.name}: {bad.detail}") from None
+        if info.duration_s:
+            _check_spans(row, medium.name, info)
+            media.duration = info.duration_s
+        media.rate = info.rate
+        media.channels = info.channels
+        media.width = info.width
+        media.height = info.height
+        return media, media.sha256
+
+    def _read_image(
         self, image: ImageRef, requested: Future[bytes] | None
     ) -> tuple[Media, str, tuple[int, int]]:
         """Return an image to store, and digest and size (width, height) of the image as read.
@@ -531,18 +594,7 @@ class _ChunkPacker:
         same file is its duplicate. Raises BadRow.
         """
         settings = self.job.settings
-        if settings.index_only and (image.url or image.file is None):
-            what = "a URL" if image.url else "inside the row"
-            raise BadRow(
-                "read", "no-reference", f"the image is {what}: prepare without --index-only"
-            )
-        if image.data is None and image.file is not None:
-            self.image_signatures.append(stat_signature(self.source, str(image.file)))
-        ref = (
-            {"file": image.file, "offset": image.offset, "length": image.length}
-            if settings.index_only
-            else None
-        )
+        ref = self._reference(image)
         if settings.index_only and settings.check == "none":
             return Media("image", b"", ref), _sha256(orjson.dumps(ref)), (0, 0)
         data = requested.result() if requested else self._read(image)
@@ -579,6 +631,34 @@ class _ChunkPacker:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _media_kinds(row: Row) -> str:
+    """Return the kinds of the media of a row with audio or video, such as `audio video`, else an
+    empty text.
+    """
+    kinds = sorted(media.kind for media in row.media)
+    return " ".join(kinds) if set(kinds) - {"image"} else ""
+
+
+def _check_spans(row: Row, name: str, info: MediaInfo) -> None:
+    """Raise BadRow for a text whose span is not in its medium; cut an overhang of at most
+    MAX_OVERHANG_S.
+    """
+    for number, span in enumerate(row.spans or []):
+        if span is None:
+            continue
+        start = max(span[0], info.start_s)
+        end = min(span[1], info.end_s)
+        overhang = max(start - span[0], span[1] - end)
+        if overhang > MAX_OVERHANG_S or start >= end:
+            raise BadRow(
+                "columns",
+                "span",
+                f"text {number + 1} is at {span[0]:.2f} to {span[1]:.2f} s, and {name} has "
+                f"{info.start_s:.2f} to {info.end_s:.2f} s",
+            )
+        span[:] = [start, end]
 
 
 def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:

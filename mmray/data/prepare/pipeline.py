@@ -299,9 +299,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     if any(shard.split for shard in shards):
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
     default_split = "train" if any(shard.split for shard in shards) else ""
-    num_images: dict[str, Counter[str]] = {}
-    for (split, number), count in sorted(result.num_images.items(), key=lambda item: item[0][1]):
-        num_images.setdefault(split or default_split, Counter())[str(number)] += count
+    num_images = _by_split(result.num_images, default_split)
+    media_kinds = _by_split(result.media_kinds, default_split)
     splits: Counter[str] = Counter()
     for shard in shards:
         splits.update({shard.split: shard.num_kept} if shard.split else {})
@@ -323,7 +322,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         box_names=source.box_names,
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
-        num_images={split: dict(counts) for split, counts in num_images.items()},
+        num_images=num_images,
+        media_kinds=media_kinds,
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
@@ -464,6 +464,16 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
         return {"chunk": run_with_crash_limit(pack, out, name, item_name)}
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
+
+
+def _by_split(
+    counts: Counter[tuple[str | None, Any]], default_split: str
+) -> dict[str, dict[str, int]]:
+    """Return the counts of (split, value) by split, and then by value as text."""
+    by_split: dict[str, Counter[str]] = {}
+    for (split, value), count in sorted(counts.items(), key=lambda item: item[0][1]):
+        by_split.setdefault(split or default_split, Counter())[str(value)] += count
+    return {split: dict(values) for split, values in by_split.items()}
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:

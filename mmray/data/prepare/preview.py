@@ -222,6 +222,9 @@ def _check_row(job: PrepareJob, row: RawRow, decoder: SubprocessDecoder) -> None
         with os_error_as_bad_row(image.name):
             data = read_image(to_path(job.source.address), image, job.settings.links)
         try:
-            decoder.check(data, job.settings.max_pixels)
+            if image.kind == "image":
+                decoder.check(data, job.settings.max_pixels)
+            else:
+                decoder.check_media(data, image.kind, job.settings.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None

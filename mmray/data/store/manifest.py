@@ -27,9 +27,9 @@ QUARANTINE = "quarantine.jsonl"
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
-SCHEMA_VERSION = 4
-# older versions whose rows can be read (store/version3.py)
-READABLE_VERSIONS = (3, SCHEMA_VERSION)
+SCHEMA_VERSION = 5
+# older versions whose rows can be read (store/older_versions.py)
+READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
 
@@ -79,6 +79,9 @@ class Manifest:
     class_names: tuple[str, ...] = ()
     languages: dict[str, int] = field(default_factory=dict)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
+    # rows with audio or video by the kinds of their media (`audio`, `video`, `audio video`, ...),
+    # for each split as above
+    media_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def images_verified(self) -> bool:
@@ -199,7 +202,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
             raise DataError(
                 f"{folder} has schema version {values['schema_version']}, this version of "
                 "mmray reads "
-                f"{' and '.join(map(str, READABLE_VERSIONS))}. Prepare the source again into "
+                f"{', '.join(map(str, READABLE_VERSIONS))}. Prepare the source again into "
                 "another folder."
             )
         values = {

@@ -26,12 +26,13 @@ from mmray.data.images.decode import BadImage
 from mmray.data.images.read import read_images
 from mmray.data.messages import Message
 from mmray.data.rows import ImageRef
-from mmray.data.store import version3
+from mmray.data.store import older_versions
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
     MANIFEST,
     RECORD_BATCH_ROWS,
+    SCHEMA_VERSION,
     TOKENIZER,
     Manifest,
     read_manifest,
@@ -57,6 +58,7 @@ _MEDIA = pa.struct(
         pa.field("height", pa.int32(), nullable=False),
         ("duration", pa.float64()),
         ("rate", pa.float64()),
+        ("channels", pa.int32()),
     ]
 )
 _PART = pa.struct([pa.field("type", pa.string(), nullable=False), ("text", pa.string())])
@@ -73,13 +75,15 @@ SCHEMA = pa.schema(
         ("box_labels", pa.list_(pa.int64())),
         pa.field("media", pa.list_(_MEDIA), nullable=False),
         ("messages", pa.list_(_MESSAGE)),
+        ("spans", pa.list_(pa.list_(pa.float64(), 2))),
     ]
 )
+_SCHEMAS = {SCHEMA_VERSION: SCHEMA, **older_versions.schemas(SCHEMA)}
 
 
 @dataclass
 class Media:
-    """An image of a row; the schema can also hold audio and video.
+    """An image, audio or video of a row.
 
     Args:
         kind: `image`, `audio` or `video`.
@@ -89,8 +93,9 @@ class Media:
         sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
         width: Upright size in pixels, 0 if the set was prepared without a check.
         height: As `width`.
-        duration: Seconds, of audio and video.
+        duration: Seconds, of audio and video; None if the set was prepared without a check.
         rate: Samples or frames per second, of audio and video.
+        channels: Channels of the sound, of audio and video; 0 for a silent video.
     """
 
     kind: str
@@ -101,6 +106,7 @@ class Media:
     height: int = 0
     duration: float | None = None
     rate: float | None = None
+    channels: int | None = None
 
     @cached_property
     def checksum_ok(self) -> bool:
@@ -143,6 +149,8 @@ class Row:
     boxes: list[list[float]] | None = None
     box_labels: list[int] | None = None
     messages: list[Message] | None = None
+    # Start and end of each text in seconds, None for the whole medium; None: no text has a span.
+    spans: list[list[float] | None] | None = None
 
     @property
     def checksum_ok(self) -> bool:
@@ -156,17 +164,21 @@ class Row:
         """Encoded bytes of the only image, for models that take one image per row.
 
         Raises:
-            BadImage: The row has no image, or several.
+            BadImage: The row has no image, several, or audio or video.
         """
-        if len(self.media) != 1:
-            raise BadImage("image-count", f"the row has {len(self.media)} images, not one")
+        kinds = [media.kind for media in self.media]
+        if kinds != ["image"]:
+            others = " and ".join(["", *sorted(set(kinds) - {"image"})])
+            raise BadImage(
+                "image-count", f"the row has {kinds.count('image')} images{others}, not one"
+            )
         return self.media[0].data
 
 
 def _to_row(values: dict[str, Any]) -> Row:
     """Return the row of stored values."""
     if "image" in values:
-        values = version3.upgrade(values)
+        values = older_versions.upgrade_3(values)
     return Row(**values | {"media": [Media(**media) for media in values["media"]]})
 
 
@@ -410,8 +422,7 @@ class PreparedSet:
         self._numbers = self._table.of_split(split)
         kept = self._table.num_kept[self._numbers]
         self._starts = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
-        is_version3 = manifest.schema_version == version3.VERSION
-        schema = version3.SCHEMA if is_version3 else SCHEMA
+        schema = _SCHEMAS[manifest.schema_version]
         self._shard_reader = ShardReader(folder, self._table, cache, schema)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
@@ -490,12 +501,22 @@ class PreparedSet:
     @property
     def rows_by_num_images(self) -> dict[int, int]:
         """Number of rows by their number of images: {1: 980, 2: 20} if 20 rows have two images."""
-        if self.manifest.schema_version == version3.VERSION:
+        if self.manifest.schema_version == 3:
             return {1: self.num_rows}
-        counts: Counter[int] = Counter()
-        for split, by_number in self.manifest.num_images.items():
+        counts = self._of_split(self.manifest.num_images)
+        return {int(number): rows for number, rows in counts.items()}
+
+    @property
+    def rows_by_media_kinds(self) -> dict[str, int]:
+        """Number of rows with audio or video by the kinds of their media: {"audio video": 20}."""
+        return self._of_split(self.manifest.media_kinds)
+
+    def _of_split(self, by_split: dict[str, dict[str, int]]) -> dict[str, int]:
+        """Return the counts of this split; without one, of all splits together."""
+        counts: Counter[str] = Counter()
+        for split, values in by_split.items():
             if self.split in (None, split):
-                counts.update({int(number): rows for number, rows in by_number.items()})
+                counts.update(values)
         return dict(counts)
 
     @property

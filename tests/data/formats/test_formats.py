@@ -159,7 +159,7 @@ SOURCES = {
     "Parquet of bytes": parquet_bytes,
     "WebDataset": tars,
     "COCO": coco_captions,
-    "image and text pairs": pairs,
+    "media and text pairs": pairs,
     "Hugging Face datasets": saved,
 }
 
@@ -181,7 +181,7 @@ def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_pr
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
     assert all(row.checksum_ok for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
-    if title not in ("COCO", "image and text pairs"):
+    if title not in ("COCO", "media and text pairs"):
         assert [row.label for row in rows] == list(range(COUNT))
     in_process.clear()
     assert prepare(str(source), str(tmp_path / "out"), LAX) == manifest

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from mmray.data.prepare.pack import open_shard
-from mmray.data.store import prepared_set, version3
+from mmray.data.store import older_versions, prepared_set
 from mmray.data.store.manifest import FORMAT, MANIFEST, Manifest
-from mmray.data.store.prepared_set import MAGIC_BYTES, PreparedSet, Row, hash_key
+from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, PreparedSet, Row, hash_key
 from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError
 from mmray.storage.paths import list_names, open_output, to_path, write_atomic
@@ -154,7 +154,7 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
-    newer = manifest.read_bytes().replace(b'"schema_version": 4', b'"schema_version": 7')
+    newer = manifest.read_bytes().replace(b'"schema_version": 5', b'"schema_version": 7')
     damaged = [
         (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
     ]
@@ -246,7 +246,8 @@ def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
         {"role": "assistant", "content": "a circle"},
     ]
     image = png(3)
-    values = dict.fromkeys(version3.SCHEMA.names) | {
+    schema = older_versions.schemas(SCHEMA)[3]
+    values = dict.fromkeys(schema.names) | {
         "key": "k",
         "image": image,
         "texts": ["a circle"],
@@ -254,7 +255,7 @@ def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
         "sha256": hashlib.sha256(image).hexdigest(),
         "messages": turns,
     }
-    batch = pa.RecordBatch.from_pylist([values], schema=version3.SCHEMA)
+    batch = pa.RecordBatch.from_pylist([values], schema=schema)
     for folder in (to_path(str(tmp_path)), to_path(memory)):
         with open_output(folder / "0.arrow") as file, pa.ipc.new_file(file, batch.schema) as writer:
             writer.write_batch(batch)

@@ -1,5 +1,7 @@
-"""Read the rows of prepared sets of schema version 3, which have one image a row and messages of
-plain text.
+"""Read the rows of prepared sets of older schema versions.
+
+Version 3 has one image a row and messages of plain text. Version 4 has neither spans of texts nor
+channels of media.
 """
 
 from __future__ import annotations
@@ -8,9 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-VERSION = 3
 _REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
-SCHEMA = pa.schema(
+_SCHEMA_3 = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
         pa.field("image", pa.binary(), nullable=False),
@@ -28,14 +29,28 @@ SCHEMA = pa.schema(
 )
 
 
-def upgrade(values: dict[str, Any]) -> dict[str, Any]:
+def schemas(current: pa.Schema) -> dict[int, pa.Schema]:
+    """Return the schema of the shards of each older version.
+
+    Args:
+        current: The schema of the current version.
+    """
+    media = current.field("media")
+    without_channels = [field for field in media.type.value_type if field.name != "channels"]
+    media_4 = pa.field("media", pa.list_(pa.struct(without_channels)), nullable=media.nullable)
+    schema_4 = current.remove(current.get_field_index("spans"))
+    schema_4 = schema_4.set(schema_4.get_field_index("media"), media_4)
+    return {3: _SCHEMA_3, 4: schema_4}
+
+
+def upgrade_3(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a stored row of schema version 3 to the current schema.
 
     The image becomes the only entry of `media` (list of images), with unknown width and height. In
     a conversation, an image part is put before the first user message.
 
     Args:
-        values: Values of the row by the columns of version 3 (SCHEMA); `image`, `ref`, `sha256` and
+        values: Values of the row by the columns of version 3; `image`, `ref`, `sha256` and
             `messages` are removed from it.
 
     Returns:

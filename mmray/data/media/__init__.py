@@ -1,0 +1,1 @@
+"""Audio and video: formats, decoding, subtitles, and clips that are aligned with texts."""

@@ -1,0 +1,407 @@
+"""Decode audio and video with FFmpeg (PyAV): headers, complete checks, and the parts inside a span.
+
+Times are seconds on the timeline of the file, as players and subtitles count: edit lists are
+applied, and a stream may start after zero. MP3 has no timestamps, so its first sample is at zero.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmray.data.images.decode import MAX_PIXELS, BadImage
+from mmray.data.media.formats import NAMES, detect_demuxer
+
+EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
+MAX_DURATION_S = 4 * 3600.0
+MAX_SAMPLE_RATE = 192_000
+MAX_FRAME_RATE = 240.0
+MAX_CHANNELS = 8
+# Audio before a span that is decoded but not used: decoders are not exact after a seek (Opus: 80
+# ms, AAC: two frames of up to 64 ms).
+_PREROLL_S = 0.3
+# A header may round its duration, and codecs pad their last frame.
+_DURATION_SLACK_S = 0.1
+# A larger gap between the timestamps of two audio frames is filled with silence.
+_MAX_JITTER_S = 0.01
+# Their durations are estimated from the size of the file.
+_WITHOUT_DURATION = ("mp3", "ogg")
+
+
+class BadMedia(BadImage):
+    """Bytes that are not complete audio or video within the limits; `reason` and `detail` as of an
+    image.
+    """
+
+
+class MediaInfo(NamedTuple):
+    """What the header of audio or video states, or what a complete check measured.
+
+    Args:
+        start_s: Time of its first sample or frame in seconds.
+        duration_s: Seconds from there to its end; 0 if the header has none.
+        rate: Samples or frames per second.
+        channels: Channels of the audio; 0 for a video without sound.
+        width: Width of upright frames in pixels; 0 for audio.
+        height: As `width`.
+    """
+
+    start_s: float
+    duration_s: float
+    rate: float
+    channels: int
+    width: int = 0
+    height: int = 0
+
+    @property
+    def end_s(self) -> float:
+        """Time of its end in seconds."""
+        return self.start_s + self.duration_s
+
+
+@cache
+def is_available() -> bool:
+    """Return whether the package of the extra `media` is installed."""
+    return find_spec("av") is not None
+
+
+def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
+    """Return what the header of audio or video states, without decoding it.
+
+    Args:
+        data: Encoded bytes.
+        kind: `audio` or `video`.
+        max_pixels: Maximum width x height of a frame.
+
+    Raises:
+        BadMedia: The header cannot be read, there is no stream of this kind, or it exceeds a limit.
+    """
+    with _open(data) as container:
+        return _read_header(container, kind, max_pixels)
+
+
+def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
+    """Decode audio or video completely, and measure where it starts and ends.
+
+    Args:
+        data: Encoded bytes.
+        kind: `audio` or `video`; the sound of a video is decoded too.
+        max_pixels: Maximum width x height of a frame.
+
+    Returns:
+        The header with the measured start and duration.
+
+    Raises:
+        BadMedia: With reason `empty`, `format`, `no-audio`, `no-video`, `too-large`, `too-long`,
+            `rate`, `channels`, `corrupt` or `truncated`.
+    """
+    with _open(data) as container:
+        info = _read_header(container, kind, max_pixels)
+        streams = [each for each in (_video(container), _audio(container)) if each is not None]
+        if kind == "audio":
+            streams = streams[-1:]
+        for stream in streams:
+            # A damaged frame is an error instead of an invented one.
+            stream.codec_context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+        first = math.inf
+        last = -math.inf
+        ends = dict.fromkeys((stream.index for stream in streams), -math.inf)
+        for packet in container.demux(streams):
+            for frame in packet.decode():
+                if frame.is_corrupt:
+                    raise BadMedia("corrupt", f"a frame at {frame.time or 0:.2f} s is damaged")
+                if getattr(frame, "width", 0) * getattr(frame, "height", 0) > max_pixels:
+                    raise BadMedia(
+                        "too-large", f"{frame.width} x {frame.height} is over {max_pixels} pixels"
+                    )
+                if frame.time is None:
+                    continue
+                start = frame.time - _zero(container)
+                end = start + _frame_duration(frame, info)
+                first = min(first, start)
+                last = max(last, end)
+                ends[packet.stream.index] = max(ends[packet.stream.index], end)
+                if last - first > MAX_DURATION_S:
+                    raise BadMedia("too-long", f"it has over {MAX_DURATION_S:,.0f} s")
+        if last < first:
+            raise BadMedia("truncated", "it has a header, and nothing that can be decoded")
+        _check_duration(container, streams, ends)
+        return info._replace(start_s=first, duration_s=last - first)
+
+
+def read_frames(
+    data: bytes, times_s: Sequence[float], max_pixels: int = MAX_PIXELS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the frames that a video shows at some times.
+
+    Before its first frame and after its last one a video shows these. So the middle of a frame is
+    within half the time to its neighbors of the requested time.
+
+    Args:
+        data: Encoded video.
+        times_s: At least one time in seconds, ascending.
+        max_pixels: Maximum width x height of a frame.
+
+    Returns:
+        RGB pixels uint8 [F, H, W, 3], upright, and the time of each frame, float64 [F] in seconds.
+
+    Raises:
+        BadMedia: It cannot be decoded.
+    """
+    with _open(data) as container:
+        _read_header(container, "video", max_pixels)
+        stream = _video(container)
+        shown: list[Any] = []
+        if times_s[0] > _PREROLL_S:
+            container.seek(math.floor(times_s[0] / stream.time_base), stream=stream)
+            shown = _shown_frames(container, stream, times_s)
+        if not shown or shown[0].time > times_s[0]:
+            # The index of a file may be wrong, or miss frames that follow a keyframe in the file
+            # and precede it in time.
+            container.seek(0)
+            shown = _shown_frames(container, stream, times_s)
+        if not shown:
+            raise BadMedia("truncated", "it has no frame")
+        times = np.array([frame.time for frame in shown])
+        size = (shown[0].height, shown[0].width)
+        pixels = []
+        for frame in shown:
+            if frame.height * frame.width > max_pixels:
+                raise BadMedia("too-large", f"{frame.width} x {frame.height} pixels")
+            # A stream may change its size, but a clip has one.
+            rgb = frame.to_ndarray(format="rgb24", width=size[1], height=size[0])
+            pixels.append(np.rot90(rgb, round(frame.rotation / 90)))
+        return np.stack(pixels), times
+
+
+def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarray:
+    """Decode the audio of a file between two times, as mono samples of a given rate.
+
+    Args:
+        data: Encoded audio, or a video with sound.
+        start_s: Time of the first sample in seconds.
+        end_s: Time after the last sample.
+        rate: Samples per second of the result.
+
+    Returns:
+        Samples int16 [round((end_s - start_s) * rate)]; zeros where the file has no audio.
+
+    Raises:
+        BadMedia: It has no audio, or cannot be decoded.
+    """
+    with _open(data) as container:
+        _read_header(container, "audio", MAX_PIXELS)
+        stream = _audio(container)
+        zero = _zero(container)
+        samples = np.zeros(max(0, round((end_s - start_s) * rate)), np.int16)
+        # A seek in an MP3 is not exact.
+        if start_s > _PREROLL_S and container.format.name != "mp3":
+            target = start_s - _PREROLL_S
+            container.seek(math.floor(target / stream.time_base), stream=stream)
+        run = _Run(start_s, samples, rate)
+        for frame in container.decode(stream):
+            time = None if frame.time is None else frame.time - zero
+            if time is not None and time < start_s - 2 * _PREROLL_S:
+                continue
+            if time is not None and time > end_s + _PREROLL_S:
+                break
+            run.add(frame, time)
+        run.flush()
+        return samples
+
+
+class _Run:
+    """Resamples audio frames without gaps between them, and copies them to their time."""
+
+    def __init__(self, start_s: float, samples: np.ndarray, rate: int) -> None:
+        self._start_s = start_s
+        self._samples = samples
+        self._rate = rate
+        self._resampler: Any = None
+        self._parts: list[np.ndarray] = []
+        self._first_s = 0.0
+        self._next_s = 0.0
+
+    def add(self, frame: Any, time: float | None) -> None:
+        """Add the next frame, which starts at a time in seconds; None: after the last one."""
+        import av
+
+        if time is not None and abs(time - self._next_s) > _MAX_JITTER_S:
+            self.flush()
+        if self._resampler is None:
+            self._resampler = av.AudioResampler("s16", "mono", self._rate)
+            self._first_s = self._next_s if time is None else time
+            self._next_s = self._first_s
+        self._next_s += frame.samples / frame.sample_rate
+        frame.pts = None
+        self._parts += [each.to_ndarray()[0] for each in self._resampler.resample(frame)]
+
+    def flush(self) -> None:
+        """Copy the samples since the last gap to their place."""
+        if self._resampler is None:
+            return
+        self._parts += [each.to_ndarray()[0] for each in self._resampler.resample(None)]
+        run = np.concatenate(self._parts) if self._parts else np.zeros(0, np.int16)
+        offset = round((self._first_s - self._start_s) * self._rate)
+        run = run[max(0, -offset) :]
+        offset = max(0, offset)
+        run = run[: max(0, len(self._samples) - offset)]
+        self._samples[offset : offset + len(run)] = run
+        self._resampler = None
+        self._parts = []
+
+
+@contextmanager
+def _open(data: bytes) -> Iterator[Any]:
+    """Open encoded bytes. Raises BadMedia, also for errors of FFmpeg inside the block."""
+    if not is_available():
+        raise BadMedia("extra", EXTRA_HINT)
+    import av
+
+    if not data:
+        raise BadMedia("empty", "no bytes")
+    demuxer = detect_demuxer(data)
+    if demuxer is None:
+        raise BadMedia("format", f"not {NAMES}: it starts with {data[:12]!r}")
+    if demuxer == "wav":
+        _check_wav_size(data)
+    try:
+        with av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace") as container:
+            yield container
+    except BadMedia:
+        raise
+    # Also if FFmpeg has no memory for a size in a damaged header. Python's own MemoryError is not
+    # an error of the file.
+    except (av.FFmpegError, ValueError, IndexError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}"
+        # FFmpeg reports the end of a file inside its header as invalid data or as its end.
+        is_end = isinstance(error, EOFError)
+        raise BadMedia("truncated" if is_end else "corrupt", text[:300]) from None
+
+
+def _check_wav_size(data: bytes) -> None:
+    """Raise BadMedia for a WAV with fewer samples than its header states: FFmpeg accepts it."""
+    at = 12
+    while at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        # A program that could not seek back wrote no size.
+        if data[at : at + 4] == b"data" and size != 0xFFFFFFFF and size > len(data) - at - 8:
+            raise BadMedia("truncated", f"{len(data) - at - 8} of the {size} bytes of its header")
+        at += 8 + size + size % 2
+
+
+def _video(container: Any) -> Any:
+    """Return the first video stream that is not a cover picture; None if there is none."""
+    import av
+
+    cover = av.stream.Disposition.attached_pic
+    streams = (each for each in container.streams.video if not each.disposition & cover)
+    return next(streams, None)
+
+
+def _audio(container: Any) -> Any:
+    return next(iter(container.streams.audio), None)
+
+
+def _zero(container: Any) -> float:
+    """Return the timestamp of time zero in seconds."""
+    if container.format.name != "mp3":
+        return 0.0
+    stream = _audio(container)
+    return float((stream.start_time or 0) * stream.time_base) if stream else 0.0
+
+
+def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
+    video = _video(container)
+    audio = _audio(container)
+    stream = video if kind == "video" else audio
+    if stream is None:
+        has = "video" if video is not None else "audio" if audio is not None else "no stream"
+        raise BadMedia(f"no-{kind}", f"it has no {kind} ({has} only)")
+    streams = [each for each in ((video, audio) if kind == "video" else (audio,)) if each]
+    for each in streams:
+        if each.codec_context is None:
+            raise BadMedia("format", f"there is no decoder for its {each.type}")
+    channels = 0 if audio is None else audio.codec_context.channels
+    width = height = 0
+    if kind == "video":
+        width = video.codec_context.width
+        height = video.codec_context.height
+        if width * height > max_pixels:
+            raise BadMedia("too-large", f"{width} x {height} is over {max_pixels} pixels")
+        if not width * height:
+            raise BadMedia("corrupt", "its header states no size of the frames")
+    rate = float((video.average_rate or video.guessed_rate or 0) if kind == "video" else audio.rate)
+    limit = MAX_FRAME_RATE if kind == "video" else MAX_SAMPLE_RATE
+    # The average rate of a file with one frame is that of its clock.
+    if kind == "audio" and not 0 < rate <= limit:
+        raise BadMedia("rate", f"{rate:,.0f} samples a second; the limit is {limit:,.0f}")
+    if kind == "video" and video.frames > 2 and rate > limit:
+        raise BadMedia("rate", f"{rate:,.1f} frames a second; the limit is {limit:,.0f}")
+    if channels > MAX_CHANNELS:
+        raise BadMedia("channels", f"{channels} channels; the limit is {MAX_CHANNELS}")
+    starts = [float((each.start_time or 0) * each.time_base) for each in streams]
+    start = min(starts) - _zero(container)
+    duration = max([0.0, *(_header_end(container, each) for each in streams)]) - start
+    if duration > MAX_DURATION_S:
+        raise BadMedia("too-long", f"{duration:,.1f} s; the limit is {MAX_DURATION_S:,.0f} s")
+    return MediaInfo(start, max(0.0, duration), rate, channels, width, height)
+
+
+def _header_end(container: Any, stream: Any) -> float:
+    """Return the time at which a stream ends according to the header; 0 if it does not state it."""
+    if stream.duration is not None:
+        start = stream.start_time or 0
+        return float((start + stream.duration) * stream.time_base) - _zero(container)
+    # In Matroska it is the end of the last frame.
+    return (container.duration or 0) / 1e6
+
+
+def _check_duration(container: Any, streams: list[Any], ends: dict[int, float]) -> None:
+    """Raise BadMedia if less was decoded than the header states."""
+    if container.format.name in _WITHOUT_DURATION:
+        return
+    expected = [_header_end(container, stream) for stream in streams]
+    # Matroska has one duration, of the longest stream.
+    measured = [max(ends.values())] if streams[0].duration is None else list(ends.values())
+    for end, stated in zip(measured, expected, strict=False):
+        if end < stated - max(_DURATION_SLACK_S, 0.02 * stated):
+            raise BadMedia(
+                "truncated", f"{max(0.0, end):.2f} s of the {stated:.2f} s of its header"
+            )
+
+
+def _frame_duration(frame: Any, info: MediaInfo) -> float:
+    samples = getattr(frame, "samples", None)
+    if samples is not None:
+        return float(samples / frame.sample_rate)
+    if frame.duration:
+        return float(frame.duration * frame.time_base)
+    return 1 / info.rate if info.rate else 0.0
+
+
+def _shown_frames(container: Any, stream: Any, times_s: Sequence[float]) -> list[Any]:
+    """Return the last frame at or before each time, decoded from the current position; the first
+    frame for times before it.
+    """
+    shown: list[Any] = []
+    before = None
+    for frame in container.decode(stream):
+        if frame.time is None:
+            continue
+        # Times and timestamps are rounded differently.
+        while len(shown) < len(times_s) and times_s[len(shown)] < frame.time - 1e-6:
+            shown.append(before or frame)
+        before = frame
+        if len(shown) == len(times_s):
+            return shown
+    if before is not None:
+        shown += [before] * (len(times_s) - len(shown))
+    return shown

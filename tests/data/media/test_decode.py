@@ -1,0 +1,167 @@
+"""Frames and samples at a time are those of that time, for the timelines that files have."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from mmray.data.media.decode import (
+    BadMedia,
+    read_audio,
+    read_frames,
+    read_header,
+    verify_media,
+)
+from tests.data.media.synthetic import (
+    AUDIO_CODECS,
+    encode_audio,
+    encode_video,
+    read_clock,
+    time_of_sweep,
+)
+
+VIDEOS: dict[str, dict[str, Any]] = {
+    "constant rate": {},
+    "B-frames": {"b_frames": 3},
+    "B-frames with references across keyframes": {
+        "b_frames": 3,
+        "options": {"x264-params": "open-gop=1:keyint=12:bframes=3"},
+    },
+    "one keyframe": {"gop": 1000, "b_frames": 2},
+    "variable rate": {"times_ms": [0, 30, 100, 500, 520, 1400, 2000, 2010, 2500]},
+    "start above zero": {"times_ms": range(1000, 3000, 40)},
+    "edit list: start below zero": {"times_ms": range(-200, 2000, 40), "b_frames": 2},
+    "Matroska": {"suffix": "mkv", "audio": "libopus"},
+    "Matroska, start above zero": {"suffix": "mkv", "times_ms": range(1000, 3000, 40)},
+    "WebM": {"suffix": "webm", "audio": "libopus"},
+    "MP4 with AAC": {"audio": "aac", "b_frames": 2},
+    "fragmented MP4": {"muxer_options": {"movflags": "frag_keyframe+empty_moov"}},
+}
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_frames_are_those_shown_at_their_time(name: str) -> None:
+    options = VIDEOS[name]
+    data = encode_video(**options)
+    shown = [time for time in options.get("times_ms", range(0, 3000, 40)) if time >= 0]
+    info = verify_media(data, "video")
+    assert info.start_s == pytest.approx(shown[0] / 1000, abs=1e-3)
+    times = np.linspace(info.start_s, info.end_s, 23)[:-1] + 0.004
+    for first, count in ((0, 22), (0, 1), (5, 3), (15, 2), (21, 1)):
+        wanted = times[first : first + count]
+        frames, at = read_frames(data, wanted.tolist())
+        expected = [max(t for t in shown if t <= time * 1000 + 1e-6) for time in wanted]
+        assert [read_clock(frame) for frame in frames] == expected
+        np.testing.assert_allclose(at, np.array(expected) / 1000, atol=1e-3)
+
+
+def test_before_the_first_and_after_the_last_frame_these_are_shown() -> None:
+    data = encode_video(times_ms=range(1000, 2000, 40))
+    frames, _ = read_frames(data, [0.2, 1.02, 7.0])
+    assert [read_clock(frame) for frame in frames] == [1000, 1000, 1960]
+
+
+@pytest.mark.parametrize("suffix", AUDIO_CODECS)
+def test_samples_are_those_of_their_time(suffix: str) -> None:
+    rate = 48000 if suffix == "ogg" else 24000
+    data = encode_audio(suffix, 6.0, rate, channels=2)
+    info = verify_media(data, "audio")
+    assert (info.rate, info.channels) == (rate, 2)
+    assert info.start_s == 0 and info.duration_s == pytest.approx(6.0, abs=0.05)
+    for start in (0.0, 0.51, 1.5, 2.93, 4.1, 5.8):
+        samples = read_audio(data, start, start + 0.1, 16000)
+        assert samples.dtype == np.int16 and samples.shape == (1600,)
+        # A hop of the spectrograms of speech models is 10 ms.
+        assert time_of_sweep(samples, 16000) == pytest.approx(start + 0.05, abs=0.005)
+    assert np.abs(read_audio(data, 2.0, 3.0, 8000)).max() > 8000
+
+
+@pytest.mark.parametrize("name", ["Matroska", "WebM", "MP4 with AAC"])
+def test_sound_of_a_video_is_aligned_with_its_frames(name: str) -> None:
+    data = encode_video(**VIDEOS[name])
+    for start in (0.1, 1.3, 2.6):
+        samples = read_audio(data, start, start + 0.1, 16000)
+        assert time_of_sweep(samples, 16000) == pytest.approx(start + 0.05, abs=0.005)
+        frames, _ = read_frames(data, [start + 0.05])
+        assert abs(read_clock(frames[0]) / 1000 + 0.02 - start - 0.05) <= 0.021
+
+
+def test_samples_outside_the_audio_are_zeros() -> None:
+    data = encode_audio("wav", 1.0)
+    samples = read_audio(data, -0.5, 2.0, 16000)
+    assert not samples[:7900].any() and not samples[24100:].any()
+    assert np.abs(samples[8000:24000]).max() > 10000
+
+
+def test_rotated_video_is_upright() -> None:
+    data = encode_video(times_ms=range(0, 400, 40))
+    # The matrix of the track header turns by 90 degrees: (0, 1, -1, 0) in 16.16.
+    upright = bytes.fromhex("00010000" + "00000000" * 3 + "00010000")
+    turned = bytes.fromhex("00000000" + "00010000" + "00000000" + "ffff0000" + "00000000")
+    track = data.index(b"tkhd")
+    at = data.index(upright, track)
+    rotated = data[:at] + turned + data[at + len(turned) :]
+    plain, _ = read_frames(data, [0.2])
+    frames, _ = read_frames(rotated, [0.2])
+    # Clockwise, as players show it.
+    np.testing.assert_array_equal(frames[0], np.rot90(plain[0], -1))
+
+
+def test_limits_name_their_numbers() -> None:
+    with pytest.raises(BadMedia, match="64 x 64 is over 4000 pixels"):
+        read_header(encode_video(times_ms=[0, 40]), "video", 4000)
+    eight = io.BytesIO()
+    with av.open(eight, "w", format="wav") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000, layout="22.2")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 24 * 800), np.int16), format="s16", layout="22.2"
+        )
+        frame.sample_rate = 8000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(BadMedia, match="24 channels; the limit is 8"):
+        read_header(eight.getvalue(), "audio")
+    wav = encode_audio("wav", 0.1)
+    fast = wav.replace((24000).to_bytes(4, "little"), (400_000).to_bytes(4, "little"), 1)
+    with pytest.raises(BadMedia, match="400,000 samples a second"):
+        read_header(fast, "audio")
+    long = bytearray(encode_audio("wav", 1.0, 24000))
+    # Rate and bytes a second of the header: 24,000 samples at one a second.
+    long[24:32] = (1).to_bytes(4, "little") + (2).to_bytes(4, "little")
+    with pytest.raises(BadMedia, match=r"24,000.0 s; the limit is 14,400 s"):
+        read_header(bytes(long), "audio")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "reason"),
+    [
+        (b"", "video", "empty"),
+        (b"<!DOCTYPE html><html></html>", "video", "format"),
+        (b"#EXTM3U\n#EXTINF:10,\nfile:///etc/passwd\n", "video", "format"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "audio", "format"),
+        (encode_audio("m4a", 0.5), "video", "no-video"),
+        (encode_video(times_ms=[0, 40]), "audio", "no-audio"),
+    ],
+)
+def test_files_that_are_no_media_are_refused(data: bytes, kind: str, reason: str) -> None:
+    with pytest.raises(BadMedia) as bad:
+        verify_media(data, kind)
+    assert bad.value.reason == reason
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "m4a", "mp4", "mkv", "webm"])
+def test_truncated_files_are_refused(suffix: str) -> None:
+    if suffix in AUDIO_CODECS:
+        data = encode_audio(suffix, 3.0)
+        kind = "audio"
+    else:
+        data = encode_video(suffix)
+        kind = "video"
+    verify_media(data, kind)
+    for part in (0.3, 0.6, 0.9):
+        with pytest.raises(BadMedia) as bad:
+            verify_media(data[: int(len(data) * part)], kind)
+        assert bad.value.reason in ("truncated", "corrupt")
