@@ -272,8 +272,11 @@ def _open(data: bytes) -> Iterator[Any]:
         raise BadMedia("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if demuxer == "wav":
         _check_wav_size(data)
+    # FFmpeg would search the first seconds of a WAV for another format inside it.
+    options = {"max_probe_packets": "1"} if demuxer == "wav" else {}
+    file = io.BytesIO(data)
     try:
-        with av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace") as container:
+        with av.open(file, format=demuxer, options=options, metadata_errors="replace") as container:
             yield container
     except BadMedia:
         raise

@@ -274,3 +274,26 @@ def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
         ]
         assert row.messages[1]["content"] == [{"type": "text", "text": "a circle"}]
         assert prepared.rows_by_num_images == {1: 1}
+
+
+def test_set_of_version_4_is_read(tmp_path):
+    folder = to_path(str(tmp_path))
+    values = vars(Row("k", [], ["a circle"])) | {"source": "x:1"}
+    media = vars(image_media(png(3)))
+    values["media"] = [{name: value for name, value in media.items() if name != "channels"}]
+    del values["spans"]
+    batch = pa.RecordBatch.from_pylist([values], schema=older_versions.schemas(SCHEMA)[4])
+    with open_output(folder / "0.arrow") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+        offsets = f"{MAGIC_BYTES + len(batch.schema.serialize())} {file.tell()}"
+    size = (folder / "0.arrow").stat().st_size
+    shard = Shard("0.arrow", None, 1, size, "digest", batches=offsets)
+    counts = {"": {"1": 1}}
+    manifest = Manifest(
+        1, 1, 0, {}, {}, "", None, {}, {}, (shard,), schema_version=4, num_images=counts
+    )
+    write_older_manifest(folder, manifest)
+    prepared = PreparedSet.open(str(folder))
+    [row] = prepared.read(np.array([0]))
+    assert row.image == png(3) and row.checksum_ok and row.spans is None
+    assert prepared.rows_by_num_images == {1: 1} and prepared.rows_by_media_kinds == {}
