@@ -111,7 +111,20 @@ def resize_to_square(
         )
     else:
         square = resize(rgb, (side, side), interpolation, crop_box(width, height, fit))
-    return np.ascontiguousarray(square.transpose(2, 0, 1))
+    return _to_planes(square)
+
+
+def _to_planes(rgb: np.ndarray) -> np.ndarray:
+    """Return pixels uint8 [H, W, 3] as contiguous planes [3, H, W]."""
+    if rgb.strides[1] != 4:
+        return np.ascontiguousarray(rgb.transpose(2, 0, 1))
+    # Words of four bytes are shifted and cut by SIMD, single bytes are not.
+    height, width = rgb.shape[:2]
+    words = np.lib.stride_tricks.as_strided(rgb, (height, width, 4)).view("<u4")[:, :, 0]
+    planes = np.empty((3, height, width), np.uint8)
+    for channel, plane in enumerate(planes):
+        np.copyto(plane, words >> (8 * channel), casting="unsafe")
+    return planes
 
 
 def thumbnail(rgb: np.ndarray) -> str:

@@ -147,7 +147,7 @@ class TextEncoder:
             each text, int32 [N]. T is the number of tokens of the longest text, at least 1 and at
             most `max_tokens`.
         """
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
         num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
         for target, row in zip(ids, rows, strict=True):
