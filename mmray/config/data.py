@@ -174,11 +174,10 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Quarantine rows found by `check_contamination`, and training rows also "
         "in another split.",
     )
-    rows_per_shard: int = Field(
-        512,
-        ge=1,
-        le=65536,
-        description="Rows per shard, and per task except for tars; 8192 for 100 million rows.",
+    rows_per_shard: Annotated[int, Field(ge=1, le=65536)] | Literal["auto"] = Field(
+        "auto",
+        description="Rows per shard, and per task except for tars; auto: 512 on a disk, 4096 on an "
+        "object store.",
     )
 
     @field_validator("format")

@@ -183,6 +183,19 @@ def test_files_of_a_store_are_deleted_in_parallel(memory, latency, monkeypatch):
     assert wall_s[0] > 3 * wall_s[1]
 
 
+def test_shards_are_larger_on_a_store_and_a_set_keeps_its_size(s3, tmp_path, in_process):
+    source = str(jsonl(tmp_path / "raw"))
+    by_storage = LAX.model_copy(update={"rows_per_shard": "auto"})
+
+    def rows_per_shard(out, settings):
+        return prepare(source, out, settings).settings["rows_per_shard"]
+
+    assert rows_per_shard(f"{s3.address}/larger", by_storage) == 4096
+    assert rows_per_shard(str(tmp_path / "smaller"), by_storage) == 512
+    assert rows_per_shard(str(tmp_path / "own"), LAX) == 3
+    assert rows_per_shard(str(tmp_path / "own"), by_storage) == 3
+
+
 def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_process):
     """They never quarantine rows."""
     raw, source, out = jsonl(tmp_path / "raw").parent, f"{s3.address}/raw", f"{s3.address}/out"

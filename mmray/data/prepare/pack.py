@@ -199,6 +199,12 @@ class PrepareJob:
     retry: bool = False
     class_names: tuple[str, ...] = ()
 
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of a shard: the setting, in which a number has replaced `auto`."""
+        assert self.settings.rows_per_shard != "auto", "the pipeline chooses a number first"
+        return self.settings.rows_per_shard
+
     def digest(self) -> str:
         """Return a hash of what determines how rows are packed: source format and settings.
 

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
+# A request to a store takes as long as reading some MB.
+SHARD_ROWS, STORE_SHARD_ROWS = 512, 4096
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
@@ -134,6 +136,7 @@ def ensure_prepared(
             "or `sample`"
         )
         raise DataError(f"{path} does not exist: {hint}")
+    settings = _with_shard_size(settings, to_path(cache))
     hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
@@ -186,6 +189,7 @@ def prepare(
         if settings.repair_text:
             check_installed("ftfy", "prepare.repair_text", "ftfy")
         folder = to_path(out)
+        settings = _with_shard_size(settings, folder, read_manifest(folder))
         job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)
         _create_folders(folder)
         with lease.Lease(
@@ -212,11 +216,24 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
         ResourceError: A failure that may be temporary.
     """
     try:
+        settings = _with_shard_size(settings, Path())
         job = PrepareJob(detect_source(source, settings.format), "", settings)
         for text, heading in preview.dry_run(job):
             log(text, heading)
     except OSError as error:
         raise ResourceError(f"{source} cannot be read: {error}") from error
+
+
+def _with_shard_size(settings: Prepare, out: AnyPath, before: Manifest | None = None) -> Prepare:
+    """Return the settings with a number of rows of a shard in place of `auto`: that of the existing
+    set `before`, otherwise by the kind of storage.
+    """
+    if settings.rows_per_shard != "auto":
+        return settings
+    rows = STORE_SHARD_ROWS if isinstance(out, RemotePath) else SHARD_ROWS
+    if before is not None:
+        rows = before.settings.get("rows_per_shard", rows)
+    return settings.model_copy(update={"rows_per_shard": rows})
 
 
 def _create_folders(out: AnyPath) -> None:
@@ -391,7 +408,7 @@ def _scan(
     chunks = []
     rows = 0
     progress(PrepareProgress("scan", 0, 0))  # some formats list all files before the first chunk
-    for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
+    for chunk in source.scan(job.rows_per_shard, previous_chunk_ends):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         progress(PrepareProgress("scan", rows, 0))

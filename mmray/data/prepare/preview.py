@@ -190,7 +190,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, out=folder)
         source = job.open()
-        chunks = list(source.scan(job.settings.rows_per_shard, ()))
+        chunks = list(source.scan(job.rows_per_shard, ()))
         first_rows = read_first_rows(source, chunks)
         names = source.class_names or find_class_names(source, chunks[:1], first_rows)
         source.class_names = names
