@@ -103,3 +103,18 @@ SAMPLE_VLM = "sample-vlm"
 
 GROUP_CHANNELS = 8
 """Channels of a GroupNorm group in the image tower `convnet`; its width is a multiple of it."""
+
+HF_IMAGE_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")
+"""Values of `model_type` of transformers that `model.image.weights` takes."""
+
+HF_TEXT_TYPES = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "ernie",
+    "albert",
+    "electra",
+    "distilbert",
+)
+"""Values of `model_type` of transformers that `model.text.weights` takes."""

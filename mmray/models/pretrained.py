@@ -8,12 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmray.builtin import KINDS
+from mmray.builtin import HF_IMAGE_TYPES, KINDS
 from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.data.vlm.families import FAMILIES
 from mmray.errors import UsageError
 from mmray.models import open_clip
-from mmray.models.encoders.image import HF_TYPES
 from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
 from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 
@@ -96,8 +95,8 @@ def _checkpoint_settings(file: Path) -> dict[str, Any]:
 def _hf_settings(weights: str) -> dict[str, Any]:
     """Return the settings that a model of transformers defines, in a folder or on the hub."""
     kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
-    config = load_config(SETTING, weights, (*kinds, *HF_TYPES, *FAMILIES))
-    if config.model_type in HF_TYPES:
+    config = load_config(SETTING, weights, (*kinds, *HF_IMAGE_TYPES, *FAMILIES))
+    if config.model_type in HF_IMAGE_TYPES:
         raise UsageError(
             f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
             "encoder; train a model "

@@ -141,6 +141,10 @@ def check_classes(config: Config) -> None:
         plugins.load_class(name, "train.callbacks")
     if ":" in config.model.kind:
         plugins.load_class(config.model.kind, "model.kind")
+    if validate.has_new_patterns(config):
+        from mmray.training.model_check import check_patterns  # late: it imports torch
+
+        check_patterns(config)
 
 
 def _train(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.builtin import KINDS, SAMPLE_VLM
+from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, SAMPLE_VLM
 from mmray.config.data import Mixture
-from mmray.config.model import Vlm, model_section
+from mmray.config.model import Lora, Vlm, model_section
+from mmray.config.recipes import RECIPES
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import UsageError
@@ -172,16 +175,66 @@ def transform_reasons(config: Config) -> list[str]:
 
 
 def weights_reasons(config: Config) -> list[str]:
-    """Return why `model.weights` are not weights of a supported vision-language model, as
-    sentences; [] if they are, and for other models.
+    """Return why pretrained weights in a folder are not weights of the model, as sentences with a
+    fix; [] if they are.
+
+    Reads config.json only. Weights on the hub of other models than `vlm` are not checked.
     """
-    model = config.model
-    if not isinstance(model, Vlm) or model.weights in ("none", SAMPLE_VLM):
+    model: Any = config.model
+    if isinstance(model, Vlm):
+        if model.weights in ("none", SAMPLE_VLM):
+            return []
+        try:
+            find_family(read_config(model.weights), model.weights)
+        except UsageError as error:
+            return [str(error)]
         return []
+    hf_type = KINDS[model.kind].hf_type if model.kind in KINDS else ""
+    if hf_type:
+        return _hf_weights_reasons("model.weights", model.weights, (hf_type,), model)
+    reasons = []
+    for part, types in (("image", HF_IMAGE_TYPES), ("text", HF_TEXT_TYPES)):
+        tower = getattr(model, part, None)
+        if part == "text" or getattr(tower, "name", "") == "transformers":
+            weights = getattr(tower, "weights", "none")
+            reasons += _hf_weights_reasons(f"model.{part}.weights", weights, types, model)
+    return reasons
+
+
+def _hf_weights_reasons(
+    setting: str, weights: str, supported: tuple[str, ...], model: Any
+) -> list[str]:
+    """Return why a folder of transformers does not fit a model, as sentences; [] also for names of
+    the hub and other files.
+
+    Args:
+        setting: Name of the setting that has `weights`, such as `model.text.weights`.
+        weights: Its value.
+        supported: Values of `model_type` in config.json that are accepted.
+        model: The `model` section, for the image size.
+    """
+    folder = Path(weights).expanduser()
+    if not folder.exists():
+        is_path = weights.startswith(("/", "./", "../", "~"))
+        return [f"{setting}: {weights} does not exist"] if is_path else []
     try:
-        find_family(read_config(model.weights), model.weights)
-    except UsageError as error:
-        return [str(error)]
+        saved = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    kind = saved.get("model_type")
+    if kind is not None and kind not in supported:
+        fits = [name for name, part in KINDS.items() if part.hf_type and part.hf_type == kind]
+        advice = f"; set --model.kind {fits[0]}" if fits else ""
+        return [
+            f"{setting}: {weights} has a model of type `{kind}`, and model.kind {model.kind} takes "
+            f"{', '.join(supported)}{advice}"
+        ]
+    patch = saved.get("vision_config", {}).get("patch_size")
+    if patch and model.inputs.image_side % patch:
+        return [
+            f"model.inputs.image_side: {weights} has patches of {patch} pixels, which do not tile "
+            f"an image of {model.inputs.image_side} pixels; use a multiple of {patch}"
+        ]
     return []
 
 
@@ -265,3 +318,19 @@ def evaluation_reasons(config: Config) -> list[str]:
             "set it to 0"
         ]
     return []
+
+
+def has_new_patterns(config: Config) -> bool:
+    """Return whether patterns of names of weights are given that no recipe has.
+
+    Args:
+        config: Settings of a run.
+    """
+    known = {pattern for recipe in RECIPES.values() for pattern in _patterns(recipe())}
+    lora = config.model.lora
+    has_targets = lora.rank > 0 and lora.targets != Lora().targets
+    return config.model.kind in KINDS and (has_targets or not _patterns(config) <= known)
+
+
+def _patterns(config: Config) -> set[str]:
+    return {*config.optimizer.freeze, *config.optimizer.lr_multipliers}

@@ -1,5 +1,6 @@
 """Contradicting settings are refused before anything starts, each with a fix."""
 
+import json
 import subprocess
 import sys
 from contextlib import suppress
@@ -31,6 +32,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.training import driver
 from mmray.training.validate import unsupported_reasons, validate_settings
+from tests.training.runs import Silent
 
 
 def config(recipe="sample", workers=1, **sections):
@@ -220,6 +222,52 @@ def test_models_that_cannot_be_built_are_refused_with_and_without_a_driver(spec,
         validate_settings(Config(model=spec, batch=Batch(micro=2)))
     with pytest.raises(UsageError, match=message):
         build(spec, 20)
+
+
+def folder_of(model_type, path, **values):
+    """A folder of transformers without weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": model_type} | values))
+    return str(path)
+
+
+def test_weights_that_do_not_fit_are_refused_before_data_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    siglip = folder_of("siglip", tmp_path / "siglip", vision_config={"patch_size": 14})
+    bert = folder_of("bert", tmp_path / "bert")
+    cases = (
+        (clip(siglip), "type `siglip`, and model.kind clip takes clip; set --model.kind siglip"),
+        (clip("/no/weights"), "model.weights: /no/weights does not exist"),
+        (tower("transformers", weights=bert), r"model\.image\.weights: .* type `bert`.* takes vit"),
+        (tower("vit", **VIT, text=TEXT.replace(weights=siglip)), r"model\.text\.weights: .*siglip"),
+    )
+    for spec, message in cases:
+        with pytest.raises(UsageError, match=message):
+            driver.train(Config(model=spec, batch=Batch(micro=2)), Silent())
+    clip_folder = folder_of("clip", tmp_path / "clip", vision_config={"patch_size": 14})
+    spec = clip(clip_folder)
+    inputs = spec.inputs.replace(image_side=225)
+    with pytest.raises(UsageError, match="do not tile an image of 225 pixels; use a multiple of"):
+        driver.train(Config(model=spec.replace(inputs=inputs), batch=Batch(micro=2)), Silent())
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"freeze": ("vision.*",)}}, r"optimizer\.freeze: `vision\.\*` matches no"),
+        ({"optimizer": {"freeze": ("*",)}}, "leaves no trainable parameter"),
+        ({"optimizer": {"lr_multipliers": ("head.*=0.1",)}}, r"lr_multipliers: `head\.\*` matches"),
+    ],
+)
+def test_patterns_that_match_no_weight_are_refused_before_data_is_read(
+    sections, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        driver.check_classes(config(**sections))
+    driver.check_classes(config(optimizer={"freeze": ("image.*",)}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_settings_that_weights_override_pass():

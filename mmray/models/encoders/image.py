@@ -12,7 +12,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor, nn
 
-from mmray.builtin import GROUP_CHANNELS
+from mmray.builtin import GROUP_CHANNELS, HF_IMAGE_TYPES
 from mmray.errors import UsageError, first_line
 from mmray.models.positions import resize_vision_model
 from mmray.models.protocol import Architecture
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 WEIGHTS_SETTING = "model.image.weights"
-HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type values
 
 
 def build_image_tower(
@@ -197,7 +196,7 @@ def _hf_network(
         sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
         config = ViTConfig(**transformer_config(spec), **sizes, layer_norm_eps=1e-6)
     else:
-        config = load_config(WEIGHTS_SETTING, spec.weights, HF_TYPES)
+        config = load_config(WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES)
         weights = spec.weights if architecture is None else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.builtin import HF_TEXT_TYPES
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
     from mmray.config import TextTower
 
 WEIGHTS_SETTING = "model.text.weights"
-FAMILIES = (
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "ernie",
-    "albert",
-    "electra",
-    "distilbert",
-)
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 # position ids start at pad_token_id + 1
 POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
@@ -81,7 +72,7 @@ def build_text_tower(
     else:
         if architecture is None:
             weights = spec.weights
-            config = load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
+            config = load_config(WEIGHTS_SETTING, spec.weights, HF_TEXT_TYPES)
         else:
             values = transformer_config(spec) | {
                 "vocab_size": vocab_size,
