@@ -342,6 +342,7 @@ def export(
     *,
     step: int | Literal["best"] | None = None,
     interpolate: float = 1.0,
+    adapters_only: bool = False,
     reporter: RunReporter | None = None,
 ) -> AnyPath:
     """Write the model of a run to a folder for `mmray.load` or transformers.
@@ -352,6 +353,7 @@ def export(
         step: step of the checkpoint, or `best`; None: the newest valid one.
         interpolate: share of the trained weights; the rest is of the weights that the run started
             with (WiSE-FT).
+        adapters_only: write the adapters of a vision-language model and its projector, for peft.
         reporter: receives messages and progress; None: they are shown.
 
     Returns:
@@ -364,7 +366,8 @@ def export(
     with _shown(reporter, "exporting"):
         from mmray.training import evaluate_export
 
-        return evaluate_export.export_run(to_path(_folder(run)), str(out), step, interpolate)
+        path = to_path(_folder(run))
+        return evaluate_export.export_run(path, str(out), step, interpolate, adapters_only)
 
 
 def export_weights(

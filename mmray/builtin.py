@@ -71,9 +71,6 @@ KINDS = {
     "clip": ModelKind("mmray.config.model:Clip", "mmray.models.clip:Clip", "clip"),
     "siglip": ModelKind("mmray.config.model:Siglip", "mmray.models.clip:Siglip", "siglip"),
     "fusion": ModelKind("mmray.config.model:Fusion", "mmray.models.fusion:Fusion"),
-    "generative": ModelKind(
-        "mmray.config.model:Generative", "mmray.models.generative:Generative", "llava"
-    ),
     "vlm": ModelKind("mmray.config.model:Vlm", "mmray.models.vlm.model:Vlm"),
 }
 """Model kinds (`model.kind`) by name.
@@ -82,6 +79,14 @@ To add one, write a section of settings and a torch module, and add an entry her
 table in mmray/models/README.md. A user's own module needs no entry and has free settings:
 `--model.kind my_package.my_module:MyModel --model.settings dim 64`.
 """
+
+REMOVED_KINDS = {
+    "generative": "model.kind: `generative` was replaced by `vlm`, which trains LLaVA and other "
+    "vision-language models of transformers. Set --model.kind vlm (recipe vlm), and "
+    "--model.weights to a folder saved by transformers with its processor and chat template, or to "
+    "a hub name such as llava-hf/llava-1.5-7b-hf"
+}
+"""Errors for model kinds of earlier versions."""
 
 OBJECTIVES = {
     "contrastive": "mmray.objectives.contrastive:Contrastive",

@@ -147,3 +147,18 @@ def test_batch_tokens_replace_the_micro_batch_of_a_recipe():
     assert (given.batch.tokens, given.batch.micro, given.batch.global_) == (4096, None, 32)
     both = override(recipes.load("sample-vlm"), {"batch": {"tokens": 4096, "micro": 2}})
     assert both.batch.micro == 2  # refused by resolve_batch_shape
+
+
+def test_removed_kind_names_its_replacement(tmp_path):
+    old = tmp_path / "config.yaml"
+    old.write_text(
+        "recipe: llava\nmodel: {kind: generative, inputs: {image_side: 336, chat: {user: '{}'}}}\n"
+    )
+    for read in (
+        lambda: recipes.load("llava"),
+        lambda: recipes.load(str(old)),
+        lambda: from_yaml(old.read_text(), str(old)),
+        lambda: recipes.load("vlm").with_model_kind("generative"),
+    ):
+        with pytest.raises(UsageError, match=r"replaced by `vlm`.*--model.weights"):
+            read()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmray.bench import device_checks
-from mmray.bench.device_checks import compare, tolerance
+from mmray.bench.device_checks import TOLERANCE, compare
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import BACKENDS, Group, is_dtensor
 from mmray.engine.parallel import strategy
@@ -110,7 +110,7 @@ def ddp(device: torch.device) -> dict[str, float]:
     model = strategy._replicate(model_of(device))
     largest = expected.abs().max()
     return compare(
-        tolerance(KIND, device),
+        TOLERANCE,
         from_module=(gradients(device, model) / largest, expected / largest),
     )
 
@@ -132,7 +132,7 @@ def fsdp(device: torch.device) -> dict[str, float]:
     """
     expected = gradients(device, model_of(device))
     model = strategy.shard(model_of(device), Group.current(device), None)
-    return compare(tolerance(KIND, device), from_module=(gradients(device, model), expected))
+    return compare(TOLERANCE, from_module=(gradients(device, model), expected))
 
 
 def staging(device: torch.device) -> dict[str, float]:

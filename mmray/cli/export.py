@@ -31,6 +31,8 @@ class ExportCommand:
     """Step of the checkpoint, or `best`; None: the newest valid one."""
     interpolate: float = 1.0
     """Share of the trained weights; the rest is of those that the run started with (WiSE-FT)."""
+    adapters: bool = False
+    """Write only the LoRA adapters and the projector of a vision-language model, for peft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def export(argv: Sequence[str], console: ConsoleReporter) -> int:
                 command.out,
                 step=command.step,
                 interpolate=command.interpolate,
+                adapters_only=command.adapters,
                 reporter=console,
             )
     _print_exported(out, console)
@@ -90,7 +93,6 @@ def _export_weights(weights: str, argv: Sequence[str], console: ConsoleReporter)
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:
     """Print the folder, and how to load the model from Python."""
-    from mmray.models.export.export import PROCESSOR
     from mmray.models.export.vlm import read_spec
 
     folder = relative_paths(str(out))
@@ -98,6 +100,4 @@ def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:
     call = 'model.embed_texts(["a red circle"])'
     if read_spec(out) is not None:
         call = 'model.answer([{"role": "user", "content": "..."}])'
-    elif (out / PROCESSOR).exists():
-        call = 'model.answer(["photo.jpg"])'
     console.log(f'import mmray; model = mmray.load("{folder}"); {call}', "next")

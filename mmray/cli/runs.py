@@ -19,7 +19,7 @@ class RunsCommand:
     """List the runs and sweeps of a folder, the last active first.
 
     A run is `running` if a process renews its lease; `unfinished` if it was killed. The best score
-    is the highest mean recall@1, or the lowest loss of a generative model; of a sweep, the
+    is the highest mean recall@1, or the lowest loss of a vision-language model; of a sweep, the
     recommended trial's value of its goal.
     """
 

@@ -17,15 +17,12 @@ from mmray.config.cluster import Cluster, Run
 from mmray.config.data import Augment, Data, Prepare
 from mmray.config.model import (
     AnyModel,
-    Chat,
-    ChatInputs,
     Clip,
     ClipImage,
     ClipText,
     CrossAttention,
     CustomModel,
     Fusion,
-    Generative,
     ImageTower,
     Inputs,
     Lora,

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from mmray import plugins
-from mmray.builtin import GROUP_CHANNELS, KINDS, OBJECTIVES
+from mmray.builtin import GROUP_CHANNELS, KINDS, OBJECTIVES, REMOVED_KINDS
 from mmray.config.base import Section, parse_weighted_sum
 from mmray.errors import UsageError
 
@@ -94,40 +94,6 @@ class Inputs(Section, settings_prefix="model.inputs"):
         return value
 
 
-class Chat(Section, settings_prefix="model.inputs.chat"):
-    """Conversation template of a generative model; `{}` is the message."""
-
-    image: str = Field(
-        "<image>", min_length=1, description="Image placeholder token; a line break follows it."
-    )
-    system: str = Field("{} ", description="System message.")
-    user: str = Field("USER: {} ", description="User message.")
-    assistant: str = Field(
-        "ASSISTANT: {}", description="Assistant message, which the loss is computed on."
-    )
-    end: str = Field(
-        "</s>", description="Token that ends an assistant message; the loss includes it."
-    )
-    question: str = Field(
-        "Describe the image.", description="User message for rows that only have captions."
-    )
-
-    @field_validator("system", "user", "assistant")
-    @classmethod
-    def _check_placeholder(cls, value: str) -> str:
-        if value.count("{}") != 1:
-            raise ValueError(f"needs exactly one `{{}}` for the message (got {value!r})")
-        return value
-
-
-class ChatInputs(Inputs):
-    """Image preprocessing and tokenization of a generative model."""
-
-    chat: Chat = Chat()
-    max_tokens: MaxTokens = 512
-    language_token: Literal[""] = ""  # not supported
-
-
 _KIND = tyro.conf.arg(
     metavar=f"{{{','.join(KINDS)}}}|package.module:Class",
     help="Model kind, or a class of your own.",
@@ -175,11 +141,9 @@ class Model(Section, settings_prefix="model"):
     branches: ClassVar[tuple[str, ...]] = ()
     # Whether the branches share nothing but the loss, as `train.parallel branches` needs.
     shares_only_loss: ClassVar[bool] = False
-    # Whether a row must have exactly one image.
-    takes_one_image: ClassVar[bool] = True
     # Kinds of media that a row may have; rows with others are not used.
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
-    # Whether the model writes text instead of embedding rows.
+    # Whether the model writes text about any number of images, instead of embedding rows of one.
     generates_text: ClassVar[bool] = False
     # Built-in objectives that can train the model, the usual one first; empty: as above.
     objectives: ClassVar[tuple[str, ...]] = ()
@@ -460,7 +424,7 @@ class ClipImage(VisionTransformer, settings_prefix="model.image"):
 
 
 class ClipText(Transformer, settings_prefix="model.text"):
-    """Text encoder of CLIP or SigLIP, or a language model; pretrained weights define its shape."""
+    """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
 
 class HfModel(Model):
@@ -550,32 +514,6 @@ class Siglip(ClipFamily):
         )
 
 
-class Generative(HfModel):
-    """transformers' LLaVA: image features in Llama's token sequence; the loss covers the
-    assistant's messages.
-    """
-
-    branches = ("image", "text")
-    objectives = ("language_modelling",)
-    generates_text = True
-
-    inputs: ChatInputs = ChatInputs()
-    image: ClipImage = ClipImage(width=768, depth=12, heads=12)
-    text: ClipText = ClipText(width=512, depth=8, heads=8)
-
-    def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, such as weights in a checkpoint file.
-
-        Each reason has a fix; empty if one can be built.
-        """
-        if not self.is_checkpoint_file:
-            return super().unsupported_reasons()
-        return [
-            f"model.weights: {self.weights} is a checkpoint file, which only model.kind `clip` and "
-            "`siglip` load; set a folder or a hub name"
-        ]
-
-
 class VlmInputs(Section, settings_prefix="model.inputs"):
     """Inputs of a vision-language model, which its own processor computes."""
 
@@ -607,7 +545,6 @@ class Vlm(Model):
 
     branches = ("vision", "language")
     objectives = ("language_modelling",)
-    takes_one_image = False
     generates_text = True
 
     inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
@@ -654,8 +591,10 @@ def model_section(kind: str) -> type[Model]:
         kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
 
     Raises:
-        UsageError: The kind is neither in KINDS nor `package.module:Class`.
+        UsageError: The kind is neither in KINDS nor `package.module:Class`, or was removed.
     """
+    if kind in REMOVED_KINDS:
+        raise UsageError(REMOVED_KINDS[kind])
     if kind in KINDS:
         section: type[Model] = plugins.load_class(KINDS[kind].settings, "model.kind")
         return section

@@ -9,19 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmray.builtin import SAMPLE_VLM
+from mmray.builtin import REMOVED_KINDS, SAMPLE_VLM
 from mmray.config import (
     Augment,
     Batch,
-    ChatInputs,
     Clip,
-    Cluster,
     Config,
     CrossAttention,
     Data,
     Evaluate,
     Fusion,
-    Generative,
     ImageTower,
     Inputs,
     Objective,
@@ -203,38 +200,6 @@ def fusion() -> Config:
     )
 
 
-def llava() -> Config:
-    """Fine-tune LLaVA 1.5 (7B) on conversations about an image, with a frozen image encoder.
-
-    The loss is the cross-entropy of the assistant's tokens.
-    """
-    return Config(
-        recipe="llava",
-        model=Generative(
-            weights="llava-hf/llava-1.5-7b-hf",
-            inputs=ChatInputs(image_side=336, tokenizer="llava-hf/llava-1.5-7b-hf", **OPENAI),
-        ),
-        objective=Objective(kind="language_modelling"),
-        batch=Batch(micro=4, global_=128, group_by_length=True),
-        optimizer=Optimizer(
-            lr=2e-5,
-            warmup_steps=100,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            freeze=("image.tower.*",),
-        ),
-        train=Train(
-            epochs=1,
-            log_every=10,
-            checkpoint_every=500,
-            activation_checkpointing=("text",),
-            parallel="fsdp",
-        ),
-        evaluate=Evaluate(every=500, batch=16),
-        cluster=Cluster(workers=8),
-    )
-
-
 def vlm() -> Config:
     """Fine-tune Qwen2.5-VL (3B), or another `model.weights`, on conversations with images.
 
@@ -258,7 +223,7 @@ def vlm() -> Config:
     )
 
 
-_FUNCTIONS = (sample, sample_vlm, resnet50_bert, clip, clip_scratch, siglip, fusion, vlm, llava)
+_FUNCTIONS = (sample, sample_vlm, resnet50_bert, clip, clip_scratch, siglip, fusion, vlm)
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS
 }
@@ -276,6 +241,8 @@ def load(name: str) -> Config:
     """
     if name in RECIPES:
         return RECIPES[name]()
+    if name == "llava":
+        raise UsageError(REMOVED_KINDS["generative"])
     file = Path(name)
     if file.suffix in (".yaml", ".yml"):
         try:

@@ -195,7 +195,9 @@ class EvalSettings(Section, settings_prefix="evaluate"):
         "the global batch.",
     )
     num_generations: int = Field(
-        0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr."
+        0,
+        ge=0,
+        description="Answers that a vision-language model generates, for exact match, CIDEr, etc.",
     )
     classes: tuple[str, ...] = Field(
         (),

@@ -15,21 +15,21 @@ COMPACT = "compact"  # style of a column: about three digits
 
 
 def language_note(metrics: Mapping[str, float]) -> str:
-    """Format the metrics of a generative model in one line.
+    """Format the metrics of a vision-language model in one line.
 
     Args:
-        metrics: `perplexity`, `token_accuracy` (0 to 1) and `tokens`. Optional are `exact_match` (0
-            to 1) with `answered`, or `cider` with `bleu_4`.
+        metrics: `perplexity`, `token_accuracy` (0 to 1) and `tokens`; with generated answers also
+            `exact_match` (0 to 1), `answered` and `cider` (0 to 10).
 
     Returns:
-        A line such as `perplexity 7.112, 48.5% of 9,120 tokens correct; BLEU-4 0.210, CIDEr 0.643`.
+        A line such as `perplexity 7.112, 48.5% of 9,120 tokens correct; exact match 12.0% of 200
+        answers, CIDEr 0.643`.
     """
     correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
     text = f"perplexity {metrics['perplexity']:.3f}, {correct}"
     if "exact_match" in metrics:
         text += f"; exact match {metrics['exact_match']:.1%} of {metrics['answered']:,.0f} answers"
-    elif "cider" in metrics:
-        text += f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}"
+        text += f", CIDEr {metrics['cider']:.3f}"
     return text
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.blocks import Block
-from mmray.data.stream.collate import Batch, extra_tensors, lm_columns, token_columns
+from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.data.stream.reader import RowReader
 from mmray.machine import cores
 
@@ -38,14 +38,14 @@ class EvalRow(NamedTuple):
     Attributes:
         pixels: Transformed image, uint8 [3, S, S].
         columns: Further inputs of the model by name, such as boxes, each [1, ...].
-        texts: Its captions (text), or conversations (lists of messages) of a generative model.
+        texts: Its captions, as the encoder formats them.
         label: Class of the row; -1: none.
         image_hash: Equal for equal images.
     """
 
     pixels: np.ndarray
     columns: Block  # [1, ...], further columns of the model
-    texts: list[Any]
+    texts: list[str]
     label: int  # -1: none
     image_hash: int  # equal for equal images
 
@@ -114,8 +114,7 @@ class EvalBatches:
     A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
     set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
     `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
-    for equal captions) int64 [C]. Generative models also get `labels` int64 [C, T] and `image_pos`
-    int64 [C], and some models further columns, such as boxes.
+    for equal captions) int64 [C]. Some models get further columns, such as boxes.
 
     Iterating raises OSError if an object store fails.
 
@@ -210,13 +209,12 @@ class EvalBatches:
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         rows = [row for _, row in readable]
         texts = [text for row in rows for text in row.texts]
-        tokens = self.data.encoder.encode_batch(texts)
+        tokens = token_columns(*self.data.encoder.encode(texts))
         columns = {
             name: np.concatenate([row.columns[name] for row in rows]) for name in rows[0].columns
         }
         return (
-            lm_columns(tokens, tokens["input_ids"].shape[1])
-            | token_columns(tokens["input_ids"], tokens["num_tokens"])
+            tokens
             | extra_tensors(columns, self.data.reader.extra_columns)
             | {
                 "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
@@ -226,7 +224,7 @@ class EvalBatches:
                 "caption_row": torch.tensor(
                     [number for number, row in readable for _ in row.texts]
                 ),
-                "text_hash": torch.tensor([hash_key(str(text)) for text in texts]),
+                "text_hash": torch.tensor([hash_key(text) for text in texts]),
             }
         )
 

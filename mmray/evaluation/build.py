@@ -33,24 +33,21 @@ def build_evaluator(
         on_rows: Called with the number of rows of each batch when it is done, to show progress.
 
     Returns:
-        A ConversationEvaluator for `vlm`, a GenerationEvaluator for other generative models,
-        otherwise an Evaluator. Each has the method `score(model, group, objective, global_rows,
-        save_examples)`, which returns metrics by name.
+        A ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has the method
+        `score(model, group, objective, global_rows, save_examples)`, which returns metrics by name.
 
     Raises:
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.
     """
     from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
-    from mmray.evaluation.generation import GenerationEvaluator
 
     check_classes(config.evaluate.classes, prepared)
-    inputs = config.model.inputs
     max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
-    if config.model.kind == "vlm":
+    if config.model.generates_text:
         return ConversationEvaluator(config, prepared, max_pixels, on_rows)
-    evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
-    return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
+    inputs = config.model.inputs
+    return Evaluator(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
 
 
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
@@ -94,7 +91,7 @@ def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
         prepared: The set with the held-out rows.
     """
     rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
-    return rows + (min(rows, config.evaluate.num_generations) if is_generative(config) else 0)
+    return rows + (min(rows, config.evaluate.num_generations) if config.model.generates_text else 0)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
@@ -112,7 +109,7 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     from mmray.models.protocol import EMBEDDING_METHODS
 
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
-    if missing and not is_generative(config):
+    if missing and not config.model.generates_text:
         raise UsageError(
             f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "
             "evaluation calls. Add the "
@@ -122,11 +119,6 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
         )
 
 
-def is_generative(config: Config) -> bool:
-    """Return whether the model of a config generates text instead of embeddings."""
-    return config.model.generates_text
-
-
 def best_metric(config: Config) -> str:
     """Return the metric of metrics.jsonl that selects the best checkpoint of a run.
 
@@ -134,7 +126,7 @@ def best_metric(config: Config) -> str:
         config: The config of the run.
 
     Returns:
-        `evaluate/loss` (lower is better) for a generative model, otherwise
+        `evaluate/loss` (lower is better) for a model that generates text, otherwise
         `evaluate/recall_at_1/mean` (higher is better).
     """
-    return "evaluate/loss" if is_generative(config) else "evaluate/recall_at_1/mean"
+    return "evaluate/loss" if config.model.generates_text else "evaluate/recall_at_1/mean"

@@ -7,30 +7,33 @@ only has captions has all of them as reference answers to the same question.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from mmray.data.images.decode import BadImage
-from mmray.data.messages import conversations_of, message_text
+from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.transform import thumbnail
+from mmray.data.messages import Message, conversations_of, message_text
 from mmray.data.store.prepared_set import PreparedSet, Row, read_each
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
-from mmray.evaluation.answers import anls, exact_match, vqa_accuracy
+from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
 from mmray.evaluation.evaluator import Group, eval_mode
-from mmray.evaluation.generation import caption_scores, gather_sorted
 
 if TYPE_CHECKING:
     from mmray.config import Config
 
 MAX_NEW_TOKENS = 64  # of an answer
 READ_ROWS = 64  # rows of a set read at once
+NUM_SHOWN = 6  # correct answers, and wrong ones, in the report
 
 
 class HeldOutRow(NamedTuple):
@@ -43,6 +46,14 @@ class HeldOutRow(NamedTuple):
 
     number: int
     row: Row
+
+
+class Answer(NamedTuple):
+    """A generated answer to a held-out row: the row's index in the set, and its correct answers."""
+
+    number: int
+    references: list[str]
+    text: str
 
 
 class ConversationEvaluator:
@@ -87,7 +98,8 @@ class ConversationEvaluator:
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.
-            save_examples: Unused.
+            save_examples: Receives generated answers to show, the result of `answer_examples`;
+                given on one rank or none.
 
         Returns:
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
@@ -125,12 +137,16 @@ class ConversationEvaluator:
             raise DataError(
                 f"cannot read any of {bad_rows:.0f} evaluation rows: {'; '.join(self.skipped[:1])}"
             )
-        answers: dict[str, float] = {}
+        answers: list[Answer] = []
         if self.settings.num_generations:
             with eval_mode(model):
-                answers = self._answer_scores(vlm, group)
+                answers = self._generate_answers(vlm, group)
+        if answers and save_examples is not None:
+            examples = answer_examples(answers, self.prepared, self.reader.question)
+            save_examples({"rows": int(rows)} | examples)
         mean = loss / max(1.0, tokens)
-        return answers | {
+        scores = answer_scores(answers) if answers else {}
+        return scores | {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite
             "token_accuracy": correct / max(1.0, tokens),
@@ -177,11 +193,11 @@ class ConversationEvaluator:
         if len(self.skipped) % 1000 == 1:
             logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
 
-    def _answer_scores(self, vlm: Any, group: Group) -> dict[str, float]:
-        """Generate the answers of the first `num_generations` rows; all ranks get their scores."""
+    def _generate_answers(self, vlm: Any, group: Group) -> list[Answer]:
+        """Generate the answers of the first `num_generations` rows; all ranks get all of them."""
         settings = self.settings
         limit = min(settings.num_generations, settings.limit or settings.num_generations)
-        results: list[Any] = []
+        own_answers: list[Answer] = []
         for part in self._batches(group, limit):
             prompts = []
             images = []
@@ -191,47 +207,112 @@ class ConversationEvaluator:
                 if decoded is None:
                     continue
                 messages = conversations_of(held_out.row, self.reader.question)[0]
-                last = max(
-                    index for index, each in enumerate(messages) if each["role"] == "assistant"
-                )
-                prompt = messages[:last]
+                prompt = _prompt(messages)
                 num_images = sum(
                     piece["type"] == "image" for each in prompt for piece in each["content"]
                 )
                 prompts.append(prompt)
                 images.append(decoded[:num_images])
                 texts = held_out.row.texts
-                answers = [message_text(messages[last])] if held_out.row.messages else texts
+                answers = [message_text(messages[len(prompt)])] if held_out.row.messages else texts
                 references.append((held_out.number, answers))
             if prompts:
                 answers = vlm.answer(prompts, images, MAX_NEW_TOKENS)
-                results += [
-                    [*reference, answer]
-                    for reference, answer in zip(references, answers, strict=True)
+                own_answers += [
+                    Answer(number, texts, answer)
+                    for (number, texts), answer in zip(references, answers, strict=True)
                 ]
             self.on_rows(len(part))
-        results = gather_sorted(results, group)
-        if not results:
-            return {}
-        return answer_scores(
-            [answer for _, _, answer in results], [texts for _, texts, _ in results]
-        )
+        return [Answer(*each) for each in _gather_sorted(own_answers, group)]
 
 
-def answer_scores(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Compare generated answers with reference answers.
-
-    Args:
-        answers: One generated answer per row.
-        references: Correct answers of each row, at least one.
+def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
+    """Compare generated answers with the correct ones.
 
     Returns:
         `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
         `answered` (number of rows).
     """
-    return caption_scores(answers, references) | {
-        "exact_match": exact_match(answers, references),
-        "vqa_accuracy": vqa_accuracy(answers, references),
-        "anls": anls(answers, references),
+    texts = [answer.text for answer in answers]
+    references = [answer.references for answer in answers]
+    return caption_scores(texts, references) | {
+        "exact_match": exact_match(texts, references),
+        "vqa_accuracy": vqa_accuracy(texts, references),
+        "anls": anls(texts, references),
         "answered": float(len(answers)),
     }
+
+
+def answer_examples(
+    answers: Sequence[Answer], prepared: PreparedSet, question: str
+) -> dict[str, Any]:
+    """Return answers to show with their conversations: correct ones, then wrong ones, each spread
+    over the set.
+
+    Args:
+        answers: Generated answers, sorted by row.
+        prepared: The set.
+        question: User message of rows that only have captions.
+
+    Returns:
+        JSON values for examples.json: `answers` is a list of {key, turns, references, answer,
+        correct}, of which `turns` is the conversation before the answer, [{role, parts}] with parts
+        {text} and {image}, a data URI. Rows that cannot be read are omitted.
+    """
+    by_result: dict[bool, list[Answer]] = {True: [], False: []}
+    for answer in answers:
+        by_result[exact_match([answer.text], [answer.references]) == 1].append(answer)
+    shown: list[dict[str, Any]] = []
+    for correct, chosen in by_result.items():
+        step = max(1, len(chosen) // NUM_SHOWN)
+        for answer in chosen[::step][:NUM_SHOWN]:
+            with suppress(OSError, ValueError):
+                [row] = prepared.read(np.array([answer.number]))
+                shown.append(
+                    {
+                        "key": row.key,
+                        "turns": _shown_turns(row, question),
+                        "references": answer.references,
+                        "answer": answer.text,
+                        "correct": correct,
+                    }
+                )
+    return {"answers": shown}
+
+
+def _shown_turns(row: Row, question: str) -> list[dict[str, Any]]:
+    """Return the messages before the last answer, with thumbnails of their images."""
+    media = iter(row.media)
+    turns = []
+    for message in _prompt(conversations_of(row, question)[0]):
+        parts = [
+            {"image": thumbnail(decode(next(media).data))}
+            if part["type"] == "image"
+            else {"text": part["text"]}
+            for part in message["content"]
+        ]
+        turns.append({"role": message["role"], "parts": parts})
+    return turns
+
+
+def _prompt(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages before the last one of the assistant."""
+    last = max(index for index, each in enumerate(messages) if each["role"] == "assistant")
+    return list(messages[:last])
+
+
+def _gather_sorted(results: list[Any], group: Group) -> list[Any]:
+    """Return the results of all ranks, sorted; a collective call.
+
+    Args:
+        results: JSON values of this rank, such as [row number, answer, reference texts].
+        group: The ranks.
+
+    Returns:
+        The values of all ranks, equal on all ranks; tuples become lists.
+    """
+    lines = "".join(json.dumps(result) + "\n" for result in results).encode()
+    gathered = group.all_gather_variable(
+        torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
+    )
+    return sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray import plugins
-from mmray.builtin import KINDS
+from mmray.builtin import KINDS, REMOVED_KINDS
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.attention import fuse_projections
@@ -41,6 +41,8 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
+    if spec.kind in REMOVED_KINDS:  # of an export of an earlier version
+        raise UsageError(REMOVED_KINDS[spec.kind])
     rows = spec.vocab_size or vocab_size
     if spec.kind in KINDS:
         # training/validate.py checks this earlier

@@ -110,8 +110,7 @@ def _hf_settings(weights: str) -> dict[str, Any]:
         inputs = dict(config.model["inputs"])
     else:
         inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
-        if kind != "generative":
-            inputs["max_tokens"] = config.text_config.max_position_embeddings
+        inputs["max_tokens"] = config.text_config.max_position_embeddings
     return {"kind": kind, "vocab_size": config.text_config.vocab_size, "inputs": inputs}
 
 

@@ -53,9 +53,8 @@ def synthetic_batch(
     Returns:
         `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
         of a row's key) and `pos` (position in the sample order) int64 [rows], both 0, 1, ...;
-        `label` int64 [rows], zeros; `valid` bool [rows]. Generative models also get `labels` int64
-        [rows, T] and `image_pos` int64 [rows]; models with boxes `boxes` float32 [rows, N, 4],
-        `box_labels` int64 and `box_mask` bool [rows, N].
+        `label` int64 [rows], zeros; `valid` bool [rows]. Models with boxes also get `boxes` float32
+        [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N].
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side
@@ -71,11 +70,6 @@ def synthetic_batch(
         "valid": torch.ones(rows, dtype=torch.bool),
         "pos": torch.arange(rows),
     }
-    if hasattr(inputs, "chat"):
-        batch |= {
-            "labels": batch["input_ids"].clone(),
-            "image_pos": torch.zeros(rows, dtype=torch.long),
-        }
     for extra in extra_columns(inputs):
         columns = extra.to_batch(extra.synthetic(rows))
         batch |= {name: torch.from_numpy(column) for name, column in columns.items()}

@@ -318,16 +318,6 @@ class HfModel:
 
     default_hf_config: ClassVar[Callable[..., Any]]
 
-    @staticmethod
-    def num_image_tokens(_config: Any) -> int:
-        """Return the number of positions of the text model that an image takes; 0 for a dual
-        encoder.
-
-        Raises:
-            UsageError: A subclass does not support the config.
-        """
-        return 0
-
     @classmethod
     def fit_positions(cls, net: Any, spec: Any) -> None:
         """Fit the model to the sizes of the settings; here only check the size of the images.
@@ -395,12 +385,10 @@ class HfModel:
             add_language_rows(net, vocab_size, token)
         cls.fit_positions(net, spec)
         text = net.config.text_config
-        positions = spec.inputs.max_tokens + cls.num_image_tokens(net.config)
-        if positions > text.max_position_embeddings:
+        if spec.inputs.max_tokens > text.max_position_embeddings:
             raise UsageError(
-                f"model.inputs.max_tokens: {spec.inputs.max_tokens} (with image tokens "
-                f"{positions}) exceeds the {text.max_position_embeddings} positions of "
-                f"{spec.weights}; reduce it"
+                f"model.inputs.max_tokens: {spec.inputs.max_tokens} exceeds the "
+                f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
             )
         check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
         return net

@@ -1,6 +1,4 @@
-"""Local losses that are a cross-entropy over targets: classes of rows, next tokens, texts of
-boxes.
-"""
+"""Local losses that are a cross-entropy over targets: classes of rows, texts of boxes."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.data.images.boxes import NO_LABEL
-from mmray.data.stream.collate import IGNORE_INDEX
 from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
+
+IGNORE_INDEX = -100  # class of a position where nothing is predicted, as in torch
 
 
 class CrossEntropy:
@@ -56,11 +55,9 @@ class CrossEntropy:
 
         Args:
             outputs: Outputs of the model, with its logits [B, ..., C] under the name in the
-                attribute `logits`: `class_logits` [B, C], `logits` [B, T, V] or `region_logits` [B,
-                N, C].
+                attribute `logits`: `class_logits` [B, C] or `region_logits` [B, N, C].
             batch: `valid` bool [B], False for padding, and the column with the classes to predict:
-                `label` int64 [B], `labels` int64 [B, T], or `box_labels` int64 and `box_mask` bool
-                [B, N].
+                `label` int64 [B], or `box_labels` int64 and `box_mask` bool [B, N].
             gathered: Unused, because rows are independent of each other.
 
         Returns:
@@ -99,30 +96,6 @@ class Classification(CrossEntropy):
         return torch.where(
             batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX
         )
-
-
-class TokenCrossEntropy(CrossEntropy):
-    """Next-token loss of models with logits.
-
-    Outputs: `logits` [B, T, V], the prediction of the next token. The batch's `labels` is int64 [B,
-    T], -100 for tokens without a loss: the prompt, the image, padding.
-    """
-
-    logits = "logits"
-    accuracy = "token_accuracy"
-
-    def targets(self, batch: Batch) -> Tensor:
-        """Return the token that follows each position, int64 [B, T]; IGNORE_INDEX (-100) where no
-        loss is computed.
-
-        The last position of a row, and all positions of invalid rows, have none.
-
-        Args:
-            batch: `labels` int64 [B, T], -100 for tokens without a loss, and `valid` bool [B],
-                False for padding.
-        """
-        following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-        return torch.where(batch["valid"][:, None], following, IGNORE_INDEX)
 
 
 class RegionText(CrossEntropy):

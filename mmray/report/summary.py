@@ -59,8 +59,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         run: The content of the run folder, such as its config and metrics.
 
     Returns:
-        (name, value, note) of each measured one of recall or perplexity, loss, speed, data wait,
-        GPU idle time, peak memory and duration, such as ("Loss", "1.234", "5.545 at the start").
+        (name, value, note) of each measured one of recall, exact match, perplexity, loss, speed,
+        data wait, GPU idle time, peak memory and duration, such as ("Loss", "1.234", "5.545 at the
+        start").
     """
     scores = run.newest("evaluate/")
     figures = []
@@ -71,6 +72,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
             title = direction.replace("_", " ")
             recall = scores[f"recall_at_1/{direction}"]
             figures.append((f"Recall@1 {title}", f"{recall:.1%}", note))
+    if "exact_match" in scores:
+        note = f"of {scores['answered']:,.0f} generated answers"
+        figures.append(("Exact match", f"{scores['exact_match']:.1%}", note))
     if "perplexity" in scores:
         note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
         figures.append(("Perplexity", format_number(scores["perplexity"]), note))

@@ -4,6 +4,7 @@ machine (local.py).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from mmray.config import Config, Vlm
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
+from mmray.data.stream.shuffle import WORKERS_PER_NODE
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine.batch import BatchShape
@@ -130,6 +132,9 @@ def resume_point(
         block_shuffle=None if shuffle is None else BlockShuffle(*shuffle),
     )
     max_tokens = (batch_shape or resolved.batch_shape).micro_tokens
+    # A node caches the blocks of its own ranks, so only these exchange rows. A full shuffle gives
+    # no node blocks of its own.
+    ranks_per_group = None if shuffle is None else math.gcd(world, WORKERS_PER_NODE)
     if resolved.token_lengths is not None and max_tokens is not None:
         plan = TokenPlan(
             **vars(plan),
@@ -137,6 +142,7 @@ def resume_point(
             max_row_tokens=config.model.inputs.max_tokens,
             max_tokens=max_tokens,
             padded=not resolved.is_packed,
+            ranks_per_group=ranks_per_group,
         )
     return (
         ResumePoint(plan, 0)

@@ -20,9 +20,10 @@ from mmray.config.data import Mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.data.vlm.families import has_weights
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
@@ -125,7 +126,11 @@ def pretrained_config(weights: str) -> Config:
 
 
 def export_run(
-    folder: AnyPath, out: str | AnyPath, step: Step, interpolate: float = 1.0
+    folder: AnyPath,
+    out: str | AnyPath,
+    step: Step,
+    interpolate: float = 1.0,
+    adapters_only: bool = False,
 ) -> AnyPath:
     """Export the model of a run's checkpoint to a folder, which `mmray.load` loads.
 
@@ -135,14 +140,30 @@ def export_run(
         step: Step of the checkpoint, or `best`; None: the newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
+        adapters_only: Write the adapters of a vision-language model and its projector, without the
+            weights that the run started with.
 
     Returns:
         The folder that was written.
 
     Raises:
-        UsageError: There is no such checkpoint, or the run did not start from `model.weights`.
+        UsageError: There is no such checkpoint, the run did not start from `model.weights`, or its
+            adapters cannot be exported alone.
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
+    if adapters_only:
+        if not isinstance(config.model, Vlm) or not config.model.lora.rank or interpolate != 1:
+            raise UsageError(
+                "--adapters needs a run of model.kind `vlm` with model.lora.rank, and no "
+                "--interpolate"
+            )
+        if not has_weights(config.model.weights):
+            raise UsageError(
+                f"--adapters: the run started from random weights, because {config.model.weights} "
+                "has none; export the merged model, without --adapters"
+            )
+        spec = config.model.model_dump(mode="json")
+        return export_vlm(load_model(config, checkpoint), spec, out, adapters_only=True)
     model = lora.merge_adapters(load_model(config, checkpoint))
     if interpolate != 1:
         interpolate_from_start(model, config, interpolate)
@@ -395,8 +416,6 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
             "of the tokenizer that the weights were trained with"
         )
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
-    if hasattr(inputs, "chat"):  # language tokens are those of the weights' tokenizer
-        tokenizer_json = extend_tokenizer(tokenizer_json, inputs)
     num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
     if num_tokens < rows:
         log(

@@ -22,7 +22,7 @@ from mmray.data.store.cache import AUTO
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
-from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.families import find_family, is_packable, read_config
@@ -165,7 +165,7 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
         )
     sets = [*train_sets, *([eval_set] if eval_set else [])]
     _check_media_kinds(config, sets, reporter)
-    if config.model.takes_one_image:
+    if not config.model.generates_text:
         _check_one_image_a_row(config, sets, reporter)
     return _Sets(mixture, train_sets, eval_set)
 
@@ -176,8 +176,11 @@ def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) ->
     Raises UsageError, also for an unknown language of the class names.
     """
     inputs = config.model.inputs
-    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-    tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
+    tokenizer_json = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+    if inputs.language_token:
+        tokenizer_json = add_language_tokens(
+            tokenizer_json, inputs.language_token, train_set.languages
+        )
     if config.evaluate.language is not None:
         build_encoder(tokenizer_json, inputs).format_caption("", config.evaluate.language)
     return tokenizer_json

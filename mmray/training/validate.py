@@ -126,10 +126,6 @@ def _sharding_reasons(config: Config) -> list[str]:
             f"train.ema needs whole weights, which {train.parallel} shards; use "
             "`ddp`, or --train.ema 0"
         )
-    if config.evaluate.num_generations and not isinstance(config.model, Vlm):
-        reasons.append(
-            f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
-        )
     return reasons
 
 
@@ -301,20 +297,20 @@ def evaluation_reasons(config: Config) -> list[str]:
     """Return why the model cannot be evaluated as configured, as sentences with a fix; [] if it
     can.
     """
-    generative = config.model.generates_text
+    generates_text = config.model.generates_text
     if config.evaluate.language is not None and not config.model.inputs.language_token:
         return [
             "evaluate.language: the model has no language tokens; set "
             "--model.inputs.language-token, e.g. '[{}]'"
         ]
-    if generative and config.evaluate.classes:
+    if generates_text and config.evaluate.classes:
         return [
-            "evaluate.classes: a generative model has no embeddings for classification; leave "
-            "it empty"
+            f"evaluate.classes: model.kind `{config.model.kind}` has no embeddings for "
+            "classification; leave it empty"
         ]
-    if not generative and config.evaluate.num_generations:
+    if not generates_text and config.evaluate.num_generations:
         return [
-            f"evaluate.num_generations: model.kind `{config.model.kind}` is not generative; "
+            f"evaluate.num_generations: model.kind `{config.model.kind}` generates no text; "
             "set it to 0"
         ]
     return []

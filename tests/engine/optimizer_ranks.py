@@ -37,8 +37,8 @@ def main(rank: int, folder: str) -> None:
     group, results = join_group(folder, "optimizers", rank, 2), dict[str, Any]()
     for name in ("own", "muon"):
         results[name] = train_twice(group, Path(folder) / name, KINDS[name], parallel="fsdp")
-    llava = partial(recipe_models.train_llava, group, micro=2, parallel="fsdp")
-    results["llava"] = {"plain": llava(), "selective": llava(activation_checkpointing=CHECKPOINTED)}
+    clip = partial(recipe_models.train_stream, group, micro=2, parallel="fsdp")
+    results["clip"] = {"plain": clip(), "selective": clip(activation_checkpointing=CHECKPOINTED)}
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see ranks.main_two
 

@@ -53,7 +53,6 @@ KINDS = (
     "sigmoid",
     "0.5 * sigmoid",
     "matching",
-    "language_modelling",
     "region_text",
     "contrastive + 0.5 * matching + 0.25 * classification + region_text",
     "sigmoid + 0.5 * contrastive",
@@ -133,7 +132,7 @@ def train_toy(
 ) -> torch.Tensor:
     """The weights after some steps; `backend`: of torch.compile, for the branches."""
     module = model(dropout, kind=kind).double()
-    if kind in ("matching", "language_modelling"):
+    if kind == "matching":
         # unused there, and DDP waits for each trainable weight
         module.log_scale.requires_grad_(False)
     if backend != "none":
@@ -166,7 +165,7 @@ def gather_in_parts(group: Group, **options: Any) -> torch.Tensor:
 IN_PARTS: tuple[Train, Train] = partial(gather_in_parts, micro=4), train_objective("sigmoid")
 ROW_WISE: dict[str, Any] = {"objective": toy.Regression()}
 CLIPPED = partial(train_toy, model=toy.Branched, micro=4)
-LLAVA = partial(recipe_models.train_llava, micro=3, group_by_length=False, parallel="single")
+STREAM = partial(recipe_models.train_stream, micro=3, group_by_length=False, parallel="single")
 
 # Weights of two or four ranks, and those of one process that they must equal to 1e-9.
 TWO_RANKS: dict[str, tuple[Train, Train]] = {
@@ -188,20 +187,17 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
         for kind in recipe_models.MODELS
         for way in ("ddp", "fsdp")
         for checkpointing in (False, True)
-        if not checkpointing or (kind, way) in (("fusion", "ddp"), ("generative", "fsdp"))
+        if not checkpointing or (kind, way) in (("fusion", "ddp"), ("clip", "fsdp"))
     },
-    "llava sharded, checkpointed and bucketed": variant(
-        LLAVA, micro=2, group_by_length=True, parallel="fsdp", activation_checkpointing=("text",)
+    "sharded, checkpointed and bucketed": variant(
+        STREAM, micro=2, group_by_length=True, parallel="fsdp", activation_checkpointing=("text",)
     ),
 }
 FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     "accumulated": variant(train_toy, micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     "sigmoid, gathered in parts": IN_PARTS,
-    **{
-        kind: variant(train_objective(kind), micro=4)
-        for kind in ("sigmoid", "language_modelling", KINDS[-2])
-    },
+    **{kind: variant(train_objective(kind), micro=4) for kind in ("sigmoid", KINDS[-2])},
     **{
         f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp")
         for key in KINDS

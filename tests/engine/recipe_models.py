@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mmray import config
-from mmray.bench.device_checks import CHAT, IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
+from mmray.bench.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
@@ -78,46 +78,39 @@ def train_kind(
     return toy.flat(model)
 
 
-def train_llava(
+def train_stream(
     group: Group, micro: int, group_by_length: bool = True, steps: int = 5, **settings: Any
 ) -> torch.Tensor:
-    """The weights of a run of a generative model as in recipe `llava`: captions of different
-    lengths.
-    """
+    """The weights of a run of CLIP on blocks of captions of different lengths."""
     plan = SamplePlan(num_rows=20, global_rows=8, world_size=group.world_size, seed=1, steps=steps)
     train = toy.train_settings(**settings)
+    spec, objective = MODELS["clip"]
     torch.manual_seed(3)
-    model = apply_transforms(
-        build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device
-    )
+    model = apply_transforms(build(spec, VOCAB).double(), train, toy.OPTIMIZER, group.device)
     options = {
-        "objective": toy.objective("language_modelling"),
+        "objective": toy.objective(objective),
         "train": train,
         "group_by_length": group_by_length,
     }
     if steps:
-        blocks = llava_blocks(plan, group.rank)
+        blocks = caption_blocks(plan, group.rank)
         micro_batches = iter_micro_batches(blocks, plan.rank_rows, micro, group_by_length)
         loop.train_loop(toy.train_spec(model, plan, group, micro, **options), micro_batches)
     return toy.flat(model)
 
 
-def llava_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
-    """A rank's blocks of one step each, as data/reader.py creates them of conversations; loss masks
-    are random.
-    """
+def caption_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
+    """A rank's blocks of one step each, with random captions; each seventh row is not valid."""
     draw, rows = np.random.default_rng(2), plan.num_rows
+    side = INPUTS.image_side
     columns = {
-        "image": draw.integers(0, 256, (rows, 3, CHAT.image_side, CHAT.image_side), dtype=np.uint8),
-        "input_ids": draw.integers(1, VOCAB, (rows, CHAT.max_tokens)).astype(np.int32),
-        "num_tokens": draw.integers(2, CHAT.max_tokens + 1, rows).astype(np.int32),
-        "loss_mask": draw.random((rows, CHAT.max_tokens)) < 0.6,
-        "image_pos": np.zeros(rows, np.int32),
+        "image": draw.integers(0, 256, (rows, 3, side, side), dtype=np.uint8),
+        "input_ids": draw.integers(1, VOCAB, (rows, INPUTS.max_tokens)).astype(np.int32),
+        "num_tokens": draw.integers(2, INPUTS.max_tokens + 1, rows).astype(np.int32),
         "key": np.arange(rows),
         "label": np.full(rows, -1),
         "valid": np.arange(rows) % 7 > 0,
     }
-    columns["loss_mask"] &= np.arange(CHAT.max_tokens) < columns["num_tokens"][:, None]
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         real = positions >= 0

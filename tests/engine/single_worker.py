@@ -7,7 +7,6 @@ import torch
 from mmray.config import Batch
 from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files, state_io
@@ -33,7 +32,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     messages.
     """
     group, messages = group or Group(), []
-    tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
+    tokenizer = train_set.tokenizer_json
     config = config.model_copy(
         update={"model": config.model.with_vocab(TextEncoder(tokenizer, 8).vocab_size, None)}
     )

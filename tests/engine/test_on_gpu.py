@@ -56,7 +56,8 @@ def test_fake_gpus_refuse_mixed_devices_and_count_synchronizations(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"]
+    "kind",
+    ["sigmoid", "classification + sigmoid", "contrastive + 0.5 * matching + region_text"],
 )
 def test_step_of_each_objective_synchronizes_once_with_gradients_of_a_cpu(monkeypatch, kind):
     batch = make_local_batch(toy.cut(toy.rows(9, 0, invalid=(4,)), 4))

@@ -80,4 +80,4 @@ def test_sharded_optimizer_equals_one_process_and_resumes_bitwise(ranks, single,
 
 def test_sharded_model_with_selective_checkpointing_takes_the_same_steps(ranks):
     for result in ranks:
-        toy.assert_equal_weights(result["llava"]["selective"], result["llava"]["plain"])
+        toy.assert_equal_weights(result["clip"]["selective"], result["clip"]["plain"])

@@ -26,9 +26,8 @@ KINDS = (
     "sigmoid",
     "matching",
     "classification",
-    "language_modelling",
     "region_text",
-    "contrastive + 0.1 * language_modelling + 0.5 * region_text",
+    "contrastive + 0.1 * classification + 0.5 * region_text",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mmray import objectives
 from mmray.config.model import Objective, parse_terms
-from mmray.data.stream.collate import IGNORE_INDEX, Batch
+from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, optimizer
 from mmray.engine.batch import BatchShape
@@ -124,8 +124,6 @@ class Toy(nn.Module):
                 self.classifier = nn.Linear(DIM, CLASSES)
             if "region_text" in kind:
                 self.region = nn.Linear(DIM + 4, DIM)
-            if "language_modelling" in kind:
-                self.lm_head = nn.Linear(DIM, VOCAB)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         image, ids = self.image(batch["image"]), batch["input_ids"]
@@ -144,9 +142,6 @@ class Toy(nn.Module):
             outputs["region_logits"] = (
                 scale * F.normalize(regions, dim=-1) @ self.text(labels, labels > 0).T
             )
-        if hasattr(self, "lm_head"):
-            tokens = self.text(ids.reshape(-1, 1), torch.ones_like(ids).reshape(-1, 1))
-            outputs["logits"] = self.lm_head(image[:, None] + tokens.reshape(*ids.shape, -1))
         if "negative_ids" in batch:
             negative = self.text(batch["negative_ids"], batch["negative_mask"])
             outputs["match"] = self.fuse(torch.cat([image, text], dim=1))[:, 0]
@@ -228,12 +223,10 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
     valid[list(invalid)] = False
     ids = torch.randint(1, VOCAB, (num, MAX_TOKENS), generator=draw)
     mask = torch.arange(MAX_TOKENS) < num_tokens[:, None]
-    learned = mask & (torch.rand(num, MAX_TOKENS, generator=draw) < 0.6)  # some rows have none
     return {
         "image": torch.randint(0, 256, (num, 3, SIDE, SIDE), dtype=torch.uint8, generator=draw),
         "input_ids": ids,
         "attention_mask": mask.long(),
-        "labels": torch.where(learned, ids, IGNORE_INDEX),
         "key": torch.randint(-(2**62), 2**62, (num,), generator=draw),
         "valid": valid,
         "label": torch.randint(-1, CLASSES, (num,), generator=draw),
@@ -252,7 +245,7 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         for mask, names in (
-            ("attention_mask", ("input_ids", "labels")),
+            ("attention_mask", ("input_ids",)),
             ("box_mask", ("boxes", "box_labels")),
         ):
             length = int(part[mask].sum(1).max()) if mask in part else 0
@@ -378,12 +371,6 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         ]
         return naive_nll([out["region_logits"] for out in outputs], labels)
 
-    def language_modelling() -> Tensor:
-        labels = [
-            micro["labels"].where(micro["valid"][:, None], -1)[:, 1:] for micro in micro_batches
-        ]
-        return naive_nll([out["logits"][:, :-1] for out in outputs], labels)
-
     pair = ("image_embed", "text_embed", "logit_scale")
     formulas = {
         "contrastive": lambda: naive_contrastive(*map(column, pair)),
@@ -393,7 +380,6 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         ),
         "classification": classification,
         "region_text": region_text,
-        "language_modelling": language_modelling,
     }
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 

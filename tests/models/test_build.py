@@ -27,7 +27,7 @@ from mmray.config import (
 from mmray.errors import UsageError
 from mmray.models.build import build, build_without_weights
 from mmray.models.synthetic import synthetic_batch
-from tests.models import test_clip, test_fusion, test_generative
+from tests.models import test_clip, test_fusion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
@@ -153,7 +153,6 @@ HF_TOWERS = {
     | {"vocab_size": VOCAB},
 }
 OTHER_SPECS: dict[str, Model] = {
-    "generative": test_generative.SPEC,
     "lora": two_tower(lora=Lora(rank=2, targets=("text.*",))),
     "transformers": TwoTower(
         inputs=INPUTS,

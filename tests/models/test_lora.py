@@ -5,13 +5,11 @@ model.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import mmray
 from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, Lora, Model
 from mmray.errors import UsageError
 from mmray.models import lora
@@ -20,7 +18,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.training.driver import check_classes
 from tests.engine import toy
 from tests.engine.test_step import take
-from tests.models import test_clip, test_generative
+from tests.models import test_clip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
@@ -38,7 +36,6 @@ SPECS: dict[str, tuple[Model, str, str]] = {
         "contrastive",
         "image_embed",
     ),
-    "generative": (test_generative.SPEC, "language_modelling", "logits"),
 }
 
 
@@ -60,7 +57,7 @@ def trained(kind: str, model: nn.Module) -> nn.Module:
     state = toy.train_state(model.train(), objective=toy.objective(objective))
     for step in range(3):
         batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 8, "cpu", step)
-        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, 4), step).is_finite
+        assert take(state, toy.cut(batch, 4), step).is_finite
     return model.eval()
 
 
@@ -93,12 +90,13 @@ def test_frozen_layers_get_no_adapter() -> None:
     train.
     """
     torch.manual_seed(0)
-    model = build(test_generative.SPEC, test_generative.ENCODER.vocab_size)
-    model.image.tower.encoder.layers[1].requires_grad_(False)
+    model = build(SPECS["clip"][0], VOCAB)
+    frozen = model.image.tower.encoder.layers[1]
+    frozen.requires_grad_(False)
     lora.add_adapters(model, ADAPTERS)
-    adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
-    assert any(name.startswith("image.tower.encoder.layers.0") for name in adapted)
-    assert not any(name.startswith("image.tower.encoder.layers.1") for name in adapted)
+    adapted = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    assert adapted
+    assert not set(adapted) & set(frozen.modules())
 
 
 def test_output_layer_of_torch_attention_gets_no_adapter() -> None:
@@ -109,15 +107,6 @@ def test_output_layer_of_torch_attention_gets_no_adapter() -> None:
     (outputs["image_embed"].sum() + outputs["text_embed"].sum()).backward()
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     assert len(trainable) == 2 * 4 and all(weight.grad is not None for weight in trainable)
-
-
-def test_merged_export_equals_adapted_model(tmp_path: Path) -> None:
-    adapted = trained("generative", models_of("generative")[1]).float()
-    batch = test_generative.batch_of(list(test_generative.CONVERSATIONS))
-    with torch.no_grad():
-        expected = adapted(batch)["logits"]
-        loaded = mmray.load(test_generative.exported(lora.merge_adapters(adapted), tmp_path / "m"))
-        torch.testing.assert_close(loaded.model(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_invalid_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import mmray
 from mmray import cli
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.text.chat import build_encoder
-from mmray.data.text.languages import add_language_tokens
+from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
@@ -33,7 +32,6 @@ from mmray.training import evaluate_export
 from mmray.training.evaluate_export import export_pretrained, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
-from tests.models import test_generative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIDE, TOKENS = 520, 48, 12  # ids of small_clip_bpe, pixels, positions
@@ -518,10 +516,6 @@ def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None
     )
     config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda *_: None)
     assert build_encoder(tokenizer_json, config.model.inputs).languages == ("de",)
-
-    out = test_generative.exported(test_generative.model_of(), tmp_path / "llava")
-    again = pretrained_config(str(out)).model.inputs
-    assert again == test_generative.INPUTS.replace(tokenizer=str(out / "tokenizer.json"))
 
 
 def test_unreachable_hub_is_not_a_missing_preprocessor_file(

@@ -1,4 +1,4 @@
-"""Cross-entropy losses equal torch's over the rows, boxes or tokens that have a target."""
+"""Cross-entropy losses equal torch's over the rows or boxes that have a target."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from mmray.objectives.cross_entropy import (
     CrossEntropy,
     RegionText,
 )
-from mmray.objectives.language_modelling import LanguageModelling
 
 VALID = torch.tensor([True, True, False, True])
-# Four rows: without a label; invalid; padded, unlabeled boxes; a prompt of one token, and padding.
+# Four rows: without a label; invalid; padded, unlabeled boxes.
 CASES: dict[str, tuple[CrossEntropy, dict[str, Tensor], list[tuple[int, ...]], list[int]]] = {
     "classification": (
         Classification(),
@@ -33,16 +32,6 @@ CASES: dict[str, tuple[CrossEntropy, dict[str, Tensor], list[tuple[int, ...]], l
         },
         [(0, 0), (0, 1), (1, 0), (1, 2), (3, 0)],
         [0, 3, 2, 1, 3],
-    ),
-    "language_modelling": (
-        LanguageModelling(),
-        {
-            "labels": torch.tensor(
-                [[1, 2, 3, 0], [-100, -100, 1, -100], [1, 1, 1, 1], [-100, 3, -100, -100]]
-            )
-        },
-        [(0, 0), (0, 1), (0, 2), (1, 1), (3, 0)],
-        [2, 3, 0, 1, 3],
     ),
 }
 
@@ -71,7 +60,7 @@ def test_loss_equals_torch_over_the_targets(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("classification", 1), ("language_modelling", 1), ("region_text", 0), ("region_text", 1)],
+    [("classification", 1), ("region_text", 0), ("region_text", 1)],
 )
 def test_no_targets_give_zero_with_a_gradient(name: str, width: int) -> None:
     objective, columns, _, _ = CASES[name]

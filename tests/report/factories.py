@@ -64,6 +64,25 @@ def examples(caption="a cat"):
     return {"step": 20, "rows": 20, "images": images} | {way: [item(1), item(7)] for way in WAYS}
 
 
+def answers(text="a red circle"):
+    """A correct and a wrong answer of a vision-language model, about one image and about three."""
+    images = [thumbnail(np.full((16, 16, 3), (40 * n, 90, 90), np.uint8)) for n in range(3)]
+    asked = {"role": "user", "parts": [{"image": images[0]}, {"text": "What is in the image?"}]}
+    said = {"role": "assistant", "parts": [{"text": "a shape"}]}
+    again = {"role": "user", "parts": [*({"image": image} for image in images), {"text": text}]}
+    shown = [
+        {"key": "row-1", "turns": [asked], "references": [text], "answer": text, "correct": True},
+        {
+            "key": "row-2",
+            "turns": [asked, said, again],
+            "references": ["blue", "a blue square"],
+            "answer": "",
+            "correct": False,
+        },
+    ]
+    return {"step": 20, "rows": 20, "answers": shown}
+
+
 def write_lines(file, rows):
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
@@ -102,6 +121,13 @@ def make_whole_run(folder):
     result["starts"] = [[{"stage": stage, "at_s": at_s} for stage, at_s in stages.items()]]
     result["all_processes_peak_gib"] = 1.75
     return make_run(folder, lines, result, examples())
+
+
+def make_run_with_answers(folder):
+    """A run of a vision-language model."""
+    scores = {"exact_match": 0.5, "perplexity": 2.5, "token_accuracy": 0.75, "answered": 9.0}
+    scores = {f"evaluate/{name}": value for name, value in scores.items()}
+    return make_run(folder, [line(1), line(2, **scores)], shown=answers())
 
 
 def trial(name, micro, accumulation, rate, **changes):

@@ -15,6 +15,7 @@ from tests.report.factories import (
     line,
     make_learning_sweep,
     make_run,
+    make_run_with_answers,
     make_whole_run,
     make_whole_sweep,
 )
@@ -23,6 +24,7 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
+MAKERS = (make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep)
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -75,7 +77,9 @@ def charts_without_trace(dom):
     ]
 
 
-@pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep, make_learning_sweep])
+@pytest.mark.parametrize(
+    "make", [make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep]
+)
 def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
     dom, messages = render(write_report(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
@@ -96,8 +100,7 @@ def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
     """A run, a sweep, and a one-step run with a NaN loss; wide tables scroll inside their own
     element.
     """
-    makers = (make_whole_run, make_whole_sweep, make_learning_sweep)
-    folders = [make(tmp_path / make.__name__) for make in makers]
+    folders = [make(tmp_path / make.__name__) for make in MAKERS]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
     pages = [html.escape(write_report(folder).read_text()) for folder in folders]
     frames = "".join(

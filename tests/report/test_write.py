@@ -12,6 +12,7 @@ from mmray.report.write import write_report
 from mmray.storage.paths import RemotePath, copy_file, list_files, to_path
 from mmray.sweep_files import CurvePoint, Rung
 from tests.report.factories import (
+    answers,
     examples,
     learned,
     line,
@@ -73,7 +74,7 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
 
 @pytest.mark.parametrize("has_recall", [True, False])
 def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
-    """Generative models have no recall."""
+    """Vision-language models have no recall."""
     own = {
         "perplexity": 4.5,
         "token_accuracy": 0.5,
@@ -94,10 +95,12 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     assert 'id="held-out"' not in page_of(make_run(tmp_path / "none", [line(1)]))
 
 
-@pytest.mark.parametrize("where", ["caption", "answer", "name", "trial"])
+@pytest.mark.parametrize("where", ["caption", "answer", "conversation", "name", "trial"])
 def test_user_text_is_escaped(tmp_path, where):
     hostile = "<script>alert(1)<"
     shown = examples(hostile if where == "caption" else "a cat")
+    if where == "conversation":
+        shown = answers(hostile)
     if where == "answer":
         shown["image_to_text"][0]["answers"][1]["caption"] = hostile
     if where == "trial":

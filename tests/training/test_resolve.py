@@ -9,7 +9,7 @@ import pytest
 from mmray.config import Evaluate, Prepare
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
-from mmray.data.text.chat import build_encoder
+from mmray.data.text.languages import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path

@@ -16,7 +16,6 @@ from mmray.config import (
     Config,
     CrossAttention,
     Fusion,
-    Generative,
     ImageTower,
     Inputs,
     Objective,
@@ -51,7 +50,7 @@ def fsdp(**train):
 
 REGIONS = {"recipe": "fusion", "model": {"regions": True}}
 RESNET = {"recipe": "resnet50-bert"}
-LLAVA = {"recipe": "llava", "workers": 2}
+VLM = {"recipe": "vlm", "workers": 2}
 
 
 @pytest.mark.parametrize(
@@ -75,11 +74,7 @@ LLAVA = {"recipe": "llava", "workers": 2}
             "an image and a text tower",
         ),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
-        (LLAVA | {"evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a generative model"),
-        (
-            LLAVA | {"evaluate": {"num_generations": 5}},
-            "num_generations is not supported with fsdp; set it to 0",
-        ),
+        (VLM | {"evaluate": {"classes": ("cat", "dog")}}, "`vlm` has no embeddings"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),
         ({"model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
@@ -90,7 +85,7 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ({"recipe": "fusion", "objective": {"kind": "matching"}}, "add `+ contrastive`"),
         ({"recipe": "fusion", "model": {"classes": 3}}, "or set --model.classes 0"),
         (
-            {"recipe": "llava", "workers": 2, "objective": {"kind": "contrastive"}},
+            VLM | {"objective": {"kind": "contrastive"}},
             "such as language_modelling",
         ),
         (
@@ -117,7 +112,7 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ),
         (
             {"evaluate": {"num_generations": 5}},
-            "evaluate.num_generations: model.kind `two_tower` is not generative",
+            "evaluate.num_generations: model.kind `two_tower` generates no text",
         ),
     ],
 )
@@ -299,17 +294,11 @@ OBJECTIVES = (
             {"regions": True, "region_labels": ("a", "b")},
             ["contrastive + matching + region_text"],
         ),
-        ("generative", {}, ["language_modelling"]),
     ],
 )
 def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supported):
     towers = {"image": ImageTower(name="vit", **VIT), "text": TEXT, "embed_dim": 8}
-    if kind == "generative":
-        spec = Generative(
-            image=ClipImage(**VIT), text=ClipText(width=16, depth=1, heads=2), vocab_size=20
-        )
-        spec = spec.replace(inputs=spec.inputs.replace(image_side=32, max_tokens=8))
-    elif kind == "fusion":
+    if kind == "fusion":
         spec = Fusion(
             **towers, cross=CrossAttention(width=16, depth=1, heads=2), vocab_size=20, **settings
         )

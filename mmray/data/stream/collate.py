@@ -16,7 +16,6 @@ from mmray.data.stream.blocks import join_blocks, pad_columns
 
 Batch = dict[str, torch.Tensor]
 NumpyBatch = dict[str, np.ndarray]
-IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
 def is_flat(batch: Batch) -> bool:
@@ -60,8 +59,8 @@ def iter_micro_batches(
     Yields:
         A list of micro-batches: `image` uint8 [B, 3, S, S]; `input_ids` and `attention_mask` int64
         [B, T]; `key` (hash of the row's key), `label` and `pos` (position in the sample order)
-        int64 [B]; `valid` bool [B], False for padding and unreadable rows. Generative models also
-        have `labels` int64 [B, T] and `image_pos` int64 [B]; further columns are those of `extra`.
+        int64 [B]; `valid` bool [B], False for padding and unreadable rows; and the columns of
+        `extra`.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
@@ -156,14 +155,10 @@ def _batch(
     """Return the columns of a micro-batch, except `image`."""
     longest = int(rows["num_tokens"].max())
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
-    rows = rows | {
-        name: pad_columns(rows[name], longest)
-        for name in ("input_ids", "loss_mask")
-        if name in rows
-    }
-    tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
+    ids = pad_columns(rows["input_ids"], longest)
+    tokens = token_columns(ids[:, :longest], rows["num_tokens"])
     others = {name: torch.from_numpy(rows[name]) for name in ("key", "label", "valid", "pos")}
-    return lm_columns(rows, longest) | extra_tensors(rows, extra) | tokens | others
+    return extra_tensors(rows, extra) | tokens | others
 
 
 def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
@@ -195,25 +190,3 @@ def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
     """
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "attention_mask": mask.long()}
-
-
-def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Return the columns of a micro-batch that only generative models have.
-
-    Args:
-        rows: Columns of a block: `input_ids` int32 [B, T], `loss_mask` bool [B, T] and `image_pos`
-            int32 [B]. Without `loss_mask` the result is empty.
-        longest: Number of tokens L to which the columns are cut.
-
-    Returns:
-        `labels` int64 [B, L]: the token ids, -100 for tokens without loss; `image_pos` int64 [B].
-    """
-    if "loss_mask" not in rows:
-        return {}
-    labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(
-        np.int64
-    )
-    return {
-        "labels": torch.from_numpy(labels),
-        "image_pos": torch.from_numpy(rows["image_pos"].astype(np.int64)),
-    }

@@ -22,7 +22,7 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, has
 from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
-from mmray.data.text.chat import build_encoder
+from mmray.data.text.languages import build_encoder
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -196,9 +196,9 @@ class RowReader(SetReader):
     ) -> Block:
         """Read, decode and encode the rows at some positions of the sample order.
 
-        A row with a bad image keeps its label, input_ids and loss_mask, but has valid False, key 0,
-        num_tokens 1, zero pixels and no values in further columns. Padding and unreadable rows also
-        have label -1 and an empty text.
+        A row with a bad image keeps its label and input_ids, but has valid False, key 0, num_tokens
+        1, zero pixels and no values in further columns. Padding and unreadable rows also have label
+        -1 and an empty text.
 
         Args:
             plan: The sample order of the run: which row each position takes.
@@ -211,8 +211,6 @@ class RowReader(SetReader):
             - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
             - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
             - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Of generative models also `loss_mask` bool [R, T], True for tokens to predict, and
-              `image_pos` int32 [R], the index of the image token.
             - Further columns that the model's inputs ask for, such as `boxes`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
@@ -236,20 +234,18 @@ class RowReader(SetReader):
                     for extra in self.extra_columns:
                         extra.set_row(columns, index, row, image.image_size, uniforms[index])
         pixels[~valid] = 0
-        texts = [
-            self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows
-        ]
+        texts = [self.encoder.format_texts(row) if row else [""] for row in rows]
         chosen = hash_choice(
             plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64)
         )
-        tokens = self.encoder.encode_batch(
+        input_ids, num_tokens = self.encoder.encode(
             [choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)]
         )
         return (
             {
                 "image": pixels,
-                **tokens,
-                "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
+                "input_ids": input_ids,
+                "num_tokens": np.where(valid, num_tokens, 1).astype(np.int32),
             }
             | row_columns(rows, row_hash, positions, valid)
             | columns
@@ -327,9 +323,4 @@ def _to_namespace(settings: T) -> T:
     """
     computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
-    values |= {
-        name: _to_namespace(value)
-        for name, value in values.items()
-        if hasattr(value, "model_fields_set")
-    }
     return cast(T, SimpleNamespace(**values))

@@ -19,9 +19,25 @@ from mmray.data.text.tokenizer import (
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
+    from mmray.config import Inputs
     from mmray.data.store.prepared_set import Row
 
 MAX_LANGUAGES = 1000  # a column with more values is not a language column
+
+
+def build_encoder(tokenizer_json: str, inputs: Inputs) -> TextEncoder:
+    """Build the encoder that converts captions to token ids for a model.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json file.
+        inputs: The `model.inputs` section, with `max_tokens` and `language_token`.
+
+    Returns:
+        A LanguageTextEncoder if `language_token` is set, otherwise a TextEncoder.
+    """
+    if inputs.language_token:
+        return LanguageTextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)
+    return TextEncoder(tokenizer_json, inputs.max_tokens)
 
 
 class LanguageTextEncoder(TextEncoder):

@@ -77,7 +77,6 @@ class TextEncoder:
         max_tokens: Maximum number of tokens of a text, special tokens included.
     """
 
-    EMPTY_TEXT = ""  # text of a row without captions
     languages: tuple[str, ...] = ()  # languages with a token, see languages.py
 
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
@@ -123,18 +122,6 @@ class TextEncoder:
                 "model.inputs.language_token"
             )
         return text
-
-    def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """Encode texts as the token columns of a batch.
-
-        Args:
-            texts: N captions.
-
-        Returns:
-            `input_ids` int32 [N, T] and `num_tokens` int32 [N]. T is the number of tokens of the
-            longest text; shorter texts are padded on the right with `pad_id`.
-        """
-        return dict(zip(("input_ids", "num_tokens"), self.encode(texts), strict=True))
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts as token ids, with the special tokens that the tokenizer adds.

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import (
     WEIGHTS_SETTING,
     budget_arguments,
@@ -229,7 +230,7 @@ class ProcessorEncoder:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             cleaned = [
-                {"type": "text", "text": self._without_special_tokens(part["text"])}
+                {"type": "text", "text": remove_tokens(part["text"], self._special_tokens)}
                 if part["type"] == "text"
                 else {"type": part["type"]}
                 for part in parts
@@ -241,11 +242,6 @@ class ProcessorEncoder:
         """Special tokens, which would end a turn or stand for an image inside a text."""
         added = self.tokenizer.added_tokens_decoder.values()
         return [token.content for token in added if token.special]
-
-    def _without_special_tokens(self, text: str) -> str:
-        for token in self._special_tokens:
-            text = text.replace(token, "")
-        return text
 
     def _render(
         self, conversation: list[Message], add_generation_prompt: bool = False

@@ -111,6 +111,14 @@ def read_config(weights: str) -> dict[str, Any]:
         ) from None
 
 
+def has_weights(weights: str) -> bool:
+    """Return whether a model has weights: a name of the hub, or a folder with files of weights."""
+    folder = Path(weights).expanduser()
+    return not folder.is_dir() or any(
+        file.suffix in (".safetensors", ".bin") for file in folder.iterdir()
+    )
+
+
 def find_family(config: dict[str, Any], weights: str) -> Family:
     """Return the description of a model's family: how models of its `model_type` represent their
     inputs.

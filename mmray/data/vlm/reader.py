@@ -150,8 +150,10 @@ class ConversationReader(SetReader):
             BadImage: An image cannot be decoded.
             RowError: The model cannot be trained on the row.
         """
+        decoder = SubprocessDecoder()
         for media in row.media:
-            SubprocessDecoder().check(media.data, self.max_pixels)
+            decoder.check(media.data, self.max_pixels)
+        decoder.close()
         self.encode_row(row)
 
 

@@ -1,5 +1,5 @@
-"""Export a trained model to a folder that `mmray.load` opens; CLIP, SigLIP and LLaVA in
-transformers' format.
+"""Export a trained model to a folder that `mmray.load` opens; CLIP and SigLIP in transformers'
+format.
 
 config.json also has the `model` section and the architecture of pretrained parts.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mmray.data.text.chat import ChatEncoder
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import UsageError
 from mmray.models.weights import save_weights
-from mmray.storage.paths import AnyPath, RemotePath, move_tree, staged_upload, to_path
+from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
 from mmray.version import VERSION
 
 CONFIG = "config.json"
@@ -30,8 +30,7 @@ CARD = "README.md"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 PREPROCESSOR = "preprocessor_config.json"
-PROCESSOR = "processor_config.json"
-EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
+EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 FIT = {
     "squash": "Squashed to",
@@ -39,13 +38,14 @@ FIT = {
     "pad": "Padded with white and resized to",
 }
 EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
+FILE_NAMES = "mmray_files"  # key in config.json with the names of all files of an export
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
     Args:
-        model: A module with embed_image and embed_text, or a generative one.
+        model: A module with embed_image and embed_text.
         spec: Its `model` section as JSON values, with `vocab_size` set.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json.
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
@@ -57,61 +57,92 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         UsageError: The folder contains something else, or is not writable.
     """
     out = to_path(out)
-    staging = (
-        out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    )
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
+    config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
     files: dict[str, Any] = {
         CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters())),
         TOKENIZER: tokenizer,
         TOKENIZER_CONFIG: tokenizer_config,
-        PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
-        # the last
-        CONFIG: (hf or {}) | {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture},
+        CONFIG: (hf or {}) | config,
     }
-    names = [WEIGHTS, *(name for name, values in files.items() if values is not None)]
+    with replace_export(out) as folder:
+        save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
+        for name, content in files.items():
+            if content is not None:
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+                (folder / name).write_text(text)
+    return out
+
+
+@contextmanager
+def replace_export(out: AnyPath) -> Iterator[Path]:
+    """Return a context manager with an empty local folder, whose files replace an export.
+
+    An earlier export at this path is complete until the block has ended.
+
+    Args:
+        out: Folder of the export, on a disk or an object store. The block must write config.json
+            with EXPORT_MARKER.
+
+    Raises:
+        UsageError: The folder contains something else, or is not writable.
+    """
     try:
         if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
             raise UsageError(f"{out} exists and is not an exported model: choose another folder")
-        with staged_upload(staging, names) as folder:
-            save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
-            for name in names[1:]:
-                text = (
-                    files[name]
-                    if isinstance(files[name], str)
-                    else json.dumps(files[name], indent=2) + "\n"
-                )
-                (folder / name).write_text(text)
-            # A store has no rename: the folder is invalid until config.json is uploaded last.
-            if isinstance(out, RemotePath):
-                (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
-                for file in out.iterdir():
-                    if file.name not in names:
-                        file.unlink()
-        if isinstance(staging, Path):
+        if isinstance(out, RemotePath):
+            with temp_dir() as folder:
+                yield folder
+                _upload(folder, out, _add_file_names(folder))
+            return
+        # Next to the target, so that renaming it is atomic; with the mode of the umask.
+        staging = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            _add_file_names(staging)
             move_tree(staging, out)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"cannot write the exported model {out}: {error}; choose another folder"
         ) from error
-    finally:
-        if isinstance(staging, Path):
-            shutil.rmtree(staging, ignore_errors=True)
-    return out
+
+
+def _add_file_names(folder: Path) -> list[str]:
+    """Write the names of the files of an export into its config.json, and return them."""
+    names = sorted(file.name for file in folder.iterdir())
+    config = json.loads((folder / CONFIG).read_text()) | {FILE_NAMES: names}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return names
+
+
+def _upload(folder: Path, out: RemotePath, names: list[str]) -> None:
+    """Upload an export. A store has no rename, so it is invalid until config.json is uploaded."""
+    (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading", FILE_NAMES: names}))
+    for file in out.iterdir():
+        if file.name not in names:
+            file.unlink()
+    for name in [*(name for name in names if name != CONFIG), CONFIG]:
+        copy_file(folder / name, out / name)
 
 
 def _is_export_or_empty(folder: AnyPath) -> bool:
     names = {path.name for path in folder.iterdir()}
-    if not names or not (names <= EXPORT_FILES and CONFIG in names):
+    if CONFIG not in names:
         return not names
     try:
-        # transformers' config.json has no such key
-        return EXPORT_MARKER in json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text())
     except ValueError:
         return False
+    # config.json of transformers has no such key.
+    if not isinstance(config, dict) or EXPORT_MARKER not in config:
+        return False
+    return names <= EXPORT_FILES | set(config.get(FILE_NAMES, ()))
 
 
 def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
@@ -124,9 +155,6 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
     Returns:
         The values; None if transformers has no class that computes the same.
     """
-    if hasattr(model, "chat"):
-        chat = ChatEncoder(tokenizer_json, model.chat, 8)
-        return model.export_hf_config(chat.eos_id, chat.pad_id, chat.image_id)
     if hasattr(model, "export_hf_config"):
         tokenizer = Tokenizer.from_str(tokenizer_json)
         tokenizer.no_padding()
@@ -204,8 +232,6 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
         "model_max_length": length,
         "pad_token": pad,
     }
-    if hasattr(model, "chat"):
-        settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
     if hasattr(model, "padding_length_and_id"):
         # The model attends to its padding, so transformers must not pass it a mask.
         settings |= {"model_input_names": ["input_ids"]}
@@ -253,23 +279,8 @@ def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """
     inputs = spec["inputs"]
     side = spec["inputs"]["image_side"]
-    tags = "image-text, retrieval, zero-shot"
-    purpose = "An image-text model; similarities are dot products."
-    call = (
-        'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a '
-        'blue square"]).T'
-    )
     texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
-    if chat := inputs.get("chat"):
-        tags = "image-text-to-text"
-        purpose = "A model that answers questions about an image."
-        call = f'model.answer(["photo.jpg"], "{chat["question"]}")'
-        turn = (
-            f"{chat['user'].format(chat['image'] + '...').strip()} "
-            f"{chat['assistant'].format('...')}{chat['end']}"
-        )
-        texts = f"one image and up to {inputs['max_tokens']} tokens, formatted as `{turn}`."
-    elif pattern := inputs.get("language_token"):
+    if pattern := inputs.get("language_token"):
         texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
     processor = (
         "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half "
@@ -282,17 +293,18 @@ def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
         )
     return f"""---
 library_name: mmray
-tags: [{tags}]
+tags: [image-text, retrieval, zero-shot]
 ---
 
 # {name}
 
-{purpose} Kind {spec["kind"]}, {num_parameters:,} parameters, exported by mmray.
+An image-text model; similarities are dot products. Kind {spec["kind"]}, {num_parameters:,}
+parameters, exported by mmray.
 
 ```python
 import mmray
 model = mmray.load("{name}")
-{call}
+scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T
 ```
 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels

@@ -21,7 +21,7 @@ from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
 from mmray.data.rows import BadRow
 from mmray.data.stream.collate import token_columns
-from mmray.data.text.chat import ChatEncoder, build_encoder
+from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
@@ -31,10 +31,9 @@ from mmray.models.regions import boxes_on_square, region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
-    from mmray.config import ChatInputs, Inputs
+    from mmray.config import Inputs
 
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
-ANSWER_BATCH = 16  # images answered at once
 ImageInput = Image.Image | bytes | str | Path
 
 
@@ -46,8 +45,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         device: Where the model computes, such as `cuda`.
 
     Returns:
-        An Embedder; a Generator if the model is generative; Conversations for a vision-language
-        model.
+        An Embedder; Conversations for a vision-language model.
 
     Raises:
         UsageError: The folder has no export.
@@ -73,8 +71,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"] or {})
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
-    wrapper = Generator if hasattr(spec.inputs, "chat") else Embedder
-    return wrapper(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+    return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
 class Embedder:
@@ -279,57 +276,6 @@ class Embedder:
             column.to(self.device)
             for column in token_columns(*self._encoder.encode(captions)).values()
         ]
-
-
-class Generator:
-    """Answers questions about images by greedy decoding.
-
-    Args:
-        model: A generative model.
-        inputs: The `model.inputs` section.
-        encoder: Tokenizes the questions.
-        device: Device of the model.
-    """
-
-    def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
-        self.model = model
-        self.inputs = inputs
-        self.device = device
-        self._encoder = encoder
-
-    def answer(
-        self,
-        images: Sequence[ImageInput],
-        question: str | Sequence[str] | None = None,
-        max_new_tokens: int = 64,
-    ) -> list[str]:
-        """Answer a question about each image.
-
-        Args:
-            images: N images: PIL images, encoded bytes or paths of files.
-            question: One question for all images, a list of one for each, or None for the question
-                of training.
-            max_new_tokens: Maximum number of tokens of an answer.
-
-        Returns:
-            N answers.
-
-        Raises:
-            UsageError: The numbers of images and questions differ.
-            DataError: An image is unreadable; the message has its index.
-        """
-        question = self.inputs.chat.question if question is None else question
-        questions = [question] * len(images) if isinstance(question, str) else question
-        if len(questions) != len(images):
-            raise UsageError(
-                f"got {len(images)} images and {len(questions)} questions: pass as many of each"
-            )
-        answers: list[str] = []
-        for start in range(0, len(images), ANSWER_BATCH):
-            part = slice(start, start + ANSWER_BATCH)
-            pixels = load_images(images[part], self.inputs, start)
-            answers += self.model.answer(self._encoder, pixels, questions[part], max_new_tokens)
-        return answers
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:

@@ -3,73 +3,89 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mmray.data.vlm.encoder import Message
 from mmray.errors import UsageError
-from mmray.storage.paths import AnyPath, move_tree, to_path
+from mmray.models import lora
+from mmray.models.export.export import CONFIG, EXPORT_MARKER, replace_export
+from mmray.models.weights import save_weights
+from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
 from mmray.version import VERSION
 
-CONFIG = "config.json"
-EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
+ADAPTERS = "adapter_model.safetensors"
 VLM_SPEC = "mmray_model"  # key in config.json of the `model` section
 ANSWER_BATCH = 16  # conversations answered at once
 
 
-def export_vlm(model: Any, spec: dict[str, Any], out: str | AnyPath) -> AnyPath:
+def export_vlm(
+    model: Any, spec: dict[str, Any], out: str | AnyPath, adapters_only: bool = False
+) -> AnyPath:
     """Write weights, processor and chat template to a folder; an earlier export is replaced.
 
     Args:
-        model: A model of the class Vlm without LoRA adapters (they are merged).
+        model: A Vlm. With adapters only if `adapters_only`; otherwise merge them first.
         spec: Its `model` section as JSON values.
-        out: Local path of the folder.
+        out: Local path, or URI such as `s3://bucket/model`, of the folder.
+        adapters_only: Write the adapters and the projector as peft does, without the weights that
+            the run started with.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: The folder contains something else, is not writable, or is not on a local disk.
+        UsageError: The folder contains something else, or is not writable. The model has trained
+            weights that peft cannot save.
     """
     folder = to_path(out)
-    if not isinstance(folder, Path):
-        raise UsageError(
-            f"{folder}: a vision-language model is exported to a local folder; copy it afterwards"
-        )
-    try:
-        if folder.exists() and not (folder.is_dir() and _is_export_or_empty(folder)):
-            raise UsageError(f"{folder} exists and is not an exported model: choose another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            model.save_pretrained(str(staging))
-            config = json.loads((staging / CONFIG).read_text())
-            config |= {EXPORT_MARKER: VERSION, VLM_SPEC: spec}
-            (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            staging.chmod(0o755)
-            move_tree(staging, folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the exported model {folder}: {error}; choose another folder"
-        ) from error
+    with replace_export(folder) as staging:
+        model.save_pretrained(str(staging), with_weights=not adapters_only)
+        if adapters_only:
+            _save_adapters(model, spec, staging)
+        config = json.loads((staging / CONFIG).read_text())
+        config |= {EXPORT_MARKER: VERSION, VLM_SPEC: spec}
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
 
-def _is_export_or_empty(folder: Path) -> bool:
-    if not any(folder.iterdir()):
-        return True
-    try:
-        return EXPORT_MARKER in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError):
-        return False
+def _save_adapters(model: Any, spec: dict[str, Any], folder: Path) -> None:
+    """Write adapter_config.json and adapter_model.safetensors."""
+    from peft import LoraConfig
+
+    net = model.net
+    trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
+    adapters = [name for name in trained if ".lora_" in name]
+    projector = [name for name in trained if ".lora_" not in name]
+    # peft saves whole modules, by name.
+    modules = sorted({name.rpartition(".")[0] for name in projector})
+    for module in modules:
+        names = {f"{module}.{name}" for name, _ in net.get_submodule(module).named_parameters()}
+        if not names <= set(projector):
+            bare = ", ".join(names & set(projector))
+            raise UsageError(
+                f"--adapters: peft cannot save {bare} of this model; export the merged model, "
+                "without --adapters"
+            )
+    LoraConfig(
+        r=spec["lora"]["rank"],
+        lora_alpha=spec["lora"]["alpha"],
+        target_modules=sorted({name.partition(".lora_")[0] for name in adapters}),
+        modules_to_save=modules or None,
+        base_model_name_or_path=spec["weights"],
+    ).save_pretrained(str(folder))
+    state = net.state_dict()
+    save_weights({_adapter_name(name): state[name] for name in trained}, folder / ADAPTERS)
+
+
+def _adapter_name(name: str) -> str:
+    """Return the name that peft gives to a weight of the transformers model."""
+    return "base_model.model." + name.replace(".default.", ".")
 
 
 class Conversations:
@@ -152,21 +168,32 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
     """Load an exported vision-language model.
 
     Args:
-        folder: Local folder of the export.
-        spec: Its `model` section as nested objects, from `read_spec`; its `weights` is set to the
-            folder.
+        folder: Folder of the export; one on an object store is downloaded.
+        spec: Its `model` section as nested objects, from `read_spec`. Its `weights` is set to the
+            folder, unless that has adapters only.
         device: Where the model computes.
 
     Returns:
         An object whose `answer(messages, images)` continues conversations.
 
     Raises:
-        UsageError: The folder is not on a local disk, or the model cannot be read.
+        UsageError: The model cannot be read.
     """
     from mmray.models.vlm.model import Vlm
 
-    if not isinstance(folder, Path):
-        raise UsageError(f"{folder}: copy the exported model to a local folder and load that")
-    spec.weights = str(folder)
-    model: Any = Vlm(spec)
+    with temp_dir() as temporary:
+        if isinstance(folder, RemotePath):
+            for file in folder.iterdir():
+                copy_file(file, temporary / file.name)
+            folder = temporary
+        has_adapters_only = (folder / ADAPTERS).exists()
+        if not has_adapters_only:
+            spec.weights = str(folder)
+        model: Any = Vlm(spec)
+        if has_adapters_only:
+            lora.add_adapters(model, spec.lora)
+            weights = load_file(folder / ADAPTERS)
+            names = {_adapter_name(name): name for name, _ in model.net.named_parameters()}
+            state = {names[name]: weight for name, weight in weights.items()}
+            model.net.load_state_dict(state, strict=False)
     return Conversations(model.to(device).eval())

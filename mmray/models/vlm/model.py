@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 from mmray.data.vlm.collate import ROW_COLUMNS, RowCollator, rope_index_of
 from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder
-from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, is_packable
+from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
 from mmray.models.vlm.attention import PACKED_ATTENTION
@@ -320,16 +319,20 @@ class Vlm(nn.Module):
         answers = output[:, inputs["input_ids"].shape[1] :].tolist()
         return [self.encoder.decode(row) for row in answers]
 
-    def save_pretrained(self, folder: str) -> None:
+    def save_pretrained(self, folder: str, with_weights: bool = True) -> None:
         """Save model, processor and chat template so that transformers and vLLM load them.
 
         Args:
             folder: Path of the local folder.
+            with_weights: Whether to save the weights, and not only the config.
         """
         from transformers import AutoProcessor
 
         with self._attention_with_cache():
-            self.net.save_pretrained(folder)
+            if with_weights:
+                self.net.save_pretrained(folder)
+            else:
+                self.net.config.save_pretrained(folder)
         # The processor of the data has no video processor.
         AutoProcessor.from_pretrained(self.encoder.weights).save_pretrained(folder)
 
@@ -429,14 +432,10 @@ def _build(weights: str, config: dict[str, Any] | None) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
-    folder = Path(weights).expanduser()
     if config is not None:
         hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     else:
         hf_config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
-        has_weights = not folder.is_dir() or any(
-            file.suffix in (".safetensors", ".bin") for file in folder.iterdir()
-        )
-        if has_weights:
+        if has_weights(weights):
             return load_pretrained(WEIGHTS_SETTING, weights, AutoModelForMultimodalLM, hf_config)
     return AutoModelForMultimodalLM.from_config(hf_config, dtype=torch.float32)

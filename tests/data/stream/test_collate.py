@@ -110,7 +110,6 @@ def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     whole["input_ids"] = whole["input_ids"][:, : lengths.max()]
-    whole |= {"loss_mask": whole["input_ids"] % 2 > 0, "image_pos": np.zeros(len(whole["pos"]))}
     widths = set()
     steps = (
         iter_micro_batches([whole], plan.rank_rows, 4, False, *padding) for padding in ((), (8, 29))
@@ -118,11 +117,9 @@ def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
     for plain, padded in zip(*steps, strict=True):
         assert rows_of(plain) == rows_of(padded)
         for one, other in zip(plain, padded, strict=True):
-            longest, width = one["labels"].shape[1], other["labels"].shape[1]
-            assert width == other["input_ids"].shape[1] == min(-(-longest // 8) * 8, 29)
-            assert (
-                torch.equal(one["labels"], other["labels"][:, :longest])
-                and (other["labels"][:, longest:] < 0).all()
-            )
+            longest, width = one["input_ids"].shape[1], other["input_ids"].shape[1]
+            assert width == min(-(-longest // 8) * 8, 29)
+            assert torch.equal(one["input_ids"], other["input_ids"][:, :longest])
+            assert not other["attention_mask"][:, longest:].any()
             widths.add(width)
     assert {16, 24, 29} >= widths > {24}

@@ -17,7 +17,7 @@ import ray
 import torch
 
 from mmray.cluster.ray_internals import actors_of_job
-from mmray.config import Augment, ChatInputs, Inputs
+from mmray.config import Augment, Inputs
 from mmray.data.store.prepared_set import hash_key
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
@@ -233,7 +233,7 @@ def test_block_holds_pixels_tokens_and_padding(reader):
 
 def test_data_worker_does_not_import_pydantic(tmp_path):
     inputs, augment = (
-        ChatInputs(image_side=8, max_tokens=40),
+        Inputs(image_side=8, max_tokens=40),
         Augment(flip=1.0, crop_scale=(0.5, 1.0)),
     )
     prepared = make_set(tmp_path, [row(0, texts=CAPTIONS)])

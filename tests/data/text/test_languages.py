@@ -14,8 +14,7 @@ import mmray
 from mmray.config import Evaluate, ImageTower, Inputs, TextTower, TwoTower
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import build_encoder, extend_tokenizer
-from mmray.data.text.languages import MAX_LANGUAGES, add_language_tokens
+from mmray.data.text.languages import MAX_LANGUAGES, add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
@@ -29,7 +28,7 @@ from tests.made import CAPTIONS, make_set, row
 
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")
 TRAINED = train_tokenizer([*CAPTIONS, "de pt br"], 60)
-TOKENIZER = extend_tokenizer(TRAINED, INPUTS, {"de", "pt-BR"})
+TOKENIZER = add_language_tokens(TRAINED, INPUTS.language_token, {"de", "pt-BR"})
 SAID = ["de", None, "pt-BR", "xx", "de"]  # xx was added to the data after the tokenizer was built
 
 
@@ -79,7 +78,10 @@ def test_existing_language_token_keeps_its_id(tmp_path: Path) -> None:
     )
     inputs = INPUTS.model_copy(update={"language_token": "<2{}>"})
     encoder = build_encoder(
-        extend_tokenizer(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs
+        add_language_tokens(
+            load_tokenizer(str(tmp_path), None), inputs.language_token, {"de", "fr"}
+        ),
+        inputs,
     )
     ids, _ = encoder.encode([encoder.format_caption("a", said) for said in (None, "de", "fr")])
     assert ids.tolist() == [[2, 6, 3, 0], [2, 5, 6, 3], [2, 7, 6, 3]] and encoder.vocab_size == 8
@@ -93,7 +95,7 @@ def test_invalid_languages_are_refused() -> None:
         ([f"l{number}" for number in range(MAX_LANGUAGES + 1)], "has 1,001 languages"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=why):
-            extend_tokenizer(TRAINED, INPUTS, languages)
+            add_language_tokens(TRAINED, INPUTS.language_token, languages)
 
 
 def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def with_depth(kind: str, depth: int) -> Any:
     return spec.model_copy(update=parts)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip", "generative"])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
     counts = []
     for depth in (2, 4):
@@ -131,9 +131,7 @@ def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     spec, objective = MODELS[kind]
     spec = spec.model_copy(update={"inputs": spec.inputs.model_copy(update={"max_tokens": 40})})
     plan = SamplePlan(num_rows=6, global_rows=6, world_size=1, seed=1, steps=1)
-    block, weights = next(recipe_models.llava_blocks(plan, 0)), []
-    if kind != "generative":
-        del block["loss_mask"], block["image_pos"]
+    block, weights = next(recipe_models.caption_blocks(plan, 0)), []
     for multiple in (1, TOKEN_MULTIPLE):
         model = model_of(spec).double().eval()  # dropout masks depend on the length
         state = toy.train_state(model, objective=toy.objective(objective))

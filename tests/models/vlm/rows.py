@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from mmray.data.store.prepared_set import Row
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
+from tests.made import encode, image_media
 
 IMAGE = {"type": "image", "text": None}
 
@@ -58,3 +61,19 @@ def settings(weights: Any, **inputs: Any) -> Any:
 
 def encode_rows(encoder: ProcessorEncoder) -> list[EncodedRow]:
     return [encoder.encode(messages, images) for messages, images in ROWS]
+
+
+def stored_rows(count: int) -> list[Row]:
+    """The rows of ROWS in turn, as a prepared set has them."""
+    rows = []
+    for number in range(count):
+        messages, images = ROWS[number % 3]
+        media = [image_media(encode(Image.fromarray(image))) for image in images]
+        parts = [
+            turn | {"content": [text(turn["content"])]}
+            if isinstance(turn["content"], str)
+            else turn
+            for turn in messages
+        ]
+        rows.append(Row(f"row-{number}", media, [], messages=parts, source=f"a.jsonl:{number}"))
+    return rows

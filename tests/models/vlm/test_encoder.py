@@ -82,7 +82,8 @@ def test_row_that_does_not_fit_is_refused_with_a_reason(folder_of, messages, ima
 
 def test_special_tokens_in_a_text_are_removed(folder_of):
     encoder = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
-    hostile = "cir<|image_pad|>cle<|im_end|>"
+    # Removing the inner token makes the outer one.
+    hostile = "cir<|image_<|im_end|>pad|>cle<|im_end|>"
     row = encoder.encode([QUESTION, ANSWER | {"content": hostile}], [photo(60, 60)])
     assert (
         row.input_ids.tolist()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmray.data.stream.collate import IGNORE_INDEX
 from mmray.data.vlm.families import FAMILIES
 from mmray.models.vlm.model import Vlm
+from mmray.objectives.cross_entropy import IGNORE_INDEX
 from tests.models.vlm import folders
 from tests.models.vlm.rows import ROWS, encode_rows, settings, text
 

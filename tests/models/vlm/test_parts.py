@@ -16,6 +16,7 @@ from mmray.engine.optimizer import build_optimizer, freeze_parameters
 from mmray.engine.parallel.transforms import checkpoint_activations
 from mmray.errors import UsageError
 from mmray.models import lora
+from mmray.models.build import build
 from mmray.models.export.vlm import export_vlm
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
@@ -119,6 +120,56 @@ def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
     assert loaded.answer([messages, ROWS[0][0][:1]], [[tmp_path / "a.png"], []], 5)[:1] == expected
     with pytest.raises(UsageError, match="1 image parts, the row 0 images"):
         loaded.answer(messages, [])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_next"])
+def test_exported_adapters_open_in_peft_and_answer(family, folder_of, tmp_path):
+    """On weights that were saved; a projector with a bare parameter needs a merged export."""
+    from peft import PeftModel
+    from transformers import AutoModelForMultimodalLM
+
+    base = tmp_path / "base"
+    Vlm(settings(folder_of(family))).save_pretrained(str(base))
+    config = VlmConfig(weights=str(base), lora=Lora(rank=2))
+    spec = config.model_dump(mode="json")
+    model = build(config, 0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    if family == "llava_next":
+        with pytest.raises(UsageError, match=r"image_newline.*without --adapters"):
+            export_vlm(model, spec, tmp_path / "out", adapters_only=True)
+        assert not (tmp_path / "out").exists()
+        return
+    out = export_vlm(model, spec, tmp_path / "out", adapters_only=True)
+    assert not (out / "model.safetensors").exists()
+    batch = model.collator()(encode_rows(model.encoder))
+    expected = model(batch)["loss_sum"].item()
+    loaded = mmray.load(out)
+    assert loaded.model(batch)["loss_sum"].item() == pytest.approx(expected, rel=1e-6)
+    messages, images = [ROWS[1][0][:1]], [[Image.fromarray(ROWS[1][1][0])]]
+    assert loaded.answer(messages, images, 5) == model.answer(messages, images, 5)
+    # peft puts the adapters and the projector on the saved model.
+    theirs = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(base), str(out))
+    plain = Vlm(settings(base))
+    plain.net = theirs.merge_and_unload()
+    plain.packed = model.packed
+    assert plain(batch)["loss_sum"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_export_to_object_store_answers_after_a_failed_upload(folder_of, s3, tmp_path):
+    config = VlmConfig(weights=str(folder_of("qwen3_vl")))
+    spec = config.model_dump(mode="json")
+    model = Vlm(config)
+    address = f"{s3.address}/model"
+    s3.fail("PUT", "model.safetensors", 1000, status=400)
+    with pytest.raises(UsageError, match="cannot write the exported model s3://"):
+        export_vlm(model, spec, address)
+    s3.fail("PUT", "model.safetensors", 0)
+    out = export_vlm(model, spec, address)
+    messages = ROWS[0][0][:1]
+    assert mmray.load(str(out)).answer(messages, [], 5) == model.answer([messages], [[]], 5)[0]
 
 
 def test_export_refuses_a_folder_of_something_else(folder_of, tmp_path):

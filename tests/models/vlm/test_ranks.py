@@ -13,7 +13,7 @@ from tests.models.vlm import two_ranks
 @pytest.fixture(scope="module")
 def results(folder_of, tmp_path_factory):
     models = {family: str(folder_of(family)) for family in two_ranks.FAMILIES}
-    return spawn_ranks(two_ranks.main, tmp_path_factory.mktemp("ranks"), 2, models)
+    return spawn_ranks(two_ranks.main, tmp_path_factory.mktemp("ranks"), 2, models, 20)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -25,3 +25,13 @@ def test_gradient_of_two_ranks_equals_that_of_one(family, parallel, results, fol
         difference = (rank[f"{family} {parallel}"] - expected).abs().max()
         assert difference < tolerance * expected.abs().max()
     assert torch.equal(results[0][f"{family} {parallel}"], results[1][f"{family} {parallel}"])
+
+
+@pytest.mark.slow  # two minutes
+def test_no_rank_waits_in_200_steps_in_which_it_often_has_no_image(folder_of, tmp_path):
+    models = {"qwen3_vl": str(folder_of("qwen3_vl"))}
+    results = spawn_ranks(two_ranks.main, tmp_path, 2, models, 200)
+    expected = two_ranks.gradient(models["qwen3_vl"], Group(), "ddp")
+    for rank in results:
+        for found in rank.values():
+            assert (found - expected).abs().max() < 1e-9 * expected.abs().max()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mmray.config import Vlm as VlmConfig
 from mmray.config import VlmInputs
 from mmray.data.prepare import token_counts as module
 from mmray.data.prepare.token_counts import token_counts
-from mmray.data.store.prepared_set import Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.models.vlm.model import Vlm
-from tests.made import encode, image_media, make_set
-from tests.models.vlm.rows import ROWS
+from tests.made import make_set
+from tests.models.vlm.rows import stored_rows
 
 WORLD = 2
 STEP_ROWS = 7
@@ -28,18 +26,7 @@ STEP_ROWS = 7
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """Rows with 0, 1 and 3 images in turn."""
-    rows = []
-    for number in range(12):
-        messages, images = ROWS[number % 3]
-        parts = [
-            turn | {"content": [{"type": "text", "text": turn["content"]}]}
-            if isinstance(turn["content"], str)
-            else turn
-            for turn in messages
-        ]
-        media = [image_media(encode(Image.fromarray(image))) for image in images]
-        rows.append(Row(f"row-{number}", media, [f"{number}"], messages=parts))
-    return make_set(tmp_path_factory.mktemp("set"), rows)
+    return make_set(tmp_path_factory.mktemp("set"), stored_rows(12))
 
 
 def losses(model, reader, plan, rows):

@@ -7,38 +7,43 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from mmray.config import Config
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.collate import Batch
 from mmray.engine.collectives import Group
+from mmray.engine.parallel.strategy import gather_full_weights
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import accumulate_gradients, zero_gradients
+from mmray.evaluation.conversations import ConversationEvaluator
 from mmray.models.vlm.model import Vlm
 from mmray.objectives.language_modelling import LanguageModelling
 from tests.engine import toy
 from tests.engine.ranks import join_group
+from tests.models.vlm import token_runs
 from tests.models.vlm.rows import encode_rows, settings
 
 FAMILIES = ("qwen3_vl", "gemma3")
-RANDOM_STEPS = 20
 # Rows of each micro-batch of each rank: rank 0 has no image at all.
 SPLIT = (([0], [0, 0]), ([2], [1]))
 
 
-def main(rank: int, folder: str, models: dict[str, str]) -> None:
+def main(rank: int, folder: str, models: dict[str, str], random_steps: int) -> None:
     group = join_group(folder, "vlm", rank, 2)
     results: dict[str, Any] = {}
     for family, weights in models.items():
         for parallel in ("ddp", "fsdp"):
-            results[f"{family} {parallel}"] = gradient(weights, group, parallel)
+            results[f"{family} {parallel}"] = gradient(weights, group, parallel, random_steps)
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see tests/engine/ranks.py
 
 
-def gradient(weights: str, group: Group, parallel: str) -> torch.Tensor:
+def gradient(weights: str, group: Group, parallel: str, random_steps: int = 0) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
     model = Vlm(settings(weights)).double()
     rows = encode_rows(model.encoder)
@@ -58,7 +63,7 @@ def gradient(weights: str, group: Group, parallel: str) -> torch.Tensor:
         accumulate_gradients(state, make_local_batch(micro_batches), lambda index: index)
 
     draw = random.Random(0)
-    for _ in range(RANDOM_STEPS if group.world_size > 1 else 0):
+    for _ in range(random_steps):
         step([[[draw.choice((0, 0, 1, 2))] for _ in range(2)] for _ in range(2)])
         zero_gradients(state)
     if group.world_size > 1:
@@ -72,3 +77,25 @@ def gradient(weights: str, group: Group, parallel: str) -> torch.Tensor:
             assert grad is not None
             gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
     return torch.cat(gradients)
+
+
+def resume(rank: int, folder: str, config: Config, checkpoint: str) -> None:
+    """Continue a run of one rank with two, and evaluate a sharded model."""
+    group = join_group(folder, "resume", rank, 2)
+    for parallel in ("ddp", "fsdp"):
+        named = config.replace(run=config.run.replace(name=parallel)).with_cluster(workers=2)
+        token_runs.run(named, group, Path(checkpoint), parallel=parallel)
+    scores = evaluate(config, group, "fsdp")
+    torch.save(scores, f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # see tests/engine/ranks.py
+
+
+def evaluate(config: Config, group: Group, parallel: str) -> dict[str, float]:
+    """Scores of the held-out rows, with generated answers."""
+    spec: Any = config.model
+    torch.manual_seed(0)
+    model = Vlm(spec).double()
+    toy.train_state(model, group, LanguageModelling(), parallel=parallel)
+    held_out = PreparedSet.open(config.data.train, "test")
+    with gather_full_weights(model):
+        return ConversationEvaluator(config, held_out, 10**7).score(model, group, None, 6)

@@ -1,0 +1,90 @@
+"""Whole runs of a vision-language model with batches by tokens: killed and resumed, on other
+numbers of ranks, and on Ray.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mmray.data.prepare import token_counts as token_counts_module
+from mmray.engine.checkpoint import state_io
+from mmray.engine.collectives import Group
+from mmray.training import driver
+from tests.engine.conftest import spawn_ranks
+from tests.models.vlm import token_runs, two_ranks
+from tests.training.runs import Silent, expected_marks, lines, marks, same_weights
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "set"
+    token_runs.make_prepared(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def calm(folder_of, prepared, tmp_path_factory):
+    """A run of one rank that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    token_runs.run(token_runs.config_of(folder_of("qwen3_vl"), prepared, folder), Group())
+    return folder
+
+
+def losses(folder):
+    return [line["train/loss"] for line in lines(folder)]
+
+
+def test_run_takes_the_rows_of_the_order(calm):
+    expected = expected_marks(token_runs.STEPS, token_runs.NUM_ROWS, 6)
+    assert marks(calm) == list(expected)
+
+
+@pytest.fixture(scope="module")
+def two(calm, folder_of, prepared, tmp_path_factory):
+    """Two ranks that resume the run `calm`: folder of their runs, and scores by rank."""
+    folder = tmp_path_factory.mktemp("two")
+    config = token_runs.config_of(folder_of("qwen3_vl"), prepared, folder / "run")
+    checkpoint = calm / "checkpoints" / "step-3"
+    return folder, spawn_ranks(two_ranks.resume, folder, 2, config, str(checkpoint))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_run_resumed_by_two_ranks_takes_the_rows_and_losses_of_one(parallel, two, calm):
+    folder = two[0] / parallel
+    assert marks(folder) == marks(calm)[3:]
+    assert losses(folder) == pytest.approx(losses(calm)[3:], rel=1e-4)
+
+
+def test_sharded_model_generates_the_answers_of_one_rank(two, folder_of, prepared, tmp_path):
+    config = token_runs.config_of(folder_of("qwen3_vl"), prepared, tmp_path / "run")
+    expected = two_ranks.evaluate(config, Group(), "ddp")
+    assert expected["answered"] == 3
+    for scores in two[1]:
+        assert scores == pytest.approx(expected, rel=1e-9)
+
+
+def test_killed_run_resumes_with_equal_weights(
+    calm, folder_of, prepared, tmp_path, monkeypatch, forked_children
+):
+    """Without Ray; the worker process is killed after step 5."""
+    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
+    monkeypatch.setattr(
+        token_counts_module, "map_tasks", lambda work, items: (work(item) for item in items)
+    )
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))
+    config = token_runs.config_of(
+        folder_of("qwen3_vl"),
+        prepared,
+        tmp_path / "run",
+        callbacks=("tests.training.faults:KillRankOneOnce",),
+    )
+    outcome = driver.train(config, Silent())
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert marks(outcome.path) == marks(calm)
+    assert losses(outcome.path) == losses(calm)
+    assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
+
+
+def final_weights(folder):
+    return state_io.load_weights(folder / "checkpoints" / f"step-{token_runs.STEPS}")
