@@ -410,7 +410,8 @@ def tune(
     runs.
 
     Goal `throughput` without other settings in `space` than `batch.global` measures batch shapes on
-    synthetic batches. Otherwise trials train with the settings of `space`.
+    synthetic batches; of a vision-language model it compares values of `batch.tokens` in short
+    runs. Otherwise trials train with the settings of `space`.
 
     Args:
         recipe: name of a recipe, YAML file, or config.
@@ -447,6 +448,8 @@ def tune(
     own = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
     base = trials.restore_length(settings, own)
+    if space is None and goal == "throughput" and base.model.generates_text:
+        space = trials.token_axes(base)
     if trials.is_shape_probe(goal, space or ()):
         _refuse_options_of_trials(
             samples=samples is not None,

@@ -282,7 +282,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
             [run, str(tmp_path), None, "best", None, settings],
             {"workers": 2, "accelerator": "cpu"},
         ),
-        ([run, out, 5], {}),
+        ([run, out, 5, False], {}),
     ]
 
 

@@ -84,7 +84,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
             larger than an epoch.
     """
 
-    config = _with_sample_weights(config)
+    config = with_sample_weights(config)
     sets = _open_sets(config, reporter)
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers, config.model.inputs.max_tokens)
@@ -240,8 +240,16 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
     return replace(resolved, token_lengths=lengths, is_packed=packed)
 
 
-def _with_sample_weights(config: Config) -> Config:
-    """Return the config with the folder of the model of the sample set, if it names this model."""
+def with_sample_weights(config: Config) -> Config:
+    """Return the config with the folder of the model of the sample set, if it names this model.
+
+    Args:
+        config: Settings of a run; with `model.weights` `sample-vlm` the model is written to
+            `data.cache`, unless it exists.
+
+    Raises:
+        UsageError: `data.cache` is on an object store, or not writable.
+    """
     model = config.model
     if not isinstance(model, Vlm) or model.weights != SAMPLE_VLM:
         return config

@@ -18,6 +18,7 @@ from mmray.training.validate import unsupported_reasons
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.rungs import rungs_up_to
 
+TOKENS = "batch.tokens"
 # Length of a trial for throughput, in steps of the largest global batch.
 DEFAULT_STEPS = 40
 # Held-out rows of a trial for throughput.
@@ -124,6 +125,20 @@ def default_axes(base: Config) -> dict[str, str]:
     return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
 
 
+def token_axes(base: Config) -> dict[str, str]:
+    """Return the search space of a sweep for throughput of a vision-language model.
+
+    Args:
+        base: The recipe; a micro-batch must have room for its longest row.
+
+    Returns:
+        Values of `batch.tokens` as text, from `model.inputs.max_tokens` to 8 times as many: for
+        4,096 {"batch.tokens": "4096,8192,16384,32768"}.
+    """
+    longest = base.model.inputs.max_tokens
+    return {TOKENS: ",".join(str(longest * 2**power) for power in range(4))}
+
+
 def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     """Return the trial of a combination of settings.
 
@@ -142,7 +157,7 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     typed = {key: setting_value(config, key) for key in settings}
     workers = config.cluster.max_workers
     try:
-        shape = resolve_batch_shape(config.batch, workers)
+        shape = resolve_batch_shape(config.batch, workers, config.model.inputs.max_tokens)
     except UsageError as error:
         return Trial(name, typed, config, infeasible=str(error))
     conflicts = unsupported_reasons(config.with_cluster(workers=workers))
@@ -173,7 +188,7 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
-    for key in ("batch.micro", "batch.accumulation"):
+    for key in ("batch.micro", "batch.accumulation", TOKENS):
         if key in space.axes and GOALS[goal].eval_metric:
             raise UsageError(
                 f"--space {key}: --goal {goal} depends on the global batch, not on how it is "

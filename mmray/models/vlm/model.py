@@ -194,6 +194,19 @@ class Vlm(nn.Module):
         Returns:
             [B, T, H], with B = 1 if rows are packed, for T tokens and hidden size H.
         """
+        inputs = self.model_inputs(batch)
+        output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
+        return output
+
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the keyword arguments of the transformers model for a batch of `collator`.
+
+        Args:
+            batch: Columns as `forward` takes them.
+
+        Returns:
+            `input_ids`, `pixel_values` (normalized) and the others that the model reads, by name.
+        """
         inputs: dict[str, Any] = {
             name: column for name, column in batch.items() if name not in OTHER_COLUMNS
         }
@@ -202,8 +215,7 @@ class Vlm(nn.Module):
             inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
             # Reading the longest row would wait for the device.
             inputs["max_length_q"] = batch["input_ids"].shape[1]
-        output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
-        return output
+        return inputs
 
     def differs_if_packed(self) -> bool:
         """Return whether packed rows have another loss or other gradients than separate rows.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,8 @@ from hypothesis import strategies as st
 
 from mmray.data.stream.order import PADDING, BlockPlan, SamplePlan
 from mmray.data.stream.token_batches import Assignment, TokenPlan, assign_rows
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import DataError
 
 STEPS = st.lists(st.integers(0, 900), min_size=1, max_size=120).map(np.array)
@@ -91,6 +96,30 @@ def test_realistic_lengths_are_balanced(
         f"micro-batches {filled:.2f} full"
     )
     assert worst[0] <= imbalance and worst[1] <= padding and filled > 0.75
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_real_captions_are_balanced(shared_data: Path, padded: bool) -> None:
+    """3,583 captions of 3 to 30 tokens, each with 0 to 3 images of 25 tokens."""
+    file = str(shared_data / "tokenizers" / "bpe_simple_vocab_16e6.txt.gz")
+    encoder = TextEncoder(load_tokenizer(file, None), 77)
+    lines = (shared_data / "noto_emoji" / "captions.jsonl").read_text().splitlines()
+    _, text = encoder.encode([json.loads(line)["text"] for line in lines])
+    draw = np.random.default_rng(0)
+    images = draw.choice([0, 1, 2, 3], len(text), p=[0.2, 0.6, 0.15, 0.05])
+    tokens = draw.permutation(text + 27 * images + 12)  # with the marks of images and turns
+    waiting, padding = [], []
+    for first in range(0, len(tokens) - 1024, 1024):
+        step = tokens[first : first + 1024]
+        each = sizes(assign_rows(step, 8, 2048, padded), step, padded)
+        waiting.append(each.max(axis=0).sum() / each.mean(axis=0).sum())
+        padding.append(1 - step.sum() / each.sum())
+    print(
+        f"padded {padded}: {text.min()} to {text.max()} tokens a caption, imbalance "
+        f"{max(waiting):.3f}, padding {max(padding):.3f}"
+    )
+    assert max(waiting) <= 1.01
+    assert max(padding) <= (0.05 if padded else 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
