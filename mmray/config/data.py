@@ -42,8 +42,11 @@ class Mixture:
         """Parse the value of `data.train`, a set or a mixture of sets.
 
         Args:
-            text: `prepared/a + 2 * prepared/b` for repeats, or `prepared/a:0.75 +
-                prepared/b:0.25` (also `:3` and `:1`) for shares.
+            text: `prepared/a + 2 * prepared/b` for repeats, or `prepared/a:0.75 + prepared/b:0.25`
+                (also `:3` and `:1`) for shares.
+
+        Returns:
+            Addresses and weights of the sets, and whether the weights are shares.
 
         Raises:
             ValueError: A term is invalid, a set is repeated, or only some sets have a share.
@@ -81,19 +84,21 @@ class Mixture:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the sets."""
+        """Paths or URIs of the sets, such as `prepared/a`, in order."""
         return [address for address, _ in self.terms]
 
     @property
     def weights(self) -> list[float]:
-        """Weights of the sets."""
+        """Weight of each set: how often an epoch takes each of its rows, or its share of an epoch
+        if `are_shares`.
+        """
         return [weight for _, weight in self.terms]
 
     def rename(self, name: Callable[[str], str]) -> Mixture:
-        """Return the mixture with other addresses.
+        """Return the mixture with other addresses and the same weights.
 
         Args:
-            name: Returns the new address of a set.
+            name: Called with the address of a set; returns the new one.
         """
         return replace(self, terms=tuple((name(address), weight) for address, weight in self.terms))
 

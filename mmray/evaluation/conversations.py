@@ -49,7 +49,13 @@ class HeldOutRow(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A generated answer to a held-out row: the row's index in the set, and its correct answers."""
+    """A generated answer to a held-out row.
+
+    Attributes:
+        number: Index of the row in the set.
+        references: The correct answers.
+        text: The generated answer.
+    """
 
     number: int
     references: list[str]
@@ -228,6 +234,9 @@ class ConversationEvaluator:
 
 def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
     """Compare generated answers with the correct ones.
+
+    Args:
+        answers: One generated answer per row, with the correct ones.
 
     Returns:
         `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and

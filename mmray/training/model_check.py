@@ -15,7 +15,8 @@ _VOCAB_SIZE = 1024  # names of weights do not depend on it
 
 
 def check_patterns(config: Config) -> None:
-    """Check that patterns of names match weights of the model.
+    """Check that the patterns of names in the settings match weights of the model, without reading
+    weights.
 
     A model whose layers are only known from weights on the hub or in a checkpoint file is not
     checked.

@@ -317,10 +317,12 @@ def evaluation_reasons(config: Config) -> list[str]:
 
 
 def has_new_patterns(config: Config) -> bool:
-    """Return whether patterns of names of weights are given that no recipe has.
+    """Return whether a config has patterns of weight names that are in no recipe, so that they must
+    be checked.
 
     Args:
-        config: Settings of a run.
+        config: Settings of a run: `optimizer.freeze`, `optimizer.lr_multipliers` and
+            `model.lora.targets` are read. False for a model class of the user.
     """
     known = {pattern for recipe in RECIPES.values() for pattern in _patterns(recipe())}
     lora = config.model.lora

@@ -193,8 +193,8 @@ def _is_medium(name: str) -> bool:
 
 
 class ImageTextPairs(ListingSource):
-    """Rows of a/b.jpg, or a clip a/b.mp4, with a/b.txt or a/b.jpg.txt, or subtitles a/b.srt; a file
-    without its counterpart is an incomplete row.
+    """Rows of a/b.jpg, or a clip a/b.mp4, with a/b.txt or a/b.jpg.txt, or subtitles a/b.srt, whose
+    texts have times; a file without its counterpart is an incomplete row.
     """
 
     title = "media and text pairs"

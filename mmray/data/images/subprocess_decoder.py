@@ -54,7 +54,8 @@ class SubprocessDecoder:
         return reply["width"], reply["height"]
 
     def check_media(self, data: bytes, kind: str, max_pixels: int) -> MediaInfo:
-        """Decode audio or video completely in the child process; `verify_media`, contained.
+        """Decode audio or video completely in the child process, because corrupt data may crash the
+        decoder.
 
         Args:
             data: Encoded bytes.
@@ -62,10 +63,11 @@ class SubprocessDecoder:
             max_pixels: Maximum width x height of a frame.
 
         Returns:
-            What the check measured.
+            Measured start and duration in seconds, rate, channels, and width and height of frames.
 
         Raises:
-            BadImage: As `check`.
+            BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
+                killed the child, and `memory` if the child had no memory for it.
         """
         return MediaInfo(**self._request(_check_media, data, kind, max_pixels))
 

@@ -36,8 +36,10 @@ _WITHOUT_DURATION = ("mp3", "ogg")
 
 
 class BadMedia(BadImage):
-    """Bytes that are not complete audio or video within the limits; `reason` and `detail` as of an
-    image.
+    """Bytes that are not complete audio or video within the limits.
+
+    As in its base class, `reason` is one word, such as `truncated`, and `detail` a sentence for the
+    user.
     """
 
 
@@ -68,7 +70,9 @@ class MediaInfo(NamedTuple):
 
 @cache
 def is_available() -> bool:
-    """Return whether the package of the extra `media` is installed."""
+    """Return whether PyAV is installed, the package of the extra `media` that decodes audio and
+    video.
+    """
     return find_spec("av") is not None
 
 

@@ -60,6 +60,8 @@ class Manifest:
         languages: Number of rows by language; rows without one are not counted.
         num_images: Number of rows by number of images (as text), for each split; the split is "" if
             rows have none.
+        media_kinds: Number of rows with audio or video by the kinds of their media (`audio`,
+            `video`, `audio video`, ...), for each split in the same way.
     """
 
     num_rows: int
@@ -79,8 +81,6 @@ class Manifest:
     class_names: tuple[str, ...] = ()
     languages: dict[str, int] = field(default_factory=dict)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
-    # rows with audio or video by the kinds of their media (`audio`, `video`, `audio video`, ...),
-    # for each split as above
     media_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property

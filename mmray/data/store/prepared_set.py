@@ -127,7 +127,7 @@ class Row:
 
     Attributes:
         key: Name of the row, unique in the set.
-        media: Its images.
+        media: Its images, audio and video.
         texts: Its captions; empty if it has `messages`.
         label: Number of its class; None: none.
         split: Split of the row; None: none.
@@ -137,6 +137,8 @@ class Row:
         box_labels: Class number of each box; None: none.
         messages: A conversation; each content part of type `image` takes the next of `media`. None:
             none.
+        spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
+            text has a span.
     """
 
     key: str
@@ -149,7 +151,6 @@ class Row:
     boxes: list[list[float]] | None = None
     box_labels: list[int] | None = None
     messages: list[Message] | None = None
-    # Start and end of each text in seconds, None for the whole medium; None: no text has a span.
     spans: list[list[float] | None] | None = None
 
     @property

@@ -112,7 +112,13 @@ def read_config(weights: str) -> dict[str, Any]:
 
 
 def has_weights(weights: str) -> bool:
-    """Return whether a model has weights: a name of the hub, or a folder with files of weights."""
+    """Return whether a model has files of weights, and not only a config.
+
+    True for a name of the hub, which is not looked up.
+
+    Args:
+        weights: Folder, or name on the Hugging Face hub.
+    """
     folder = Path(weights).expanduser()
     return not folder.is_dir() or any(
         file.suffix in (".safetensors", ".bin") for file in folder.iterdir()

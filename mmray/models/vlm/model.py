@@ -199,10 +199,12 @@ class Vlm(nn.Module):
         return output
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the keyword arguments of the transformers model for a batch of `collator`.
+        """Return the keyword arguments with which the transformers model is called for a batch.
 
         Args:
-            batch: Columns as `forward` takes them.
+            batch: A micro-batch that `collator` built: tensors by column, such as `input_ids`,
+                `position_ids` and `pixel_values` (uint8). Columns that only the loss reads are left
+                out.
 
         Returns:
             `input_ids`, `pixel_values` (normalized) and the others that the model reads, by name.
