@@ -52,6 +52,8 @@ class Budget:
         """Return the spent fraction of the budget, 1 or more if nothing is left; None without a
         limit.
 
+        It is that of the time, or if only GPU-seconds are limited, that of the GPU-seconds.
+
         Args:
             seconds: Seconds of the sweep so far, over all its commands.
             gpu_seconds: Seconds of all trials so far, each multiplied by the number of its GPUs.

@@ -78,12 +78,14 @@ class ListingSource(Source):
         """Return the values of a listed row, with the captions of its caption file if it has one.
 
         Args:
-            record: Values of the row by column name, such as `image`, `text` and `text_file` (name,
-                size and modification time of its caption file).
+            record: Values of the row by column name, such as `image` and `text`. `text_file`, if
+                the row has a caption file, is [name, size in bytes, modification time in ns]; only
+                the name is used. It is removed from `record`.
 
         Returns:
-            The values without `text_file`; `texts` are the non-blank lines of that file, or [""],
-            and of subtitles the texts with their spans.
+            The values without `text_file`. If there was one, `texts` are the non-blank lines of the
+            file, or [""] if it has none; of subtitles (.srt, .vtt) they are dicts {"text", "t0_s",
+            "t1_s"} with start and end in seconds.
 
         Raises:
             BadRow: The caption file cannot be read, is not UTF-8, or has no valid subtitles.

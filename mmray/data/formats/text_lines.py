@@ -196,7 +196,8 @@ class JsonlSource(Source):
         return self._is_utf16[name]
 
     def text_path(self, name: str) -> AnyPath:
-        """Return the path of a file, or of its copy in UTF-8 that `check` writes.
+        """Return the path from which to read a file: its own, or for a file in UTF-16 that of the
+        copy in UTF-8 that `check` writes into the folder of the prepared set.
 
         Args:
             name: Path of the file, relative to the folder of the source.

@@ -299,11 +299,12 @@ class ShardReader:
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
-        """Fetch blocks (ranges of adjacent rows) that are not in the cache into it, one after the
-        other.
+        """Fetch blocks (ranges of adjacent rows) from the store into the cache on the local disk,
+        one after the other; those that are in the cache are not fetched again.
 
         Args:
-            requests: Record batches, whose blocks are fetched.
+            requests: Rows of record batches (8 adjacent rows each). The `block` of each request,
+                which contains its record batch, is fetched completely, once if requests share it.
 
         Raises:
             OSError: A file cannot be read.

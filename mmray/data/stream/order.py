@@ -156,7 +156,11 @@ class BlockShuffle:
         same key maps it to a row of the set.
 
         A run counts positions through all of its epochs: position p is in epoch p // num_rows, and
-        in step p // global_rows.
+        in step p // global_rows at place p % global_rows. The places of a step are divided evenly
+        into `lanes` ranges. The positions whose places are in the first range take the first
+        slice of the list in the course of the epoch, those of the second range the next slice, and
+        so on. They take their slice window after window (about `blocks_per_window` blocks), and the
+        rows of each window in random order.
 
         Args:
             positions: Positions in the run, int64 [P], not negative.

@@ -148,9 +148,10 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
 
     Args:
         folder: Folder of the checkpoints.
-        keep: Number of the newest complete checkpoints to keep.
-        metric: Name of a metric in meta.json, such as `evaluate/recall_at_1/mean`; the checkpoint
-            with its best value is kept, too. None: only the newest are kept.
+        keep: Number of the newest complete checkpoints to keep, at least 1.
+        metric: Name of a metric in meta.json, such as `evaluate/recall_at_1/mean`; the complete
+            checkpoint with its best value is kept, too: the lowest if a part of the name is `loss`
+            or `median_rank`, otherwise the highest. None: only the newest are kept.
 
     Raises:
         TrainingError: A checkpoint cannot be deleted.

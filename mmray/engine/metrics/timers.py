@@ -159,8 +159,10 @@ class PhaseTimers:
         """Return the peak memory in GiB: on a GPU what torch allocated, on a CPU this process's
         private memory.
 
-        On a CPU it is the largest of some samples. The peak that Linux reports would include pages
-        of Ray's object store.
+        On a GPU it is the peak since `torch.cuda.reset_peak_memory_stats` was called, or since the
+        start of the process. On a CPU it is the largest of the samples that these timers took: at
+        the start of each `backward`, and at each call of this method. The peak that Linux reports
+        would include pages of Ray's object store.
         """
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 2**30
