@@ -7,6 +7,8 @@ from mmray.config import (
     Cluster,
     Config,
     CustomModel,
+    Data,
+    EvalSettings,
     ImageTower,
     Siglip,
     TextTower,
@@ -16,6 +18,7 @@ from mmray.config import (
     recipes,
     to_yaml,
 )
+from mmray.config.data import EvalSet, format_eval_sets
 from mmray.errors import UsageError
 
 
@@ -162,3 +165,38 @@ def test_removed_kind_names_its_replacement(tmp_path):
     ):
         with pytest.raises(UsageError, match=r"replaced by `vlm`.*--model.weights"):
             read()
+
+
+def test_evaluation_sets_have_names_tasks_and_prompts():
+    text = "flickr=s3://b/x=1/set, in1k=prepared/in (zero_shot imagenet), c=a,b (retrieval)"
+    sets = Data(eval=text).eval_sets
+    assert sets == [
+        EvalSet("flickr", "s3://b/x=1/set"),
+        EvalSet("in1k", "prepared/in", "zero_shot", "imagenet"),
+        EvalSet("c", "a,b", "retrieval"),
+    ]
+    assert format_eval_sets(sets) == text
+    assert Data(eval="a, b/c").eval_sets == [EvalSet("", "a, b/c")]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("a=x (zeroshot)", "no task `zeroshot`; did you mean `zero_shot`"),
+        ("a=x (zero_shot imagnet)", "`imagnet`; did you mean `imagenet`"),
+        ("a=x (retrieval imagenet)", "retrieval takes no prompts"),
+        ("a=x, a=y", "the name `a` is repeated"),
+        ("a=, b=y", "no set after `a=`"),
+    ],
+)
+def test_invalid_evaluation_sets_are_named(value, message):
+    with pytest.raises(UsageError, match=f"data.eval: .*{message}"):
+        Data(eval=value)
+
+
+def test_prompts_are_texts_or_a_set_of_them():
+    assert len(EvalSettings(prompts=("imagenet",)).with_prompts("").prompts) == 80
+    own = EvalSettings(prompts=("{}!", "simple")).with_prompts("").prompts
+    assert own[:2] == ("{}!", "itap of a {}.") and len(own) == 8
+    with pytest.raises(UsageError, match="did you mean `cifar`"):
+        EvalSettings(prompts=("cifr",))

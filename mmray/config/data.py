@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 from pydantic import Field, field_validator, model_validator
 
 from mmray.builtin import COLUMNS, FORMATS
 from mmray.config.base import Section, parse_range, parse_weighted_sum
-from mmray.errors import UsageError
+from mmray.config.prompts import prompt_sets
+from mmray.errors import UsageError, suggest
 from mmray.storage.address import parse_host
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -101,6 +102,79 @@ class Mixture:
             name: Called with the address of a set; returns the new one.
         """
         return replace(self, terms=tuple((name(address), weight) for address, weight in self.terms))
+
+
+class EvalSet(NamedTuple):
+    """A set to evaluate on, as `data.eval` names it.
+
+    Attributes:
+        name: Prefix of its metrics; "" for the only set without a name.
+        address: A prepared set or a raw source.
+        task: `retrieval` or `zero_shot`; "": both, if the set has class names.
+        prompts: Name of the prompts of zero-shot classification; "": `evaluate.prompts`.
+    """
+
+    name: str
+    address: str
+    task: str = ""
+    prompts: str = ""
+
+
+EVAL_TASKS = ("retrieval", "zero_shot")
+_EVAL_NAME = r"[A-Za-z][\w-]*="
+
+
+def parse_eval_sets(text: str) -> list[EvalSet]:
+    """Parse the value of `data.eval`, a set or several named ones.
+
+    Args:
+        text: For example `prepared/test`, or `flickr=prepared/flickr, in1k=prepared/in1k
+            (zero_shot imagenet)`. A comma separates two sets if a name and `=` follow.
+
+    Returns:
+        The sets in their order.
+
+    Raises:
+        ValueError: A name is repeated or reserved, or a task or its prompts are unknown.
+    """
+    if not re.match(_EVAL_NAME, text.strip()):
+        return [EvalSet("", text)]
+    sets: dict[str, EvalSet] = {}
+    for term in re.split(rf",\s*(?={_EVAL_NAME})", text.strip()):
+        name, _, rest = term.partition("=")
+        matched = re.fullmatch(r"(.*?)\s*(?:\(([^()]*)\))?", rest.strip())
+        assert matched is not None  # every part of the pattern is optional
+        address, task = matched.groups(default="")
+        if not address:
+            raise ValueError(f"`{term.strip()}` has no set after `{name}=`")
+        if name in sets or name in ("loss", "median_rank"):
+            raise ValueError(
+                f"the name `{name}` is {'repeated' if name in sets else 'that of a metric'}; "
+                "choose another"
+            )
+        sets[name] = EvalSet(name, address, *_parse_task(task))
+    return list(sets.values())
+
+
+def _parse_task(text: str) -> tuple[str, str]:
+    """Return task and prompts of a text such as `zero_shot imagenet`; "" is every task."""
+    task, _, prompts = text.strip().partition(" ")
+    if task and task not in EVAL_TASKS:
+        raise ValueError(f"no task `{task}`; {suggest(task, EVAL_TASKS)}")
+    if prompts and task != "zero_shot":
+        raise ValueError(f"the task {task} takes no prompts (got `{prompts}`)")
+    if prompts and prompts not in prompt_sets():
+        raise ValueError(f"no set of prompts `{prompts}`; {suggest(prompts, prompt_sets())}")
+    return task, prompts
+
+
+def format_eval_sets(sets: list[EvalSet]) -> str:
+    """Format sets as a value of `data.eval`, which `parse_eval_sets` reads."""
+    terms = []
+    for each in sets:
+        task = " ".join(filter(None, (each.task, each.prompts)))
+        terms.append(f"{each.name}={each.address}" + (f" ({task})" if task else ""))
+    return ", ".join(terms) if sets[0].name else sets[0].address
 
 
 class Prepare(Section, settings_prefix="prepare"):
@@ -260,7 +334,10 @@ class Data(Section, settings_prefix="data"):
         "prepared/b:0.25` takes 75 % of the rows from a.",
     )
     eval: str | None = Field(
-        None, description="Set to evaluate on; None: `eval_split` of the (first) training set."
+        None,
+        description="Set to evaluate on, or several named ones, each maybe with a task: "
+        "`flickr=prepared/flickr, in1k=prepared/in1k (zero_shot imagenet)`; None: `eval_split` of "
+        "the (first) training set.",
     )
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
@@ -297,6 +374,10 @@ class Data(Section, settings_prefix="data"):
             mixture = Mixture.parse(self.train)
         except ValueError as error:
             raise UsageError(f"data.train: {error}") from None
+        try:
+            parse_eval_sets(self.eval or "")
+        except ValueError as error:
+            raise UsageError(f"data.eval: {error}") from None
         if not mixture.is_single and self.limit is not None:
             raise UsageError(
                 "data.limit needs a single set; for a mixture, give the sets smaller weights"
@@ -312,6 +393,11 @@ class Data(Section, settings_prefix="data"):
             except ValueError as error:
                 raise ValueError(f"{error}, or auto") from None
         return workers
+
+    @property
+    def eval_sets(self) -> list[EvalSet]:
+        """The sets of `eval`; without a value one set without a name and address."""
+        return parse_eval_sets(self.eval or "")
 
     @property
     def worker_range(self) -> tuple[int, int] | None:

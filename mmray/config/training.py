@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tyro
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mmray.config.base import Section
+from mmray.config.prompts import expand_prompts
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BUILT_IN = {
@@ -17,7 +18,6 @@ BUILT_IN = {
 }
 Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
 Branch = Annotated[str, Field(pattern=r"^[^=]+(=selective)?$")]
-Prompt = Annotated[str, Field(pattern=r"\{\}")]
 
 
 class Batch(Section, settings_prefix="batch"):
@@ -204,15 +204,30 @@ class EvalSettings(Section, settings_prefix="evaluate"):
         description="Names of the labels 0, 1, ..., or a .txt file with one a line; empty: those "
         "of the set, if any.",
     )
-    prompts: tuple[Prompt, ...] = Field(
+    prompts: tuple[str, ...] = Field(
         ("a photo of a {}.",),
         min_length=1,
-        description="Zero-shot prompts, with `{}` for the class name; their embeddings are "
-        "averaged.",
+        description="Zero-shot prompts, with `{}` for the class name, or `imagenet` (80 prompts), "
+        "`cifar` (18) or `simple` (7); their embeddings are averaged.",
     )
     language: str | None = Field(
         None, description="Language of `classes` and `prompts`, for language tokens."
     )
+
+    def with_prompts(self, name: str) -> Self:
+        """Return the settings with the texts of all prompts.
+
+        Args:
+            name: Set of prompts to use, such as `imagenet`; "": `prompts`, in which names of sets
+                are replaced by their texts.
+        """
+        return self.replace(prompts=expand_prompts((name,) if name else self.prompts))
+
+    @field_validator("prompts")
+    @classmethod
+    def _check_prompts(cls, prompts: tuple[str, ...]) -> tuple[str, ...]:
+        expand_prompts(prompts)
+        return prompts
 
     @field_validator("classes")
     @classmethod

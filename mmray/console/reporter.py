@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mmray.console.sweep import format_progress, live_table, trial_line
 from mmray.console.tables import language_note
-from mmray.report.run import DIRECTIONS, format_compact
+from mmray.report.run import format_compact, headline, scores_by_set
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import TrialRow
 
@@ -273,18 +273,16 @@ class ConsoleReporter:
         self._task = self._display.add_task(title, total=None, count="", details="")
 
     def _log_evaluation(self, metrics: dict[str, Any]) -> None:
-        text = ""
-        if "evaluate/recall_at_1/image_to_text" in metrics:
-            recalls = [
-                f"{direction.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{direction}']:.3f}"
-                for direction in DIRECTIONS
-            ]
-            text = "recall@1 " + ", ".join(recalls)
-        elif "evaluate/perplexity" in metrics:
-            scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
-            text = language_note(scores)
-        if text:
-            self.log(f"step {metrics['step']:,}: {text}", "evaluation")
+        scores = {
+            name.removeprefix("evaluate/"): value
+            for name, value in metrics.items()
+            if name.startswith("evaluate/")
+        }
+        for name, of_set in scores_by_set(scores).items():
+            text = language_note(of_set) if "perplexity" in of_set else headline(of_set)
+            if text:
+                prefix = f"{name}: " if name else ""
+                self.log(f"step {metrics['step']:,}: {prefix}{text}", "evaluation")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
         """Estimate the remaining time from the rate since the first line, which excludes warm-up.

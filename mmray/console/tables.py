@@ -14,7 +14,7 @@ MIN_WIDTH = 12  # of a column of text in a narrow terminal
 COMPACT = "compact"  # style of a column: about three digits
 
 
-def language_note(metrics: Mapping[str, float]) -> str:
+def language_note(metrics: Mapping[str, Any]) -> str:
     """Format the metrics of a vision-language model in one line.
 
     Args:

@@ -9,7 +9,7 @@ writes the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -166,7 +166,7 @@ class Trainer:
                 result = self._take_step(batch)
                 progress.step += 1
                 if self.ema is not None and result.is_finite:
-                    self.ema.update_parameters(spec.model)
+                    self.ema.update()
                 self._check_finite(result)
                 rates.add(batch.wait_s, plan.global_rows, batch.token_counts.real)
                 self.meter.token_counts += torch.tensor(batch.token_counts)
@@ -312,9 +312,10 @@ class Trainer:
     def _evaluate(self) -> Metrics:
         spec, step = self.spec, self.progress.step
         assert spec.evaluate is not None
-        with spec.heartbeat.state("evaluating"), strategy.gather_full_weights(spec.model):
+        averaged = nullcontext() if self.ema is None else self.ema.swapped()
+        with spec.heartbeat.state("evaluating"), averaged, strategy.freed_afterwards(spec.model):
             try:
-                scores = spec.evaluate(step, spec.model if self.ema is None else self.ema.module)
+                scores = spec.evaluate(step, spec.model)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -346,7 +347,7 @@ class Trainer:
         model_state = dict(spec.model.state_dict())
         buffers = spec.model.named_buffers(remove_duplicate=False)
         model_state |= {name: buffer.clone() for name, buffer in buffers if name in model_state}
-        state = {} if self.ema is None else {EMA_KEY: self.ema.state_dict()}
+        state = {} if self.ema is None else {EMA_KEY: self.ema.state_dict(model_state)}
         state |= {
             "model": model_state,
             "optimizer": run_state.optimizer_state(spec.model, self.state.optimizer),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from inspect import unwrap
 from itertools import islice
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from mmray import plugins
 from mmray.engine.collectives import is_dtensor
@@ -344,31 +345,86 @@ def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * decay)
 
 
-class ExponentialMovingAverage(AveragedModel):
+class ExponentialMovingAverage:
     """EMA of the weights: average = decay x average + (1 - decay) x weights.
 
-    It starts at the weights after the first step. Buffers are copied.
-
-    torch's update copies the step count to the device each time, which makes the host wait.
+    It starts at the weights after the first step. Of a sharded model each rank averages its shard.
+    There is one set of buffers: those of the model.
 
     Args:
-        model: The model, which is copied.
+        model: The model, not wrapped; it may be sharded.
         decay: Weight of the old average, 0 to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model)
         self.decay = decay
+        self.num_updates = 0
+        weights = dict(model.named_parameters())
+        self._weights = {name: weight.detach() for name, weight in weights.items()}
+        self._averages = {name: weight.clone() for name, weight in self._weights.items()}
+        first_names = {weight: name for name, weight in weights.items()}
+        # of all weights, also those that are tied to another
+        self._names = {
+            name: first_names[weight]
+            for name, weight in model.named_parameters(remove_duplicate=False)
+        }
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Add the weights of the model after a step to the average; copy its buffers.
+    def update(self) -> None:
+        """Add the weights of the model after a step to the average."""
+        share = 1 - self.decay if self.num_updates else 1.0
+        # torch's AveragedModel copies the step count to the device each time, which makes the host
+        # wait.
+        torch._foreach_lerp_(
+            [_local(average) for average in self._averages.values()],
+            [_local(weight) for weight in self._weights.values()],
+            share,
+        )
+        self.num_updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Context manager in which the model has the averaged weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # One weight at a time, so that memory for one is enough.
+        for name, average in self._averages.items():
+            weight = _local(self._weights[name])
+            current = weight.clone()
+            weight.copy_(_local(average))
+            _local(average).copy_(current)
+
+    def state_dict(self, model_state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the averages by `module.NAME`, and the number of updates as `n_averaged`, as
+        torch's AveragedModel does.
 
         Args:
-            model: The model that is trained.
+            model_state: The model's state_dict, for its names and buffers.
         """
-        weight = 1 - self.decay if self.n_averaged else 1.0
-        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight)
-        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            average.copy_(buffer)
-        self.n_averaged += 1
+        state = {
+            f"module.{name}": self._averages[self._names[name]] if name in self._names else value
+            for name, value in model_state.items()
+        }
+        return state | {"n_averaged": torch.tensor(self.num_updates)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned, without the buffers.
+
+        Args:
+            state: Tensors by name; those of a sharded model are sharded alike.
+        """
+        self.num_updates = int(state["n_averaged"])
+        for name, average in self._averages.items():
+            _local(average).copy_(_local(state[f"module.{name}"]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; other tensors unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

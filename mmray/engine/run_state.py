@@ -235,8 +235,8 @@ def load_destinations(module: nn.Module) -> DestinationFn:
 
     Returns:
         A function from the key of a saved tensor, such as `model/log_scale`, and a meta tensor of
-        its shape and dtype: weights are read into the module, optimizer state into new tensors that
-        are sharded like its parameter, others into tensors on the CPU.
+        its shape and dtype: weights are read into the module, optimizer state and averages into new
+        tensors that are sharded like their parameter, others into tensors on the CPU.
     """
     weights = {
         tensor_key("model", name): weight.detach() for name, weight in module.state_dict().items()
@@ -247,8 +247,10 @@ def load_destinations(module: nn.Module) -> DestinationFn:
         like = weights.get(key)
         if like is not None and (like.shape, like.dtype) == (saved.shape, saved.dtype):
             return like
-        name = key.removeprefix("optimizer/state/").partition("/")[0]
-        like = parameters.get(name) if key.startswith("optimizer/state/") else None
+        like = None
+        for prefix in ("optimizer/state/", f"{EMA_KEY}/module."):
+            if key.startswith(prefix):
+                like = parameters.get(key.removeprefix(prefix).partition("/")[0])
         if like is not None and like.shape == saved.shape:
             return torch.empty_like(like, dtype=saved.dtype)
         return torch.empty_like(saved, device="cpu")

@@ -304,7 +304,7 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
     if use_tokenizer is not None:
         use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
     model = apply_transforms(model, train, config.optimizer, group.device)
-    if context.eval_set is not None:
+    if context.eval_sets:
         check_evaluable(config, model)
     if train.parallel in strategy.SHARDED:
         dtype = precision.DTYPES[train.precision]
@@ -458,10 +458,12 @@ def _evaluate_fn(
     driver: DriverHandle,
     log: MetricsLog | None,
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
-    if context.eval_set is None:
+    if not context.eval_sets:
         return None
-    evaluator = build_evaluator(context.config, context.eval_set, context.tokenizer_json)
+    evaluator = build_evaluator(context.config, context.eval_sets, context.tokenizer_json)
     mixed_precision = precision.select_precision(context.config.train.precision, group.device)
+    # Ranks call such a model as often as their rows need, so they cannot share its forwards.
+    gathers_weights = context.config.model.generates_text
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         def save_examples(examples: dict[str, Any]) -> None:
@@ -469,8 +471,9 @@ def _evaluate_fn(
             log.write_file(EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
 
         driver.phase("evaluating")
+        weights = strategy.gather_full_weights(model) if gathers_weights else nullcontext()
         # Graphs of evaluation would take longer to compile than they save.
-        with force_eager(), mixed_precision.autocast():
+        with force_eager(), mixed_precision.autocast(), weights:
             return evaluator.score(
                 model, group, objective, global_rows, save_examples if group.rank == 0 else None
             )

@@ -48,7 +48,7 @@ class WorkerContext:
     folder: AnyPath
     fencing_token: int
     reader: RowReader | ConversationReader
-    eval_set: PreparedSet | None
+    eval_sets: dict[str, PreparedSet]  # by name; empty: no evaluation
     tokenizer_json: str
     batch_shape: BatchShape
     decode_actors: int | None = 1

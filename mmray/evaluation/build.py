@@ -5,49 +5,128 @@ The driver imports this without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mmray.config import Config
+    from mmray.config.data import EvalSet
+
+
+@dataclass(frozen=True)
+class SetsEvaluator:
+    """Evaluates a model on several sets, one after the other.
+
+    Args:
+        evaluators: The evaluator of each set by its name, "" for the only set without a name.
+    """
+
+    evaluators: dict[str, Any]
+
+    def score(
+        self,
+        model: nn.Module,
+        group: Any,
+        objective: Any,
+        global_rows: int,
+        save_examples: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, float]:
+        """Return the metrics of all sets; a collective call of all ranks.
+
+        Args:
+            model: The unwrapped model.
+            group: The ranks.
+            objective: Objective of the run.
+            global_rows: Number of rows of a step.
+            save_examples: Receives the examples of the first set that has some; given on one rank
+                or none.
+
+        Returns:
+            Equal on all ranks: the metrics of each evaluator, of a set with a name under
+            `NAME/METRIC`.
+        """
+        shown: list[bool] = []
+
+        def save_first(examples: dict[str, Any]) -> None:
+            if save_examples is not None and not shown:
+                shown.append(True)
+                save_examples(examples)
+
+        metrics: dict[str, float] = {}
+        for name, evaluator in self.evaluators.items():
+            save = None if save_examples is None else save_first
+            scores = evaluator.score(model, group, objective, global_rows, save)
+            prefix = f"{name}/" if name else ""
+            metrics |= {f"{prefix}{metric}": value for metric, value in scores.items()}
+        return metrics
 
 
 def build_evaluator(
     config: Config,
-    prepared: PreparedSet,
+    eval_sets: Mapping[str, PreparedSet],
     tokenizer_json: str,
     on_rows: Callable[[int], None] | None = None,
-) -> Any:
-    """Build the evaluator for the kind of model of a run.
+) -> SetsEvaluator:
+    """Build the evaluators for the kind of model of a run, one for each set.
+
+    They are a ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has a method `score` with
+    the arguments of SetsEvaluator's.
 
     Args:
-        config: The config of the run.
-        prepared: The set with the held-out rows.
+        config: The config of the run; `data.eval` has the task of each set.
+        eval_sets: The sets with the held-out rows by name.
         tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
             processor.
         on_rows: Called with the number of rows of each batch when it is done, to show progress.
 
-    Returns:
-        A ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has the method
-        `score(model, group, objective, global_rows, save_examples)`, which returns metrics by name.
-
     Raises:
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.
+        DataError: A set whose task is `zero_shot` has no class names.
     """
     from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
 
-    check_classes(config.evaluate.classes, prepared)
-    max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
-    if config.model.generates_text:
-        return ConversationEvaluator(config, prepared, max_pixels, on_rows)
-    inputs = config.model.inputs
-    return Evaluator(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
+    check_eval_sets(config, eval_sets)
+
+    def build(eval_set: EvalSet) -> Any:
+        prepared = eval_sets[eval_set.name]
+        max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
+        if config.model.generates_text:
+            return ConversationEvaluator(config, prepared, max_pixels, on_rows)
+        settings = config.evaluate.with_prompts(eval_set.prompts)
+        options = (config.model.inputs, tokenizer_json, settings, max_pixels, on_rows)
+        return Evaluator(prepared, *options, task=eval_set.task)
+
+    return SetsEvaluator({each.name: build(each) for each in config.data.eval_sets})
+
+
+def check_eval_sets(config: Config, eval_sets: Mapping[str, PreparedSet]) -> None:
+    """Check that each set has what its task needs.
+
+    Args:
+        config: The config of the run; `data.eval` has the task of each set.
+        eval_sets: The sets with the held-out rows by name; empty: nothing is evaluated.
+
+    Raises:
+        UsageError: The names in `evaluate.classes` do not fit the labels of the set.
+        DataError: A set whose task is `zero_shot` has no class names.
+    """
+    for eval_set in config.data.eval_sets if eval_sets else ():
+        prepared = eval_sets[eval_set.name]
+        classes = config.evaluate.classes
+        check_classes(classes, prepared)
+        if eval_set.task == "zero_shot" and not (classes or prepared.manifest.class_names):
+            raise DataError(
+                f"data.eval: {eval_set.name} has the task zero_shot, and {prepared.folder} has no "
+                "class names; prepare it from a source with classes, or name them in "
+                "--evaluate.classes"
+            )
 
 
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
@@ -81,17 +160,21 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
         )
 
 
-def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
+def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> int:
     """Return how many rows `score` reads, for the total of a progress bar.
 
     Rows for which an answer is generated are read twice and count twice.
 
     Args:
         config: The config of the run, with `evaluate.limit` and `evaluate.num_generations`.
-        prepared: The set with the held-out rows.
+        eval_sets: The sets with the held-out rows by name.
     """
-    rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
-    return rows + (min(rows, config.evaluate.num_generations) if config.model.generates_text else 0)
+    total = 0
+    for prepared in eval_sets.values():
+        rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
+        total += rows
+        total += min(rows, config.evaluate.num_generations) if config.model.generates_text else 0
+    return total
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
@@ -127,6 +210,11 @@ def best_metric(config: Config) -> str:
 
     Returns:
         `evaluate/loss` (lower is better) for a model that generates text, otherwise
-        `evaluate/recall_at_1/mean` (higher is better).
+        `evaluate/recall_at_1/mean` (higher is better); of the first of several sets, such as
+        `evaluate/flickr/recall_at_1/mean`, or `zero_shot/top_1` if that is its task.
     """
-    return "evaluate/loss" if config.model.generates_text else "evaluate/recall_at_1/mean"
+    first = config.data.eval_sets[0]
+    metric = "zero_shot/top_1" if first.task == "zero_shot" else "recall_at_1/mean"
+    if config.model.generates_text:
+        metric = "loss"
+    return "/".join(filter(None, ("evaluate", first.name, metric)))

@@ -26,7 +26,7 @@ from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
-from mmray.evaluation.evaluator import Group, eval_mode
+from mmray.evaluation.embeddings import Group, eval_mode
 
 if TYPE_CHECKING:
     from mmray.config import Config

@@ -7,32 +7,40 @@ its part of the queries against all rows (retrieval.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.stream.collate import Batch, token_columns
+from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalBatches, EvalDataset
-from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
-from mmray.models.synthetic import synthetic_batch
+from mmray.evaluation.embeddings import (
+    TOP_K,
+    Group,
+    classes_before,
+    embed_dataset,
+    embed_texts,
+    eval_mode,
+)
+from mmray.evaluation.retrieval import EmbeddingSet
 from mmray.objectives.protocol import Objective, split_objective
-
-TOP_K = (1, 5)
-PART_COLUMNS = ("row", "caption_row", "text_hash", "label", "image_hash")
-Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
 class Evaluator(EvalDataset):
     """Computes retrieval and classification metrics of a model that embeds images and texts.
 
-    Its arguments, such as the set of held-out rows, are those of EvalDataset.
+    Args:
+        options: Arguments of EvalDataset, such as the set of held-out rows.
+        task: Compute only the metrics of `retrieval` or of `zero_shot` classification; "": both.
     """
+
+    def __init__(self, *options: Any, task: str = "") -> None:
+        super().__init__(*options)
+        self.task = task
 
     def score(
         self,
@@ -57,29 +65,35 @@ class Evaluator(EvalDataset):
                 examples.json; given on one rank or none.
 
         Returns:
-            Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
-            (DIRECTION `image_to_text` or `text_to_image`), `recall_at_1/mean`, `rows` (distinct
-            images), `bad_rows`, and maybe `loss`. With class names also `zero_shot/top_1`,
-            `zero_shot/top_5` and `zero_shot/rows`, and equally for each classification head.
+            Equal on all ranks: `rows` (distinct images) and `bad_rows`. Unless the task is
+            `zero_shot`, `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION
+            `image_to_text` or `text_to_image`), `recall_at_1/mean`, and maybe `loss`. With class
+            names, unless the task is `retrieval`, `zero_shot/top_1`, `zero_shot/top_5`,
+            `zero_shot/mean_per_class_recall` and `zero_shot/rows`. For each classification head
+            `NAME/top_1`, `NAME/top_5` and `NAME/rows`.
 
         Raises:
             DataError: No row is readable, or a label has no class name.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
-        embedded = embed_dataset(model, batches, group, objective)
+        retrieves = self.task != "zero_shot"
+        embedded = embed_dataset(model, batches, group, objective, with_texts=retrieves)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
             raise DataError(
                 f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}"
             )
-        retrieval_ranks = compute_retrieval_ranks(embedded, group)
-        loss_rows = settings.loss_batch or global_rows
-        metrics = retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
-        if save_examples is not None:
-            data = self.prepared, group.device, self.max_pixels
-            save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
-        if classes := settings.classes or self.prepared.manifest.class_names:
+        metrics = {"rows": float(len(embedded.row))}
+        if retrieves:
+            retrieval_ranks = compute_retrieval_ranks(embedded, group)
+            loss_rows = settings.loss_batch or global_rows
+            metrics |= retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
+            if save_examples is not None:
+                data = self.prepared, group.device, self.max_pixels
+                save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
+        classes = settings.classes or self.prepared.manifest.class_names
+        if classes and self.task != "retrieval":
             if (num_labels := int(embedded.label.max()) + 1) > len(classes):
                 raise DataError(
                     f"evaluate.classes has {len(classes)} names, and {self.prepared.folder} "
@@ -92,53 +106,69 @@ class Evaluator(EvalDataset):
 
     @torch.no_grad()
     def _zero_shot(
-        self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
+        self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: Sequence[str]
     ) -> dict[str, float]:
-        """Accuracy of the nearest class embedding; prompt ensembling of Radford et al. 2021 (CLIP),
-        section 3.1.4.
-        """
-        prompts = self.settings.prompts
-        language = self.settings.language
-        texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
-        tokens = token_columns(
-            *self.encoder.encode([self.encoder.format_caption(text, language) for text in texts])
-        )
-        with eval_mode(model):
-            text = _embed_texts(model, tokens, self.settings.batch, group.device)
-        weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
-        hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
+        """Accuracy of the nearest class embedding, and the mean recall of the classes."""
+        weights = self._class_embeddings(model, group, classes)
+        ranks = []
+        labels = []
         local = slice(group.rank, None, group.world_size)
         columns = (
             column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label)
         )
         with retrieval.full_precision("cpu"):
             for image, label in zip(*columns, strict=True):
-                hits += topk_hits(image @ weights.T, label, retrieval.TIE)
-        hits = group.all_gather_variable(hits[None]).sum(0).cpu()
-        return topk_accuracy(hits, "zero_shot", len(classes))
+                ranks.append(classes_before(image @ weights.T, label, retrieval.TIE))
+                labels.append(label[(label >= 0) & (label < len(classes))])
+        none = torch.zeros(0, dtype=torch.int64)
+        before = group.all_gather_variable(torch.cat([none, *ranks])).cpu()
+        label = group.all_gather_variable(torch.cat([none, *labels])).cpu()
+        return zero_shot_metrics(before, label, len(classes))
+
+    def _class_embeddings(self, model: nn.Module, group: Group, classes: Sequence[str]) -> Tensor:
+        """Embed the classes: the normalized mean of the embeddings of their prompts (Radford et al.
+        2021, section 3.1.4). Each rank embeds a part of them.
+
+        Returns:
+            Float32 [number of classes, D] on the CPU.
+        """
+        prompts = self.settings.prompts
+        rows = self.settings.batch
+        most = -(-len(classes) // group.world_size)  # classes of a rank
+        own = classes[group.rank * most : (group.rank + 1) * most]
+        texts = [prompt.replace("{}", name) for name in own for prompt in prompts]
+        # Without a class a rank embeds one, because it needs the width.
+        captions = [
+            self.encoder.format_caption(text, self.settings.language) for text in texts or [""]
+        ]
+        tokens = token_columns(*self.encoder.encode(captions))
+        with eval_mode(model):
+            num_chunks = -(-most * len(prompts) // rows)  # equal on all ranks
+            text = embed_texts(model, tokens, rows, group.device, num_chunks)[: len(texts)]
+        mean = text.unflatten(0, (len(own), len(prompts))).mean(dim=1)
+        return group.all_gather_variable(F.normalize(mean, dim=1)).cpu()
 
 
-def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Count the rows whose correct class is among the 1 and the 5 classes with the highest scores.
+def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[str, float]:
+    """Return the metrics of zero-shot classification.
 
     Args:
-        scores: Score of each class, float [N, C].
-        label: Correct class of each row, int64 [N]; rows with a number outside 0..C-1 are not
-            counted.
-        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
-            of a class ranks before it too; NaN of the correct class is no hit.
+        before: Number of classes that rank before the correct one, int64 [N]; 0 is a hit.
+        label: The correct classes, int64 [N], 0..num_classes-1.
+        num_classes: Number of classes; with at most 5 there is no top 5.
 
     Returns:
-        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3]; the counts of
-        batches can be added.
+        `zero_shot/top_1`, `zero_shot/top_5` and `zero_shot/mean_per_class_recall` (0 to 1; the mean
+        over the classes that occur; missing without rows) and `zero_shot/rows`.
     """
-    num_classes = scores.shape[1]
-    labeled = (label >= 0) & (label < num_classes)
-    scores = scores[labeled]
-    label = label[labeled]
-    target = scores.gather(1, label[:, None])
-    before = (~(scores < target - tie)).sum(dim=1) - 1 + target.isnan().squeeze(1) * num_classes
-    return torch.stack([*((before < k).sum() for k in TOP_K), labeled.sum()])
+    hits = torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
+    metrics = topk_accuracy(hits, "zero_shot", num_classes)
+    if len(label):
+        totals = label.bincount(minlength=num_classes)
+        hits_of_class = label[before == 0].bincount(minlength=num_classes).double()
+        mean = (hits_of_class / totals)[totals > 0].mean()
+        metrics["zero_shot/mean_per_class_recall"] = float(mean)
+    return metrics
 
 
 def topk_accuracy(
@@ -179,7 +209,7 @@ def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, T
         `image_to_text` int64 [N] and `text_to_image` int64 [C]; 1 is the top.
     """
     text_id = embedded.text_id
-    text = embedded.text[first_index(text_id)]
+    text = embedded.text
     positives = torch.stack([embedded.image_index, text_id])
     images = _compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
     texts = _compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
@@ -226,7 +256,7 @@ def retrieval_scores(
 
     Returns:
         `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION `image_to_text`
-        or `text_to_image`), `recall_at_1/mean`, `rows` (number of images), and maybe `loss`.
+        or `text_to_image`), `recall_at_1/mean`, and maybe `loss`.
     """
     metrics: dict[str, float] = {}
     for direction, values in retrieval_ranks.items():
@@ -240,134 +270,7 @@ def retrieval_scores(
         "text_embed",
     }:
         metrics["loss"] = _loss(embedded, group, global_loss, global_rows)
-    return metrics | {"rows": float(len(embedded.row))}
-
-
-@torch.no_grad()
-def embed_dataset(
-    model: Any, batches: EvalBatches, group: Group, objective: Objective
-) -> EmbeddingSet:
-    """Embed the held-out rows of all ranks; a collective call.
-
-    Args:
-        model: The unwrapped model, with the methods `embed_image` and `embed_text`.
-        batches: Batches of the held-out rows of this rank.
-        group: The ranks, which exchange their embeddings.
-        objective: The objective of the run; names the scalar outputs to keep, such as the
-            temperature.
-
-    Returns:
-        The image and text embeddings of all rows, with captions and labels, on each rank, on the
-        CPU.
-    """
-    with eval_mode(model):
-        # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
-        # because torch.compile makes separate graphs for one.
-        synthetic = synthetic_batch(batches.data.inputs, vocab_size=1, rows=2, device=group.device)
-        outputs = model(synthetic)
-        no_rows = model.embed_image(synthetic["image"])[:0].float().cpu()
-        none = torch.zeros(0, dtype=torch.int64)
-        no_hits = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
-        empty = {
-            "row": none,
-            "image": no_rows,
-            "caption_row": none,
-            "text_hash": none,
-            "text": no_rows,
-            "label": none,
-            "image_hash": none,
-        }
-        heads = model.head_scores(synthetic) if hasattr(model, "head_scores") else {}
-        parts = [empty | {_hits_name(name): no_hits for name in heads}]
-        parts += [
-            _embed_batch(model, batch, batches.data.settings.batch, group.device)
-            for batch in batches
-        ]
-    local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gathered = {name: _gather(local[name], group) for name in local}
-    by_row = gathered["row"].argsort()
-    rows = {name: gathered[name][by_row] for name in ("row", "image", "label")}
-    # The first row of each image gets the captions of the others.
-    _, image_id = gathered["image_hash"][by_row].unique(return_inverse=True)
-    first_row = first_index(image_id)[image_id]
-    own_row = gathered["caption_row"]
-    caption_row = rows["row"][first_row[torch.searchsorted(rows["row"], own_row)]]
-    # captions of one row keep their order
-    by_own_row = own_row.argsort(stable=True)
-    by_caption = by_own_row[caption_row[by_own_row].argsort(stable=True)]
-    _, text_id = gathered["text_hash"][by_caption].unique(return_inverse=True)
-    is_first = first_row == torch.arange(len(first_row))
-    return EmbeddingSet(
-        **{name: values[is_first] for name, values in rows.items()},
-        heads={
-            name: HeadHits(gathered[_hits_name(name)].sum(dim=0), head.num_classes, head.unit)
-            for name, head in heads.items()
-        },
-        caption_row=caption_row[by_caption],
-        own_row=own_row[by_caption],
-        # equal captions differ by rounding
-        text=gathered["text"][by_caption][first_index(text_id)][text_id],
-        text_id=text_id,
-        scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
-    )
-
-
-def _embed_batch(
-    model: Any, batch: Batch, text_rows: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Embeddings of a batch and `topk_hits` [1, 3] of the heads, on the CPU;
-
-    `text_rows` captions at a time.
-    """
-    pixels = batch["image"].to(device)
-    text = _embed_texts(model, batch, text_rows, device)
-    part = {name: batch[name] for name in PART_COLUMNS}
-    part |= {"image": model.embed_image(pixels).float().cpu(), "text": text}
-    if hasattr(model, "head_scores"):  # each image with its first caption
-        first = torch.searchsorted(batch["caption_row"], batch["row"])
-        captions = {name: batch[name][first] for name in ("input_ids", "attention_mask")}
-        on_device = {name: column.to(device) for name, column in (batch | captions).items()}
-        for name, head in model.head_scores(on_device).items():
-            hits = topk_hits(head.scores.float().cpu(), head.label.cpu())
-            part[_hits_name(name)] = hits[None]
-    return part
-
-
-def _hits_name(head: str) -> str:
-    return f"hits of {head}"
-
-
-def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> Tensor:
-    """Embeddings of captions on the CPU, `rows` at a time."""
-    pairs = zip(tokens["input_ids"].split(rows), tokens["attention_mask"].split(rows), strict=True)
-    return torch.cat(
-        [model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs]
-    )
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that sets the model to evaluation mode and restores the previous
-    mode.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _gather(rows: Tensor, group: Group) -> Tensor:
-    """Gather rows of all ranks to the CPU, a chunk at a time; captions of one row keep their
-    order.
-    """
-    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
-    size = retrieval.CHUNK
-    starts = range(0, max(1, longest), size)
-    return torch.cat(
-        [group.all_gather_variable(rows[start : start + size]).cpu() for start in starts]
-    )
+    return metrics
 
 
 @torch.no_grad()
@@ -375,8 +278,8 @@ def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_row
     """Mean loss over consecutive batches of `global_rows` rows with their first captions; the last
     may be smaller.
     """
-    texts = embedded.text[torch.searchsorted(embedded.caption_row, embedded.row)]
-    columns = (column.split(global_rows) for column in (embedded.image, texts, embedded.label))
+    first_text = embedded.text_id[torch.searchsorted(embedded.caption_row, embedded.row)]
+    columns = (column.split(global_rows) for column in (embedded.image, first_text, embedded.label))
     global_batches = list(zip(*columns, strict=True))
     num_losses = objective.count(
         {"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}
@@ -384,7 +287,10 @@ def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_row
     # loss sums and counts
     sums = torch.zeros(len(global_batches), 2, num_losses, dtype=torch.float64)
     for index in range(group.rank, len(global_batches), group.world_size):
-        image, text, label = (column.to(group.device) for column in global_batches[index])
+        image, text_index, label = global_batches[index]
+        image = image.to(group.device)
+        text = embedded.text[text_index].to(group.device)
+        label = label.to(group.device)
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
         # as in training, the loss is computed in float32
         with retrieval.full_precision(group.device):

@@ -47,16 +47,16 @@ class HeadHits(NamedTuple):
 class EmbeddingSet:
     """Embeddings of N distinct images and C captions on the CPU, sorted by row.
 
-    Rows with the same image are one image with the captions of all. Equal captions have one
-    embedding and are correct for all their images.
+    Rows with the same image are one image with the captions of all. Equal captions are one text
+    and are correct for all their images.
 
     Attributes:
         row: int64 [N], the first row of the set with the image.
         image: Embeddings of the images, float32 [N, D].
         caption_row: int64 [C], the `row` of the image of each caption.
         own_row: int64 [C], the row that has the caption.
-        text: Embeddings of the captions, float32 [C, D].
-        text_id: int64 [C] of 0, 1, ...; equal for equal captions.
+        text: Embeddings of the U distinct texts of captions, float32 [U, D].
+        text_id: int64 [C], index in `text` of each caption.
         label: Class of each image, int64 [N]; -1: none.
         heads: Correct predictions of each classification head by its name; empty for a model with
             embeddings only.
@@ -180,9 +180,14 @@ def compute_ranks(
 
 
 def top_k(
-    queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, device: torch.device | str = "cpu"
+    queries: Tensor,
+    gallery: Tensor,
+    is_correct: Tensor,
+    k: int,
+    device: torch.device | str = "cpu",
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gallery embeddings with the highest scores for each query.
+    """Return the gallery items with the highest scores for each query.
 
     The score is the dot product in float32. Of scores that differ by less than TIE (1e-6), those of
     incorrect pairs come first. NaN counts as infinity for an incorrect pair and as minus infinity
@@ -190,19 +195,22 @@ def top_k(
 
     Args:
         queries: L2-normalized embeddings [Q, D].
-        gallery: L2-normalized embeddings [G, D].
-        is_correct: Whether a gallery embedding is a correct result of a query, bool [Q, G].
+        gallery: L2-normalized embeddings [E, D].
+        is_correct: Whether a gallery item is a correct result of a query, bool [Q, G].
         k: Number of results per query.
         device: Where scores are computed.
+        index: The embedding of each gallery item, int64 [G]; None: item n has embedding n.
 
     Returns:
-        Indices into the gallery, int64, and their scores, float32, both [Q, min(k, G)] on the CPU,
+        Numbers of gallery items, int64, and their scores, float32, both [Q, min(k, G)] on the CPU,
         the best one first.
     """
     query = queries.to(device, torch.float32)
     with full_precision(device):
         parts = [(query @ rows.to(device, torch.float32).T).cpu() for rows in gallery.split(CHUNK)]
     scores = torch.cat(parts, dim=1)
+    if index is not None:
+        scores = scores[:, index]
     scores = torch.where(scores.isnan(), torch.where(is_correct, -torch.inf, torch.inf), scores)
     order = torch.where(is_correct, scores - TIE, scores).argsort(
         dim=1, descending=True, stable=True
@@ -248,14 +256,15 @@ def retrieval_examples(
         first caption. `images` maps the index of a row, as text, to a data URI, if the row can be
         read. `rows` is the number of images.
     """
-    # the last: caption within its row
-    image = embedded.image, embedded.row, torch.zeros_like(embedded.row)
-    text = embedded.text, embedded.own_row, _index_in_run(embedded.own_row)
+    # number of the embedding, row, and number of the caption within its row
+    every_image = torch.arange(len(embedded.row))
+    image = embedded.image, every_image, embedded.row, torch.zeros_like(embedded.row)
+    text = embedded.text, embedded.text_id, embedded.own_row, _index_in_run(embedded.own_row)
     examples: dict[str, Any] = {"image_to_text": [], "text_to_image": []}
     rows: dict[int, Row | None] = {}
 
-    def describe(side: tuple[Tensor, Tensor, Tensor], index: int) -> dict[str, Any]:
-        number = int(side[1][index])
+    def describe(side: tuple[Tensor, Tensor, Tensor, Tensor], index: int) -> dict[str, Any]:
+        number = int(side[2][index])
         if number not in rows:
             rows[number] = None
             with suppress(OSError, ValueError):
@@ -263,7 +272,7 @@ def retrieval_examples(
         row = rows[number]
         return {
             "row": number,
-            "caption": row.texts[int(side[2][index])] if row and row.texts else "",
+            "caption": row.texts[int(side[3][index])] if row and row.texts else "",
         }
 
     for way, queries, gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
@@ -272,7 +281,14 @@ def retrieval_examples(
         )
         chosen = select_queries(ranks[way])
         is_correct = torch.stack([matching(query) for query in chosen.tolist()])
-        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_RETRIEVED, device)
+        best, scores = top_k(
+            queries[0][queries[1][chosen]],
+            gallery[0],
+            is_correct,
+            NUM_RETRIEVED,
+            device,
+            index=gallery[1],
+        )
         columns = (chosen, ranks[way][chosen], best, scores, is_correct.gather(1, best))
         for query, rank, *answers in zip(*(column.tolist() for column in columns), strict=True):
             item = describe(queries, query)

@@ -6,13 +6,13 @@ Series colors must be visible on light and dark pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import RunRecord
+from mmray.report.run import RunRecord, scores_by_set
 
 BLUE = "#5b7cfa"
 ORANGE = "#e8833a"
@@ -83,6 +83,19 @@ def make_figure(
     return Figure(name, title[0].upper() + title[1:], summary, plot.to_plotly_json(), height, wide)
 
 
+def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the lines of a chart of recall by metric; `prefix` is that of the metrics of a set."""
+    return {
+        f"{prefix}recall_at_{k}/{direction}": _line(
+            f"R@{k} {direction.replace('_', ' ')}", color, dash=dash
+        )
+        # Six legend entries are too wide for a narrow page.
+        | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
+        for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
+        for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
+    }
+
+
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of a run.
 
@@ -93,21 +106,16 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         Charts by page section: `learning`, `recall`, `speed` and `start`. Charts of metrics that
         were not logged are omitted.
     """
-    loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
+    names = list(scores_by_set(run.newest("evaluate/"))) or [""]
+    prefixes = {name: f"evaluate/{name}/" if name else "evaluate/" for name in names}
+    loss = {"train/loss": _line("training", BLUE)}
+    for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
+        loss[f"{prefix}loss"] = _line(f"held out {name}".strip(), color)
     rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
     memory = {"memory/peak_gib": _line("peak", ROSE)}
     step = {
         "time/step_s": _line("whole step", TEAL),
         "time/data_wait_s": _line("waiting for data", ORANGE),
-    }
-    recall = {
-        f"evaluate/recall_at_{k}/{direction}": _line(
-            f"R@{k} {direction.replace('_', ' ')}", color, dash=dash
-        )
-        # Six legend entries are too wide for a narrow page.
-        | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
-        for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
     }
     percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
@@ -130,12 +138,28 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         "recall": [
             _chart(
                 run,
-                "recall",
-                "Recall over the run (R@5 dashed, R@10 dotted)",
-                recall,
+                f"recall-{name}" if name else "recall",
+                f"{f'{name}: recall' if name else 'Recall'} over the run (R@5 dashed, R@10 dotted)",
+                _recall_lines(prefix),
                 320,
                 **percent,
             )
+            for name, prefix in prefixes.items()
+        ]
+        + [
+            _chart(
+                run,
+                f"zero-shot-{name}",
+                f"{f'{name}: zero-shot' if name else 'Zero-shot'} accuracy over the run",
+                {
+                    f"{prefix}zero_shot/top_1": _line("top 1", BLUE),
+                    f"{prefix}zero_shot/top_5": _line("top 5", ORANGE),
+                    f"{prefix}zero_shot/mean_per_class_recall": _line("mean of classes", TEAL),
+                },
+                320,
+                **percent,
+            )
+            for name, prefix in prefixes.items()
         ],
         "speed": [
             _chart(

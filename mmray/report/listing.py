@@ -5,20 +5,19 @@ or pydantic.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from mmray.errors import UsageError
-from mmray.report.run import Line, read_json, read_lines
+from mmray.report.run import Line, read_json, read_lines, scores_by_set
 from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import SWEEP, TRIALS
 
 # the first measured one is used
-METRICS: dict[str, Callable[..., Line]] = {"recall_at_1/mean": max, "loss": min}
+METRICS = ("recall_at_1/mean", "zero_shot/top_1", "loss")
 # the newest is the last activity
 FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)
 MAX_PARALLEL = 16  # folders read at once: an object store needs about ten requests per run
@@ -119,15 +118,21 @@ def _run_row(folder: AnyPath) -> dict[str, Any]:
 
 
 def _metric(scores: Line) -> str | None:
-    """Return the metric that selects the best checkpoint, if it was measured."""
-    return next((name for name in METRICS if scores.get(name) is not None), None)
+    """Return the metric that selects the best checkpoint, if it was measured; that of the first
+    set.
+    """
+    sets = scores_by_set(scores)
+    name = next(iter(sets), "")
+    measured = (metric for metric in METRICS if name in sets and sets[name].get(metric) is not None)
+    return next((f"{name}/{metric}" if name else metric for metric in measured), None)
 
 
 def _best(evaluated: list[Line]) -> Line:
     """Return {step, score} of the best evaluation; empty without one."""
     if not evaluated or (metric := _metric(evaluated[-1])) is None:
         return {}
-    best = METRICS[metric](
+    better = min if metric.endswith("loss") else max
+    best = better(
         [line for line in evaluated if line.get(metric) is not None], key=lambda line: line[metric]
     )
     return {"step": best["step"], "score": best[metric]}

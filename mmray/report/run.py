@@ -162,27 +162,76 @@ def format_setting(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def scores_by_set(scores: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
+    """Group the metrics of an evaluation by set.
+
+    Args:
+        scores: Metrics by name; those of a set with a name as `NAME/METRIC`.
+
+    Returns:
+        Metrics without their prefix by the name of the set, "" for a set without one, in the order
+        of the evaluation; empty without metrics.
+    """
+    # Every evaluation of a set counts its bad rows.
+    names = [metric.removesuffix("/bad_rows") for metric in scores if metric.endswith("/bad_rows")]
+    if not names:
+        return {"": dict(scores)} if scores else {}
+    return {
+        name: {
+            metric.removeprefix(f"{name}/"): value
+            for metric, value in scores.items()
+            if metric.startswith(f"{name}/")
+        }
+        for name in names
+    }
+
+
+def headline(scores: Mapping[str, float | None]) -> str:
+    """Format the most important metrics of a set in one line.
+
+    Args:
+        scores: Metrics by name of an embedding model, such as `recall_at_1/image_to_text` and
+            `zero_shot/top_1`.
+
+    Returns:
+        A text such as `recall@1 image to text 0.412, text to image 0.398; zero-shot top-1 0.630`;
+        empty without these metrics.
+    """
+    recalls = [
+        f"{direction.replace('_', ' ')} {format_number(scores[f'recall_at_1/{direction}'])}"
+        for direction in DIRECTIONS
+        if f"recall_at_1/{direction}" in scores
+    ]
+    parts = [f"recall@1 {', '.join(recalls)}"] if recalls else []
+    if "zero_shot/top_1" in scores:
+        parts.append(f"zero-shot top-1 {format_number(scores['zero_shot/top_1'])}")
+    return "; ".join(parts)
+
+
 def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
     """Return the table of retrieval metrics.
 
     Args:
         scores: Metrics by name, of which `recall_at_K/DIRECTION` and `median_rank/DIRECTION` are
-            read (DIRECTION `image_to_text` or `text_to_image`).
+            read (DIRECTION `image_to_text` or `text_to_image`), maybe of several sets.
 
     Returns:
-        A dict of texts per measured direction, by column: "" (name of the direction), `R@1`, `R@5`,
-        `R@10` and `median rank`.
+        A dict of texts per set and measured direction, by column: "" (name of set and direction),
+        `R@1`, `R@5`, `R@10` and `median rank`.
     """
     rows = []
-    for direction in DIRECTIONS:
-        if f"recall_at_1/{direction}" in scores:
+    for name, of_set in scores_by_set(scores).items():
+        for direction in DIRECTIONS:
+            if f"recall_at_1/{direction}" not in of_set:
+                continue
             recalls = {
-                f"R@{k}": format_number(scores.get(f"recall_at_{k}/{direction}"))
+                f"R@{k}": format_number(of_set.get(f"recall_at_{k}/{direction}"))
                 for k in (1, 5, 10)
             }
-            rank = scores.get(f"median_rank/{direction}")
+            rank = of_set.get(f"median_rank/{direction}")
             rank_text = format_number(rank) if rank is None else f"{rank:g}"
-            rows.append({"": direction.replace("_", " "), **recalls, "median rank": rank_text})
+            title = f"{name} {direction.replace('_', ' ')}".strip()
+            rows.append({"": title, **recalls, "median rank": rank_text})
     return rows
 
 
@@ -203,6 +252,6 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
             format_number(value, 0 if name.endswith(counts) else 3),
         )
         for name, value in scores.items()
-        if not name.startswith(("recall_at_", "median_rank/"))
-        and not (name == "bad_rows" and not value)
+        if not {"recall_at_1", "recall_at_5", "recall_at_10", "median_rank"} & {*name.split("/")}
+        and not (name.endswith("bad_rows") and not value)
     ]

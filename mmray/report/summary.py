@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from mmray.report.run import (
     non_retrieval_metrics,
     read_json,
     read_lines,
+    scores_by_set,
 )
 from mmray.storage.paths import AnyPath, to_path
 
@@ -63,21 +65,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         data wait, GPU idle time, peak memory and duration, such as ("Loss", "1.234", "5.545 at the
         start").
     """
-    scores = run.newest("evaluate/")
     figures = []
-    for direction in DIRECTIONS:
-        if f"recall_at_1/{direction}" in scores:
-            rank = scores.get(f"median_rank/{direction}")
-            note = f"median rank {rank:g}" if rank is not None else ""
-            title = direction.replace("_", " ")
-            recall = scores[f"recall_at_1/{direction}"]
-            figures.append((f"Recall@1 {title}", f"{recall:.1%}", note))
-    if "exact_match" in scores:
-        note = f"of {scores['answered']:,.0f} generated answers"
-        figures.append(("Exact match", f"{scores['exact_match']:.1%}", note))
-    if "perplexity" in scores:
-        note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
-        figures.append(("Perplexity", format_number(scores["perplexity"]), note))
+    for name, scores in scores_by_set(run.newest("evaluate/")).items():
+        figures += _score_figures(scores, f", {name}" if name else "")
     if losses := run.values("train/loss"):
         figures.append(
             ("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start")
@@ -101,6 +91,29 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     if "elapsed_s" in run.result:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
         figures.append(("Duration", format_duration(run.result["elapsed_s"]), steps))
+    return figures
+
+
+def _score_figures(scores: Mapping[str, float | None], of_set: str) -> list[tuple[str, str, str]]:
+    """Return the headline numbers of an evaluation; `of_set` ends their titles."""
+    figures = []
+    for direction in DIRECTIONS:
+        recall = scores.get(f"recall_at_1/{direction}")
+        if recall is not None:
+            rank = scores.get(f"median_rank/{direction}")
+            note = f"median rank {rank:g}" if rank is not None else ""
+            title = f"Recall@1 {direction.replace('_', ' ')}{of_set}"
+            figures.append((title, f"{recall:.1%}", note))
+    accuracy = scores.get("zero_shot/top_1")
+    if accuracy is not None:
+        note = f"of {format_number(scores.get('zero_shot/rows'), 0)} labeled images"
+        figures.append((f"Zero-shot top 1{of_set}", f"{accuracy:.1%}", note))
+    if "exact_match" in scores:
+        note = f"of {scores['answered']:,.0f} generated answers"
+        figures.append((f"Exact match{of_set}", f"{scores['exact_match']:.1%}", note))
+    if "perplexity" in scores:
+        note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
+        figures.append((f"Perplexity{of_set}", format_number(scores["perplexity"]), note))
     return figures
 
 
@@ -179,7 +192,8 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
         f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} "
         "for node preemptions"
     )
-    bad = run.newest("evaluate/").get("bad_rows") or 0
+    evaluated = scores_by_set(run.newest("evaluate/"))
+    bad = sum(scores.get("bad_rows") or 0 for scores in evaluated.values())
     data_wait = median(waits or [0.0])
     waits_often = data_wait > DATA_WAIT_WARNING
     idle = gpu_idle_fraction(run) or 0.0

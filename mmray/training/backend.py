@@ -84,7 +84,7 @@ class Attempt:
             folder=self.folder,
             fencing_token=self.fencing_token,
             reader=reader,
-            eval_set=resolved.eval_set,
+            eval_sets=resolved.eval_sets,
             tokenizer_json=resolved.tokenizer_json,
             batch_shape=self.batch_shape,
             decode_actors=decoders,

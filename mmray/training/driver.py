@@ -215,8 +215,12 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
 
 
 def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
-    num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
-    held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
+    num_rows = resolved.data_identity["num_rows"]
+    counts = [
+        f"{each.num_rows:,} held out{f' in {name}' if name else ''}"
+        for name, each in resolved.eval_sets.items()
+    ]
+    held_out = ", ".join(counts) or "none held out, so no evaluation"
     reporter.log(str(run.path), "run")
     reporter.log(f"{resolved.data_identity['train']}: {num_rows:,} rows, {held_out}", "data")
     if isinstance(resolved.train_set, PreparedMixture):

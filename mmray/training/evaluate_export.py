@@ -308,6 +308,9 @@ def _evaluate(
     split: str | None,
     reporter: RunReporter,
 ) -> dict[str, float]:
+    split = split or (config.data.eval_split if data is None else "test")
+    if data is not None:
+        config = config.replace(data=config.data.replace(eval=data))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
@@ -320,13 +323,11 @@ def _evaluate(
                 check_capacity(config, with_data=False)
             except ResourceError as error:  # names the settings of a run
                 raise ResourceError(str(error).replace("--cluster.", "--")) from None
-        held_out = _open_held_out(config, folder, data, split, reporter)
+        held_out = _open_held_out(config, folder, split, reporter)
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
-        reporter.log(
-            f"{checkpoint or model.weights} on {total:,} rows of {held_out.folder}",
-            "evaluate",
-        )
+        names = ", ".join(str(each.folder) for each in held_out.values())
+        reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {names}", "evaluate")
         rows: list[int] = []  # of the batches that are done
 
         def on_rows(num_rows: int) -> None:
@@ -354,7 +355,7 @@ def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None
 def _score_on_ray(
     config: Config,
     tokenizer_json: str,
-    held_out: PreparedSet,
+    held_out: dict[str, PreparedSet],
     checkpoint: AnyPath | None,
     folder: AnyPath,
     reporter: RunReporter,
@@ -459,36 +460,37 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
 
 
 def _open_held_out(
-    config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: RunReporter
-) -> PreparedSet:
-    """The set to evaluate on: `data`, or the run's evaluation set or split.
+    config: Config, folder: AnyPath, split: str, reporter: RunReporter
+) -> dict[str, PreparedSet]:
+    """Open the sets of `data.eval` by name, or without them the split of the run's training set.
 
     A raw source is prepared first.
     """
-    split = split or (config.data.eval_split if data is None else "test")
-    source = data or config.data.eval
-    if source is None:
+    if config.data.eval is None:
         trained_on = RunDir(folder).read_json("data.json") or {}
         address = Mixture.parse(trained_on["train"]).addresses[0]
         found = find_set(folder, address, trained_on.get("fingerprint", ""))
         if found != address:
             reporter.log(f"the set has moved from {address} to {found}", "moved")
-        return PreparedSet.open(found, split)
-    if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
-        from mmray.cluster.placement import check_data_capacity
+        return {"": PreparedSet.open(found, split)}
+    sets = {}
+    for name, source, *_ in config.data.eval_sets:
+        if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
+            from mmray.cluster.placement import check_data_capacity
 
-        check_data_capacity(config.cluster)
-    settings = eval_prepare_settings(config, source)
-    prepared = ensure_prepared(
-        source, config.data.cache, settings, reporter.log, reporter.prepare_progress
-    )
-    return PreparedSet.open(str(prepared), split)
+            check_data_capacity(config.cluster)
+        settings = eval_prepare_settings(config, source)
+        prepared = ensure_prepared(
+            source, config.data.cache, settings, reporter.log, reporter.prepare_progress
+        )
+        sets[name] = PreparedSet.open(str(prepared), split)
+    return sets
 
 
 def _score(
     config: Config,
     tokenizer_json: str,
-    held_out: PreparedSet,
+    held_out: dict[str, PreparedSet],
     checkpoint: AnyPath | None,
     on_rows: Callable[[int], None],
     device: torch.device | None = None,

@@ -31,6 +31,7 @@ from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
+from mmray.evaluation.build import check_eval_sets
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
 
@@ -42,7 +43,8 @@ class ResolvedRun:
     Args:
         config: Resolved settings.
         train_set: The training set, or the mixture of several.
-        eval_set: The rows to evaluate on; None: no evaluation.
+        eval_sets: The rows to evaluate on, by the name of their set, "" for the only set without a
+            name; empty: no evaluation.
         tokenizer_json: Content of tokenizer.json; "" for a vision-language model, whose processor
             is in its weights.
         batch_shape: Global batch and micro-batches with the largest number of workers.
@@ -56,7 +58,7 @@ class ResolvedRun:
 
     config: Config
     train_set: PreparedSet | PreparedMixture
-    eval_set: PreparedSet | None
+    eval_sets: dict[str, PreparedSet]
     tokenizer_json: str
     batch_shape: BatchShape  # with the largest number of workers
     steps: int
@@ -92,9 +94,11 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         config.data, sets.train, shape.global_batch_size, config.cluster.max_workers
     )
     train_sets = [with_local_cache(config.data, each, shuffle) for each in sets.train]
-    eval_set = sets.eval and with_local_cache(config.data, sets.eval, shuffle)
+    eval_sets = {
+        name: with_local_cache(config.data, each, shuffle) for name, each in sets.eval.items()
+    }
     if config.data.local_cache not in (None, AUTO) and not any(
-        isinstance(each.folder, RemotePath) for each in [*train_sets, eval_set] if each
+        isinstance(each.folder, RemotePath) for each in [*train_sets, *eval_sets.values()]
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
@@ -102,7 +106,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
     num_rows = _rows_of_epoch(config, train_set, shape)
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
-    model = with_region_labels(config.model, train_sets, eval_set)
+    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = _load_tokenizer(config, train_set)
@@ -120,7 +124,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
     resolved = ResolvedRun(
-        resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity
+        resolved_config, train_set, eval_sets, tokenizer_json, shape, steps, data_identity
     )
     if isinstance(config.model, Vlm) and shape.micro_tokens is not None:
         return _with_token_lengths(resolved, reporter)
@@ -132,7 +136,7 @@ class _Sets(NamedTuple):
 
     mixture: Mixture  # folders of the training sets, with their weights
     train: list[PreparedSet]
-    eval: PreparedSet | None
+    eval: dict[str, PreparedSet]  # by name
 
 
 def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
@@ -151,23 +155,25 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     splits = train_sets[0].manifest.splits
     split = config.data.eval_split
     held_out = sorted(set(HELD_OUT_SPLITS) & splits.keys())
-    eval_set = None
+    eval_sets: dict[str, PreparedSet] = {}
     if config.data.eval is not None:
-        settings = eval_prepare_settings(config, config.data.eval)
-        eval_set = PreparedSet.open(prepare(config.data.eval, settings), split)
+        for name, source, *_ in config.data.eval_sets:
+            settings = eval_prepare_settings(config, source)
+            eval_sets[name] = PreparedSet.open(prepare(source, settings), split)
     elif split in splits:
-        eval_set = PreparedSet.open(first_folder, split)
+        eval_sets[""] = PreparedSet.open(first_folder, split)
     elif held_out:
         reporter.log(
             f"{first_folder} has no split {split}: nothing is evaluated. To evaluate on its split "
             f"{held_out[0]}: --data.eval-split {held_out[0]}",
             "evaluate",
         )
-    sets = [*train_sets, *([eval_set] if eval_set else [])]
+    sets = [*train_sets, *eval_sets.values()]
     _check_media_kinds(config, sets, reporter)
     if not config.model.generates_text:
         _check_one_image_a_row(config, sets, reporter)
-    return _Sets(mixture, train_sets, eval_set)
+    check_eval_sets(config, eval_sets)
+    return _Sets(mixture, train_sets, eval_sets)
 
 
 def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) -> str:

@@ -40,7 +40,8 @@ def validate_settings(config: Config) -> None:
     reasons = unsupported_reasons(config)
     if reasons:
         raise UsageError("\n".join(reasons))
-    sources = [config.data.eval, *Mixture.parse(config.data.train).addresses]
+    sources = [*Mixture.parse(config.data.train).addresses]
+    sources += [each.address for each in config.data.eval_sets]
     for address in filter(None, [*sources, config.data.cache, config.run.storage]):
         to_path(address)  # raises UsageError for an address that cannot be opened
 
@@ -120,11 +121,6 @@ def _sharding_reasons(config: Config) -> list[str]:
         reasons.append(
             "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
             "--train.parallel ddp"
-        )
-    if train.ema:
-        reasons.append(
-            f"train.ema needs whole weights, which {train.parallel} shards; use "
-            "`ddp`, or --train.ema 0"
         )
     return reasons
 
@@ -298,6 +294,17 @@ def evaluation_reasons(config: Config) -> list[str]:
     can.
     """
     generates_text = config.model.generates_text
+    tasks = {each.task for each in config.data.eval_sets}
+    if generates_text and tasks != {""}:
+        return [
+            f"data.eval: model.kind `{config.model.kind}` generates text and has no task "
+            f"{' or '.join(sorted(filter(None, tasks)))}; name the sets without a task"
+        ]
+    if config.evaluate.classes and len(config.data.eval_sets) > 1:
+        return [
+            "evaluate.classes: names of one set, and data.eval has "
+            f"{len(config.data.eval_sets)}; each set uses the class names that it was prepared with"
+        ]
     if config.evaluate.language is not None and not config.model.inputs.language_token:
         return [
             "evaluate.language: the model has no language tokens; set "

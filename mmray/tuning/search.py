@@ -14,6 +14,7 @@ from typing import Any
 from mmray import plugins
 from mmray.cluster.connect import asks_for_cluster, ray_session
 from mmray.config import Config, to_yaml
+from mmray.config.data import format_eval_sets
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
 from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
@@ -165,19 +166,29 @@ def _add_data(
 ) -> TrialData:
     """Prepare the data of a config, and return it with the data of other trials."""
     resolved = resolve_run(config, reporter)
-    held_out = resolved.eval_set
-    if held_out is None and GOALS[goal].eval_metric:
+    held_out = resolved.eval_sets
+    if "" not in held_out and held_out and GOALS[goal].eval_metric:
+        raise UsageError(
+            f"--goal {goal} compares trials on one set; set --data.eval to one without a name "
+            f"(got {config.data.eval})"
+        )
+    if not held_out and GOALS[goal].eval_metric:
         raise UsageError(
             f"--goal {goal}: the set has no held-out rows; prepare it with --holdout, or give "
             "--data.eval"
         )
     folders = {"train": resolved.data_identity["train"], "eval": None}
-    if held_out is not None and config.data.eval:
-        folders["eval"] = str(held_out.folder)
+    if config.data.eval:
+        folders["eval"] = format_eval_sets(
+            [
+                each._replace(address=str(held_out[each.name].folder))
+                for each in config.data.eval_sets
+            ]
+        )
     return TrialData(
         sets=data.sets | {key: folders},
         num_rows=max(data.num_rows, resolved.data_identity["num_rows"]),
-        held_out_rows=max(data.held_out_rows, held_out.num_rows if held_out else 0),
+        held_out_rows=max([data.held_out_rows, sum(each.num_rows for each in held_out.values())]),
     )
 
 

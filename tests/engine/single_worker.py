@@ -47,7 +47,9 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     lease = Lease(folder) if group.rank == 0 else None
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     fencing_token = lease.acquire() if lease else 0
-    context = WorkerContext(config, folder, fencing_token, reader, eval_set, tokenizer, shape)
+    context = WorkerContext(
+        config, folder, fencing_token, reader, {"": eval_set} if eval_set else {}, tokenizer, shape
+    )
     blocks = BlockPlan(plan, first, 2)
     rows = (
         reader.read_block(plan, blocks.positions(each))

@@ -17,18 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.config import Inputs
+from mmray.config import Config, Data, Inputs, TwoTower
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
+from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
 from mmray.evaluation import retrieval
-from mmray.evaluation.build import check_classes
+from mmray.evaluation.build import best_metric, build_evaluator, check_classes
+from mmray.evaluation.embeddings import topk_hits
 from mmray.evaluation.evaluator import (
     Evaluator,
     compute_retrieval_ranks,
     retrieval_scores,
     topk_accuracy,
-    topk_hits,
+    zero_shot_metrics,
 )
 from mmray.evaluation.retrieval import NUM_SHOWN, EmbeddingSet
 from mmray.models.protocol import HeadScores
@@ -393,6 +395,57 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
     for error in score(damaged, world=2):
         assert isinstance(error, DataError)
         assert "cannot read any of 2 evaluation rows" in str(error)
+
+
+def named_sets(tmp_path: Path, tasks: str) -> dict[str, float]:
+    """Scores of 9 rows named `pairs`, and of 6 rows of two classes named `classes`, by tasks."""
+    rows = [replace(row(number), label=number % 2) for number in range(6)]
+    classes = make_set(tmp_path / "classes", rows)
+    sets = {
+        "pairs": make_set(tmp_path / "pairs", [row(number) for number in range(9)]),
+        "classes": PreparedSet(classes.folder, replace(classes.manifest, class_names=("a", "red"))),
+    }
+    config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=tasks))
+    evaluator = build_evaluator(config, sets, sets["pairs"].tokenizer_json or "")
+    return evaluator.score(Toy(), Group(), Contrastive(), 6)
+
+
+def test_each_named_set_has_the_metrics_of_its_task(tmp_path: Path) -> None:
+    metrics = named_sets(tmp_path, "pairs=p, classes=c (zero_shot cifar)")
+    of_pairs = {name for name in metrics if name.startswith("pairs/")}
+    assert {"pairs/recall_at_1/mean", "pairs/loss", "pairs/rows", "pairs/bad_rows"} <= of_pairs
+    assert metrics.keys() - of_pairs == {
+        "classes/rows",
+        "classes/bad_rows",
+        "classes/zero_shot/top_1",
+        "classes/zero_shot/mean_per_class_recall",
+        "classes/zero_shot/rows",
+    }
+    both = named_sets(tmp_path, "pairs=p, classes=c")
+    assert {"classes/recall_at_1/mean", "classes/zero_shot/top_1"} <= both.keys()
+    assert "classes/zero_shot/top_1" not in named_sets(tmp_path, "pairs=p, classes=c (retrieval)")
+
+
+def test_zero_shot_of_a_set_without_classes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"pairs has the task zero_shot, .* no class names"):
+        named_sets(tmp_path, "pairs=p (zero_shot), classes=c")
+
+
+def test_best_checkpoint_is_selected_by_the_first_set() -> None:
+    for sets, metric in (
+        ("prepared/x", "evaluate/recall_at_1/mean"),
+        ("a=x, b=y (zero_shot)", "evaluate/a/recall_at_1/mean"),
+        ("b=y (zero_shot), a=x", "evaluate/b/zero_shot/top_1"),
+    ):
+        assert best_metric(Config(data=Data(eval=sets))) == metric
+
+
+def test_mean_per_class_recall_of_a_case_computed_by_hand() -> None:
+    """Three of four rows of class 0 are right, one of two of class 2; class 1 does not occur."""
+    before = torch.tensor([0, 0, 0, 1, 0, 2])
+    metrics = zero_shot_metrics(before, torch.tensor([0, 0, 0, 0, 2, 2]), 3)
+    assert metrics["zero_shot/mean_per_class_recall"] == pytest.approx((3 / 4 + 1 / 2) / 2)
+    assert metrics["zero_shot/top_1"] == pytest.approx(4 / 6)
 
 
 def test_topk_of_a_case_computed_by_hand() -> None:

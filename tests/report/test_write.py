@@ -95,6 +95,18 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     assert 'id="held-out"' not in page_of(make_run(tmp_path / "none", [line(1)]))
 
 
+def test_scores_of_several_sets_are_shown_by_name(tmp_path):
+    own = {
+        name.replace("evaluate/", "evaluate/flickr/"): value for name, value in scores(0.25).items()
+    }
+    own |= {"evaluate/in1k/zero_shot/top_1": 0.625, "evaluate/in1k/bad_rows": 0.0}
+    page = page_of(make_run(tmp_path / "run", [line(1, **own)]))
+    for text in ("Recall@1 image to text, flickr", "Zero-shot top 1, in1k", "62.5%"):
+        assert text in page
+    assert "flickr image to text" in page and "in1k, zero shot, top 1" in page
+    assert "in1k: zero-shot accuracy over the run" in page.lower()
+
+
 @pytest.mark.parametrize("where", ["caption", "answer", "conversation", "name", "trial"])
 def test_user_text_is_escaped(tmp_path, where):
     hostile = "<script>alert(1)<"

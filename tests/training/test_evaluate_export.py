@@ -104,10 +104,9 @@ def test_default_set_is_what_the_run_held_out(
     config = config.replace(prepare=config.prepare.replace(holdout=0.2))  # of training sources
 
     def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
-        given = config.model_copy(
-            update={"data": config.data.model_copy(update={"eval": eval_set})}
-        )
-        return evaluate_export._open_held_out(given, tmp_path, data, split, runs.Silent()).num_rows
+        given = config.replace(data=config.data.replace(eval=eval_set or data))
+        split = split or (config.data.eval_split if data is None else "test")
+        return evaluate_export._open_held_out(given, tmp_path, split, runs.Silent())[""].num_rows
 
     raw = str(make_source(tmp_path / "raw", 5))
     assert trained_on.num_rows == 8
@@ -117,7 +116,6 @@ def test_default_set_is_what_the_run_held_out(
         2,
     )
     assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
-    assert held_out(raw, data=str(tmp_path / "set")) == 2
     assert held_out(None, data=raw) == held_out(None, data=raw, split="train") == 5
 
 
@@ -125,7 +123,7 @@ def test_evaluation_of_branches_needs_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    held_out = SimpleNamespace(num_rows=1, folder=tmp_path)
+    held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path)}
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
@@ -219,7 +217,12 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     )
     progress: list[int] = []
     scores = evaluate_export._score(
-        config, held_out.tokenizer_json or "", held_out, found, progress.append, torch.device("cpu")
+        config,
+        held_out.tokenizer_json or "",
+        {"": held_out},
+        found,
+        progress.append,
+        torch.device("cpu"),
     )
     assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0
 

@@ -38,7 +38,7 @@ def sets(tmp_path):
 def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
     ready = resolve_run(config(sets, tmp_path, "r"), Silent())
     assert ready.data_identity["num_rows"] == 42 and ready.data_identity["train"] == sets
-    assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
+    assert ready.eval_sets[""].num_rows == 20 and ready.eval_sets[""].keys()[0] == "row-100"
     assert ready.config.data.shuffle_blocks == FULL_SHUFFLE
     again = resolve_run(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
     assert again.data_identity["num_rows"] == 38

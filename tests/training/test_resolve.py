@@ -45,7 +45,7 @@ def test_evaluation_source_is_held_out_as_a_whole(tmp_path, monkeypatch):
             splitting.replace(data=splitting.data.replace(eval=eval_source)), Silent()
         )
         assert resolved.train_set.num_rows + held_out == 40
-        return resolved.eval_set.num_rows
+        return resolved.eval_sets[""].num_rows
 
     held_out = 40 - resolve_run(splitting, Silent()).train_set.num_rows
     assert 0 < held_out < 20
@@ -78,7 +78,9 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     assert reader.read_block(resume_point(resolved, None, 1).plan, np.arange(16))["valid"].all()
     assert reader.max_pixels == 300
     assert (
-        build_evaluator(resolved.config, resolved.eval_set, resolved.tokenizer_json).max_pixels
+        build_evaluator(resolved.config, resolved.eval_sets, resolved.tokenizer_json)
+        .evaluators[""]
+        .max_pixels
         == 400
     )
 

@@ -12,7 +12,7 @@ MAX_LABELS = 20_000  # the text tower embeds the name of each label in every mic
 
 
 def with_region_labels(
-    model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None
+    model: Any, train_sets: Sequence[PreparedSet], eval_sets: Sequence[PreparedSet]
 ) -> Any:
     """Fill in `model.region_labels`, the names of the box classes, from the sets, unless it is set.
 
@@ -20,7 +20,7 @@ def with_region_labels(
         model: The `model` section; returned unchanged if it has no `regions` or has
             `region_labels`.
         train_sets: Sets whose manifests have the names of their box labels.
-        eval_set: A set that must not name a label differently; None: none.
+        eval_sets: Sets that must not name a label differently.
 
     Returns:
         The section with the name of label n at index n; "" for a number without a name.
@@ -44,8 +44,7 @@ def with_region_labels(
             f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 "
             f"and are fewer than {MAX_LABELS:,}: renumber them in the source"
         )
-    if eval_set is not None:
-        _merge_label_names([*train_sets, eval_set])
+    _merge_label_names([*train_sets, *eval_sets])
     return model.replace(region_labels=tuple(labels.get(label, "") for label in range(last + 1)))
 
 

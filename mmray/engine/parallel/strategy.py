@@ -308,7 +308,7 @@ def shard(
     for name, value in module.state_dict().items():
         if has_weights and name in buffers:
             group.broadcast(value)
-    for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
+    for name in (*EMBEDDING_METHODS, "head_scores"):  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module
@@ -429,12 +429,31 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 
 
 @contextmanager
+def freed_afterwards(module: nn.Module) -> Iterator[None]:
+    """Context manager that frees the gathered weights of a sharded model at its end.
+
+    FSDP keeps those of the outermost module after a forward, for the backward pass, and would use
+    them in the next step although the weights have changed.
+
+    Args:
+        module: The model; without effect if it is not sharded.
+    """
+    try:
+        yield
+    finally:
+        if is_sharded(module):
+            sharded: Any = module
+            sharded.reshard()
+
+
+@contextmanager
 def gather_full_weights(module: nn.Module) -> Iterator[None]:
-    """Context manager for an evaluation, in which every rank has all weights of a sharded model.
+    """Context manager for the evaluation of a generative model, in which every rank has all weights
+    of a sharded model.
 
     It needs the memory of the full model. Otherwise each forward would all-gather weights, and
-    ranks with different numbers of batches would deadlock; calls that bypass a module's forward
-    would see only this rank's shard.
+    ranks with different numbers of batches or generated tokens would deadlock; calls that bypass a
+    module's forward would see only this rank's shard.
 
     Args:
         module: The model; without effect if it is not sharded.

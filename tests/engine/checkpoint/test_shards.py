@@ -40,6 +40,11 @@ def ranks(tmp_path_factory, s3_server):
         [row(number) for number in range(22)],
         [row(number) for number in range(22, 30)],
     )
+    # Of two ranks the first has more rows and more captions.
+    captions = [["a", "b", "c", "d"], ["e", "f"], ["g"], ["h"], ["i"]]
+    make_set(
+        folder / "held-out", [row(number, texts=texts) for number, texts in enumerate(captions)]
+    )
     address = f"s3://{bucket}/runs"
     results = spawn_ranks(
         shard_ranks.main, folder, shard_ranks.WORLD, address, others=shard_ranks.OTHERS
