@@ -37,7 +37,8 @@ class WorkerContext:
         fencing_token: Number of the claim on the folder with which the workers write; a higher one
             in the folder shows that another process has taken over.
         reader: Reads and encodes rows of the training set.
-        eval_set: The held-out rows; None: no evaluation.
+        eval_sets: The held-out rows by the name of their set, "" for the only set without a name;
+            empty: no evaluation.
         tokenizer_json: Content of tokenizer.json.
         batch_shape: Global batch and micro-batch of this start of the workers.
         decode_actors: Number of processes that read and decode rows for the run; None: it follows
@@ -48,7 +49,7 @@ class WorkerContext:
     folder: AnyPath
     fencing_token: int
     reader: RowReader | ConversationReader
-    eval_sets: dict[str, PreparedSet]  # by name; empty: no evaluation
+    eval_sets: dict[str, PreparedSet]
     tokenizer_json: str
     batch_shape: BatchShape
     decode_actors: int | None = 1
