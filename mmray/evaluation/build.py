@@ -75,8 +75,8 @@ def build_evaluator(
 ) -> SetsEvaluator:
     """Build the evaluators for the kind of model of a run, one for each set.
 
-    They are a ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has a method `score` with
-    the arguments of SetsEvaluator's.
+    They are a ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has a method `score`
+    with the arguments of SetsEvaluator.score.
 
     Args:
         config: The config of the run; `data.eval` has the task of each set.
