@@ -25,9 +25,11 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.errors import TrainingError, UsageError, suggest
 from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
-from mmray.storage.paths import AnyPath, to_path
+from mmray.storage.paths import AnyPath, RemotePath, remove_tree, to_path
 
 if TYPE_CHECKING:
+    from ray.train import Checkpoint as RayCheckpoint
+
     from mmray.data.store.manifest import Manifest
     from mmray.training import RunReporter
     from mmray.training.driver import RunOutcome
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from mmray.tuning.sweep import SweepReporter
 
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
+# A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or DatasetDict, or dicts.
+Rows = Any
 Accelerator = Literal["auto", "gpu", "cpu"]
 Goal = Literal["throughput", "loss", "recall"]
 Search = Literal["random", "optuna"]
@@ -45,13 +49,13 @@ Reporter = TypeVar("Reporter", bound="RunReporter")
 class Sections(TypedDict, total=False):
     """Sections of the config, as in a recipe file.
 
-    `data` may be the training set alone (data.train).
+    `data` may be the training set alone (data.train): an address, or rows that `prepare` takes.
     """
 
     model: Settings
     objective: Settings
     prepare: Settings
-    data: Settings | str | Path
+    data: Settings | str | Path | Rows
     augment: Settings
     batch: Settings
     optimizer: Settings
@@ -108,6 +112,27 @@ class Run:
         """
         return RunRecord.read(self.path).lines
 
+    def to_ray_checkpoint(self, step: int | Literal["best"] | None = None) -> RayCheckpoint:
+        """Return a checkpoint of the run as a `ray.train.Checkpoint`, without copying it.
+
+        Args:
+            step: step of the checkpoint, or `best`; None: the newest valid one.
+
+        Returns:
+            The checkpoint, whose folder has the files of `checkpoints/step-N`.
+
+        Raises:
+            UsageError: the run has no such checkpoint.
+        """
+        from ray.train import Checkpoint
+
+        from mmray.training.evaluate_export import open_run
+
+        _, _, path = open_run(self.path, step)
+        if isinstance(path, RemotePath):
+            return Checkpoint(path.fs_path, path.filesystem)
+        return Checkpoint.from_directory(path.absolute())
+
     def report(self, out: str | AnyPath | None = None) -> AnyPath:
         """Write the HTML page of the run.
 
@@ -159,7 +184,7 @@ def train(
 
 
 def prepare(
-    source: str | Path,
+    source: str | Path | Rows,
     out: str | Path,
     *,
     retry_quarantined: bool = False,
@@ -171,7 +196,10 @@ def prepare(
     """Validate, deduplicate and pack a source into a prepared set; resumes an interrupted one.
 
     Args:
-        source: file or folder, in a format of mmray/data/README.md, or its address.
+        source: file or folder, in a format of mmray/data/README.md, or its address; or rows in
+            memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
+            DatasetDict, or an iterable of dicts. Until the set is complete, rows are stored as
+            Parquet files in the folder OUT.rows.
         out: folder of the set.
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
@@ -192,11 +220,15 @@ def prepare(
     start_s = time.monotonic()
     with _shown(reporter, "starting") as shown:
         from mmray.cluster.connect import data_session
+        from mmray.data.formats.in_memory import is_dataset, store_rows
         from mmray.data.prepare import pipeline
 
-        for place in (source, out):
+        in_memory = is_dataset(source)
+        for place in (out,) if in_memory else (source, out):
             to_path(place)  # raises UsageError for an invalid address before Ray starts
         with data_session(cluster, shown.log):
+            if in_memory:
+                source = store_rows(source, f"{out}.rows", checked.column_names)
             manifest = pipeline.prepare(
                 str(source),
                 str(out),
@@ -205,6 +237,8 @@ def prepare(
                 shown.log,
                 retry_quarantined,
             )
+            if in_memory and not checked.index_only:  # such a set reads its images from the source
+                remove_tree(to_path(f"{out}.rows"))
         took = f"{manifest.num_read:,} rows in {time.monotonic() - start_s:.0f} s"
         shown.log(took, "read")
         _log_manifest(manifest, str(out), shown)
@@ -638,9 +672,28 @@ def _weights_config(weights: str | Path | Config) -> Config:
 
 def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:
     given = {name: _plain(value) for name, value in sections.items()}
-    if isinstance(given.get("data"), str):
-        given["data"] = {"train": given["data"]}
-    return override(recipe, given)
+    data = given.get("data")
+    if data is not None and not isinstance(data, Mapping):
+        given["data"] = {"train": data}
+    config = override(recipe, {name: value for name, value in given.items() if name != "data"})
+    return (
+        override(config, {"data": _stored(config, given["data"])}) if data is not None else config
+    )
+
+
+def _stored(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `data` with rows in memory stored in `data.cache`, as their address."""
+    stored = dict(data)
+    given = [
+        name for name in ("train", "eval") if not isinstance(data.get(name), (str, type(None)))
+    ]
+    if given:
+        from mmray.data.formats.in_memory import store_rows
+
+        cache = data.get("cache", config.data.cache)
+        for name in given:
+            stored[name] = store_rows(data[name], cache, config.prepare.column_names)
+    return stored
 
 
 def _plain(value: Any) -> Any:

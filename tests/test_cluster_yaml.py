@@ -50,7 +50,10 @@ def test_idle_nodes_are_terminated_and_versions_match_the_package(cluster):
     wanted = re.search(
         r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()
     ).group(1)
-    assert cluster["docker"]["image"].startswith(f"rayproject/ray:{wanted}.")
+    lock = (FILE.parent / "jobs" / "deploy" / "requirements.lock").read_text()
+    assert f"\nray=={wanted}." in lock  # of the image
+    commands = str([cluster[name] for name in cluster if name.endswith("_commands")])
+    assert "pip install" not in commands and "chmod 777" not in commands
     assert f'"ray[default]=={wanted}.' in TEXT
 
 

@@ -46,7 +46,7 @@ USAGE = {
     "report": "RUN [--out FILE]",
     "runs": "[FOLDER] [--json FILE]",
     "bench": "step|loader|strategies [--json FILE]",
-    "doctor": "[--address A] [--storage runs]",
+    "doctor": "[--address A] [--storage runs], or --recipe R --gpus N",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from mmray.cli.args import parse_args, write_json
+from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 
@@ -25,6 +25,16 @@ class DoctorCommand:
     """Ray address; None: RAY_ADDRESS if set, otherwise a temporary cluster on this machine."""
     storage: str = "runs"
     """Folder for runs."""
+    recipe: str | None = None
+    """Only print how many CPUs for data this recipe needs with --gpus."""
+    gpus: int = 8
+    """GPUs of the run, for --recipe."""
+    samples_per_s: float | None = None
+    """Rows per second of one GPU, from a run, for --recipe; None: measured on this machine."""
+    gpu_price: float | None = None
+    """Price of a GPU per hour, for --recipe."""
+    cpu_price: float | None = None
+    """Price of a CPU core per hour, for --recipe."""
     json: str | None = None
     """Write the results to this JSON file."""
 
@@ -40,6 +50,9 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
         Exit status: 4 if there are errors, otherwise 0.
     """
     command = parse_args(DoctorCommand, argv, "mmray doctor")
+    require_positive(command, "gpus", "samples_per_s", "gpu_price", "cpu_price")
+    if command.recipe is not None:
+        return _print_data_nodes(command, command.recipe, console)
     from mmray.cluster.doctor import run_checks
 
     findings = []
@@ -56,3 +69,29 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
     levels = [finding.level for finding in findings]
     console.log(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
     return ResourceError.exit_code if "error" in levels else 0
+
+
+def _print_data_nodes(command: DoctorCommand, name: str, console: ConsoleReporter) -> int:
+    """Print the CPUs for data that a recipe needs, and what they cost."""
+    from mmray.bench.data_nodes import plan_data_nodes
+    from mmray.config import recipes
+
+    with console.show_progress("measuring"):
+        plan = plan_data_nodes(
+            recipes.load(name),
+            command.gpus,
+            command.samples_per_s,
+            command.gpu_price,
+            command.cpu_price,
+        )
+    each = plan.samples_per_s / command.gpus
+    console.log(f"{each:,.0f} samples/s each ({plan.device})", f"{command.gpus} GPUs")
+    console.log(f"{plan.decodes_per_s:,.0f} images/s a core", "decoding")
+    console.log(f"{plan.cpus:,} cores on data nodes, with a quarter more than the mean", "CPUs")
+    if plan.cost_per_hour is not None:
+        console.log(f"{plan.cost_per_hour:,.2f} per hour, GPUs and CPUs", "cost")
+    if "CPU" in plan.device:
+        text = "samples/s are those of a CPU: pass --samples-per-s of a run on your GPU"
+        console.log(text, "note")
+    write_json(command.json, vars(plan))
+    return 0

@@ -244,13 +244,13 @@ def _parse_conversation(
     Without messages, audio and video follow the images. Raises BadRow.
     """
     media = tuple(
-        _parse_image(values[kind], hosts, kind) for kind in MEDIA_COLUMNS if kind in values
+        parse_image(values[kind], hosts, kind) for kind in MEDIA_COLUMNS if kind in values
     )
     if not values.keys() & set(MESSAGE_COLUMNS):
         images: tuple[Any, ...] = ()
         if not media or values.keys() & set(IMAGE_COLUMNS):
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
-        return (), tuple(_parse_image(image, hosts) for image in images) + media
+        return (), tuple(parse_image(image, hosts) for image in images) + media
     if media:
         raise BadRow(
             "columns", "messages", f"messages with {media[0].kind} are not supported: use texts"
@@ -276,7 +276,7 @@ def _parse_conversation(
         raise BadRow("columns", "image-count", detail)
     rest = iter(in_column)
     in_order = [next(rest) if image is None else image for image in in_parts]
-    return tuple(messages), tuple(_parse_image(image, hosts) for image in in_order)
+    return tuple(messages), tuple(parse_image(image, hosts) for image in in_order)
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -326,9 +326,16 @@ def is_valid_name(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def _parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> ImageRef:
-    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL at one of
-    `hosts`.
+def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> ImageRef:
+    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL.
+
+    Args:
+        value: The value of a media column, or an item of it.
+        hosts: Hosts from which files may be fetched by URL.
+        kind: `image`, `audio` or `video`.
+
+    Raises:
+        BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
     """
     article = "a" if kind == "video" else "an"
     if isinstance(value, ImageRef):

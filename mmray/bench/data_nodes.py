@@ -1,0 +1,97 @@
+"""`mmray doctor --recipe R --gpus N`: the CPUs that decode for N GPUs, and what they cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import islice
+
+from mmray.bench.synthetic_images import synthetic_photos
+from mmray.config import Config
+from mmray.data.images.decode import decode
+from mmray.data.images.transform import transform
+
+NUM_PHOTOS, DECODE_S = 16, 2.0
+STEP_WINDOW_S = 2.0
+HEADROOM = 1.25  # more than the mean rate: images differ, and nodes are lost
+
+
+@dataclass(frozen=True)
+class DataNodes:
+    """CPUs that a run needs for data.
+
+    Args:
+        samples_per_s: Rows per second that all GPUs train.
+        decodes_per_s: Rows per second that a core decodes.
+        cpus: Number of cores for data.
+        cost_per_hour: Price of the GPUs and of the CPUs together; None: no prices given.
+        device: On what samples/s was measured, or `given`.
+    """
+
+    samples_per_s: float
+    decodes_per_s: float
+    cpus: int
+    cost_per_hour: float | None
+    device: str
+
+
+def plan_data_nodes(
+    config: Config,
+    gpus: int,
+    samples_per_s: float | None = None,
+    gpu_price: float | None = None,
+    cpu_price: float | None = None,
+) -> DataNodes:
+    """Return how many CPUs decode for a number of GPUs.
+
+    Args:
+        config: The recipe, whose model, inputs and batch are measured.
+        gpus: Number of GPUs.
+        samples_per_s: Rows per second of one GPU, as `throughput/samples_per_s` of a run with one;
+            None: measured on this machine, on its GPU if it has one.
+        gpu_price: Price of a GPU per hour, in any currency.
+        cpu_price: Price of a CPU core per hour, in the same currency.
+
+    Raises:
+        UsageError: The step of the recipe cannot be measured.
+    """
+    device = "given"
+    if samples_per_s is None:
+        samples_per_s, device = measure_step(config)
+    decodes_per_s = measure_decoding(config)
+    total = samples_per_s * gpus
+    cpus = math.ceil(HEADROOM * total / decodes_per_s)
+    cost = None
+    if gpu_price is not None or cpu_price is not None:
+        cost = gpus * (gpu_price or 0.0) + cpus * (cpu_price or 0.0)
+    return DataNodes(total, decodes_per_s, cpus, cost, device)
+
+
+def measure_decoding(config: Config) -> float:
+    """Return how many JPEGs of 500 x 375 pixels a core decodes and resizes per second.
+
+    Args:
+        config: The recipe, with the size of its images.
+    """
+    photos = [data for data, _ in islice(synthetic_photos(NUM_PHOTOS), NUM_PHOTOS)]
+    transform(decode(photos[0]), config.model.inputs)
+    count, start_s = 0, time.monotonic()
+    while (elapsed_s := time.monotonic() - start_s) < DECODE_S:
+        transform(decode(photos[count % NUM_PHOTOS]), config.model.inputs)
+        count += 1
+    return count / elapsed_s
+
+
+def measure_step(config: Config) -> tuple[float, str]:
+    """Return the samples/s of the training step on synthetic batches, and the name of the device.
+
+    Args:
+        config: The recipe; one worker is measured.
+    """
+    from mmray.bench.step import bench_step
+
+    measured = bench_step(config.with_cluster(workers=1), pairs=1, window_s=STEP_WINDOW_S)
+    rates = [row["loop_samples_per_s"] for row in measured["rows"]]
+    return statistics.median(rates), str(measured["machine"]["device"])

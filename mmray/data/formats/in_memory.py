@@ -1,0 +1,241 @@
+"""Rows that a program holds, stored as Parquet files, which `prepare` reads like any other source.
+
+They may be a `ray.data.Dataset`, a pandas or pyarrow table, a Hugging Face `Dataset` or
+`DatasetDict`, or an iterable of dicts. Ray writes its blocks on the nodes that hold them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from mmray.data.formats.source import check_columns, known_columns
+from mmray.data.rows import (
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    BadRow,
+    parse_image,
+)
+from mmray.errors import DataError, UsageError
+from mmray.storage.address import is_url
+from mmray.storage.paths import (
+    AnyPath,
+    RemotePath,
+    list_files,
+    move_tree,
+    open_sequential,
+    remove_tree,
+    to_path,
+)
+
+_ROWS_PER_FILE = 2000
+_HASH_BYTES = 1 << 20
+_MAX_PATH = 4096
+
+
+def store_rows(dataset: Any, folder: str | Path, columns: dict[str, str]) -> str:
+    """Store a dataset as Parquet files, with the bytes of its images.
+
+    Equal rows are stored once: the folder is named after the content of its files.
+
+    Args:
+        dataset: Rows as in the table of mmray/data/README.md. An image may also be a PIL image, an
+            array of uint8 [H, W] or [H, W, C], or a path, relative to the working directory.
+        folder: Parent folder, or its address, that all nodes can write.
+        columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
+
+    Returns:
+        The address of the folder with the files, a source for `prepare`.
+
+    Raises:
+        UsageError: The object is none of these kinds.
+        DataError: It has no rows, no column of images or texts, or values of mixed types.
+    """
+    parent = to_path(str(folder))
+    staging = parent / f".rows-{uuid.uuid4().hex}"
+    staging.mkdir(parents=True, exist_ok=True)
+    try:
+        if _package(dataset) == "ray":
+            _write_ray_dataset(dataset, staging, columns)
+        else:
+            _write_tables(dataset, staging, columns)
+        return str(_move_to_digest(staging, parent))
+    finally:
+        remove_tree(staging)
+
+
+def is_dataset(value: Any) -> bool:
+    """Return whether a value is a dataset, not the address or the settings of one."""
+    return not isinstance(value, (str, Path, type(None))) and (
+        _package(value) in ("datasets", "pandas", "pyarrow", "ray")
+        or (isinstance(value, Iterable) and not isinstance(value, Mapping))
+    )
+
+
+def encode_row(row: Mapping[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """Return the known columns of a row with values that Parquet can store.
+
+    Images become {"path", "bytes"}, and conversations JSON.
+
+    Args:
+        row: Values by column name.
+        columns: Column of the dataset by mmray's column name.
+
+    Raises:
+        DataError: No column has images, or none has texts.
+    """
+    names = {columns.get(name, name): name for name in known_columns({})}
+    known = {name: value for name, value in row.items() if name in names}
+    check_columns([*map(str, row)], columns, "the dataset")
+    return {name: _encode_value(names[name], value) for name, value in known.items()}
+
+
+def _encode_value(column: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if column == "images" and not isinstance(value, (str, bytes)):
+        return [_encode_image(image) for image in value]
+    if column in (*IMAGE_COLUMNS, *MEDIA_COLUMNS):
+        return _encode_image(value)
+    if column in MESSAGE_COLUMNS and not isinstance(value, str):
+        return json.dumps(value, default=_json_value)
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _encode_image(value: Any) -> dict[str, Any] | None:
+    """Return the path and the encoded bytes of an image; no bytes if it cannot be read here, for
+    the quarantine of its row.
+    """
+    if value is None or isinstance(value, float):  # NaN: pandas has no other missing value
+        return None
+    if isinstance(value, Mapping):
+        data = value.get("bytes")
+        path = value.get("path")
+        return {"path": path, "bytes": data} if data is not None else _encode_image(path)
+    if isinstance(value, (bytes, bytearray)):
+        return {"path": None, "bytes": bytes(value)}
+    if isinstance(value, (np.ndarray, list)):
+        value = _image_of_array(np.asarray(value))
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return {"path": None, "bytes": buffer.getvalue()}
+    path = str(value)
+    data = None
+    with suppress(BadRow):  # the text of an image, in base64 or as a data URI
+        data = parse_image(path, ()).data
+    if data is None and not is_url(path):
+        with suppress(OSError, UsageError):
+            data = to_path(path).read_bytes()
+    return {"path": path if len(path) < _MAX_PATH else None, "bytes": data}
+
+
+def _image_of_array(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8 and array.size and 0 <= array.min() <= array.max() <= 255:
+        array = array.astype(np.uint8) if np.issubdtype(array.dtype, np.integer) else array
+    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+        raise DataError(
+            f"an image is an array of {array.dtype} and shape {array.shape}; give uint8 of shape "
+            "[H, W] or [H, W, C], a PIL image, encoded bytes or a path"
+        )
+    return Image.fromarray(array.squeeze(-1) if array.shape[2:] == (1,) else array)
+
+
+def _json_value(value: Any) -> Any:
+    """Return an array as a list, and an image in a message as a data URI."""
+    if isinstance(value, (np.ndarray, np.generic)) and np.ndim(value) < 2:
+        return value.tolist()
+    encoded = _encode_image(value)
+    data = b"" if encoded is None else encoded["bytes"]
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _write_ray_dataset(dataset: Any, staging: AnyPath, columns: dict[str, str]) -> None:
+    if isinstance(staging, RemotePath):
+        options = {"path": staging.fs_path, "filesystem": staging.filesystem}
+    else:
+        options = {"path": str(staging.absolute())}
+    dataset.map(encode_row, fn_args=(columns,)).write_parquet(**options)
+
+
+def _write_tables(dataset: Any, staging: AnyPath, columns: dict[str, str]) -> None:
+    for number, table in enumerate(_tables(dataset, columns)):
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        (staging / f"{number:06}.parquet").write_bytes(buffer.getvalue())
+
+
+def _tables(dataset: Any, columns: dict[str, str]) -> Iterator[pa.Table]:
+    """Yield tables of encoded rows, in order; each with the features of Hugging Face `datasets`."""
+    rows, metadata = _rows_of(dataset)
+    first = 0
+    while part := list(islice(rows, _ROWS_PER_FILE)):
+        try:
+            table = pa.Table.from_pylist([encode_row(row, columns) for row in part])
+        except (pa.ArrowException, AttributeError) as error:
+            place = f"rows {first} to {first + len(part) - 1} of the dataset"
+            raise DataError(f"{place} have values of different types: {error}") from None
+        yield table.replace_schema_metadata(metadata)
+        first += len(part)
+
+
+def _rows_of(dataset: Any) -> tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]:
+    """Return the rows of a dataset, and the metadata of its Arrow schema."""
+    package = _package(dataset)
+    if package == "pandas" and hasattr(dataset, "columns"):
+        starts = range(0, len(dataset), _ROWS_PER_FILE)
+        parts = (dataset.iloc[start : start + _ROWS_PER_FILE] for start in starts)
+        return (row for part in parts for row in part.to_dict("records")), None
+    if package == "datasets" and isinstance(dataset, Mapping):
+        named = [(split, *_rows_of(part)) for split, part in dataset.items()]
+        return ({"split": name, **row} for name, rows, _ in named for row in rows), named[0][2]
+    if package == "datasets":
+        dataset = dataset.with_format("arrow")
+        tables = dataset.iter(batch_size=_ROWS_PER_FILE)
+        metadata = dataset.features.arrow_schema.metadata if dataset.features else None
+        return (row for table in tables for row in table.to_pylist()), metadata
+    if isinstance(dataset, pa.Table):
+        batches = dataset.to_batches(max_chunksize=_ROWS_PER_FILE)
+        return (row for batch in batches for row in batch.to_pylist()), dataset.schema.metadata
+    if isinstance(dataset, Iterable) and not isinstance(dataset, Mapping):
+        return iter(dataset), None
+    raise UsageError(
+        f"cannot read rows from {type(dataset).__name__}: give a path, a ray.data.Dataset, a "
+        "pandas or pyarrow table, a Hugging Face Dataset, or an iterable of dicts"
+    )
+
+
+def _move_to_digest(staging: AnyPath, parent: AnyPath) -> AnyPath:
+    """Move the files to a folder that is named after their content, unless it exists."""
+    # Ray's names start with a random number and end with those of the task and the block.
+    names = sorted(list_files(staging), key=lambda name: name.partition("_")[2] or name)
+    if not names:
+        raise DataError("the dataset has no rows")
+    digest = hashlib.sha256()
+    for name in names:
+        with open_sequential(staging / name) as file:
+            while piece := file.read(_HASH_BYTES):
+                digest.update(piece)
+    target = parent / f"rows-{digest.hexdigest()[:16]}"
+    if target.exists():
+        return target
+    move_tree(staging, target)
+    return target

@@ -1,0 +1,145 @@
+"""Rows in memory: each kind of dataset gives the same prepared set as files."""
+
+import io
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+import mmray
+from mmray.config import Prepare
+from mmray.data.formats.in_memory import encode_row, store_rows
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.errors import DataError, UsageError
+from tests.made import CAPTIONS, noisy
+from tests.training.runs import Silent, config
+
+datasets = pytest.importorskip("datasets")
+NUM_ROWS = 20
+TEXTS = [f"{CAPTIONS[number % 3]} {number}" for number in range(NUM_ROWS)]
+
+
+def pixels(data):
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+def content(folder):
+    """(text, pixels) of each row of a prepared set."""
+    prepared = PreparedSet.open(str(folder))
+    rows = prepared.read(np.arange(prepared.num_rows))
+    return [(row.texts[0], pixels(row.image)) for row in rows]
+
+
+def same_rows(folder, texts=TEXTS):
+    rows = content(folder)
+    assert sorted(text for text, _ in rows) == sorted(texts)
+    for text, image in rows:
+        assert (image == pixels(noisy(int(text.split()[-1])))).all()
+
+
+def as_pandas(folder):
+    """Paths of files, a missing caption for a row that is added, and a column that is ignored."""
+    for number in range(NUM_ROWS):
+        (folder / f"{number}.png").write_bytes(noisy(number))
+    paths = [folder / f"{number}.png" for number in range(NUM_ROWS)]
+    return pd.DataFrame({"image": paths, "text": TEXTS, "other": object()})
+
+
+def as_arrow(_):
+    return pa.table({"image": [noisy(number) for number in range(NUM_ROWS)], "text": TEXTS})
+
+
+def as_hugging_face(_):
+    images = [{"bytes": noisy(number), "path": None} for number in range(NUM_ROWS)]
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict({"image": images, "text": TEXTS}, features=features)
+
+
+def as_dicts(_):
+    """PIL images and arrays, from a generator."""
+    for number, text in enumerate(TEXTS):
+        image = Image.open(io.BytesIO(noisy(number)))
+        yield {"image": np.asarray(image) if number % 2 else image, "text": text}
+
+
+@pytest.mark.parametrize("build", [as_pandas, as_arrow, as_hugging_face, as_dicts])
+def test_rows_in_memory_are_prepared(build, tmp_path):
+    manifest = mmray.prepare(build(tmp_path), tmp_path / "set", reporter=Silent())
+    assert (manifest.num_rows, manifest.num_quarantined) == (NUM_ROWS, 0)
+    same_rows(tmp_path / "set")
+    assert not (tmp_path / "set.rows").exists()
+
+
+def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path):
+    import ray.data
+
+    images = np.stack([pixels(noisy(number)) for number in range(NUM_ROWS)])
+    dataset = ray.data.from_numpy(images).zip(ray.data.from_items([{"text": t} for t in TEXTS]))
+    dataset = dataset.rename_columns({"data": "image"}).repartition(3)
+    mmray.prepare(dataset, tmp_path / "set", reporter=Silent())
+    same_rows(tmp_path / "set")
+    recipe = config("-", tmp_path, "run", steps=2)
+    data = {"train": dataset, "cache": str(tmp_path / "cache")}
+    finished = [mmray.train(recipe, data=data, reporter=Silent()) for _ in range(2)]
+    assert finished[0].path == finished[1].path and finished[1].result["status"] == "finished"
+    # the rows, and the set that was prepared from them, are found again
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    checkpoint = finished[0].to_ray_checkpoint()
+    with checkpoint.as_directory() as folder:
+        assert folder == str(tmp_path / "run" / "checkpoints" / "step-2")
+
+
+def test_splits_and_class_names_of_hugging_face_are_kept(tmp_path):
+    labels = datasets.ClassLabel(names=["cat", "small_dog"])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    parts = {}
+    for split, first in (("train", 0), ("test", 4)):
+        images = [{"bytes": noisy(first + number), "path": None} for number in range(4)]
+        values = {"image": images, "label": [0, 1, 0, 1]}
+        parts[split] = datasets.Dataset.from_dict(values, features=features)
+    manifest = mmray.prepare(datasets.DatasetDict(parts), tmp_path / "set", reporter=Silent())
+    assert manifest.splits == {"train": 4, "test": 4}
+    assert manifest.class_names == ("cat", "small dog")
+
+
+def test_bad_images_are_quarantined_and_messages_kept(tmp_path):
+    turns = [{"role": "user", "content": "<image> what?"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"messages": turns, "images": [Image.new("L", (8, 9), gray)]} for gray in range(3)]
+    rows.append({"messages": turns, "images": ["missing.png"]})
+    source = store_rows(rows, tmp_path / "rows", {})
+    manifest = prepare(source, str(tmp_path / "set"), Prepare(max_bad_fraction=0.5))
+    assert (manifest.num_rows, manifest.reasons) == (3, {"missing-image": 1})
+
+
+def test_equal_rows_are_stored_once(tmp_path):
+    rows = [{"img": noisy(1), "text": "a"}]
+    stored = {store_rows(rows, tmp_path, {"image": "img"}) for _ in range(2)}
+    assert len(stored) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        ([], DataError, "has no rows"),
+        (7, UsageError, "cannot read rows from int"),
+        ([{"picture": b"", "text": "a"}], DataError, "none is `image`"),
+        ([{"image": np.zeros((4, 4), np.float32), "text": "a"}], DataError, "array of float32"),
+        ([{"image": b"", "text": "a"}, {"image": b"", "text": 3}], DataError, "different types"),
+    ],
+)
+def test_unusable_rows_are_explained(dataset, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        store_rows(dataset, tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_keep_known_columns_only():
+    row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object()}
+    assert encode_row(row, {}) == {
+        "image": {"path": None, "bytes": b"1"},
+        "text": "a",
+        "label": 3,
+    }
