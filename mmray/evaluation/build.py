@@ -195,10 +195,8 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     if missing and not config.model.generates_text:
         raise UsageError(
             f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "
-            "evaluation calls. Add the "
-            "methods (see mmray/models/protocol.py), or disable evaluation with a "
-            "--data.eval-split that the set does "
-            "not have"
+            "evaluation calls. Add the methods (see mmray/models/protocol.py). A run is not "
+            "evaluated if its set has no split of the name data.eval_split"
         )
 
 

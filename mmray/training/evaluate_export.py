@@ -311,7 +311,7 @@ def _evaluate(
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
-    if reasons := validate.evaluation_reasons(config):
+    if reasons := validate.evaluation_reasons(config, is_trained=True):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))

@@ -289,9 +289,13 @@ def objective_reasons(config: Config) -> list[str]:
     return reasons
 
 
-def evaluation_reasons(config: Config) -> list[str]:
+def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:
     """Return why the model cannot be evaluated as configured, as sentences with a fix; [] if it
     can.
+
+    Args:
+        config: Settings of the run.
+        is_trained: Whether the model exists, so that its settings cannot be changed.
     """
     generates_text = config.model.generates_text
     tasks = {each.task for each in config.data.eval_sets}
@@ -306,10 +310,9 @@ def evaluation_reasons(config: Config) -> list[str]:
             f"{len(config.data.eval_sets)}; each set uses the class names that it was prepared with"
         ]
     if config.evaluate.language is not None and not config.model.inputs.language_token:
-        return [
-            "evaluate.language: the model has no language tokens; set "
-            "--model.inputs.language-token, e.g. '[{}]'"
-        ]
+        fix = "set --model.inputs.language-token, e.g. '[{}]'"
+        fix = "leave it out" if is_trained else fix
+        return [f"evaluate.language: the model has no language tokens; {fix}"]
     if generates_text and config.evaluate.classes:
         return [
             f"evaluate.classes: model.kind `{config.model.kind}` has no embeddings for "

@@ -149,7 +149,7 @@ def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
             return known
     if is_prepared(folder):
         raise DataError(
-            f"{folder} is already prepared: use it as it is, for example --data.train {folder}"
+            f"{folder} is already prepared: use it as it is: mmray train --data.train {folder}"
         )
     files = [name for name in names if "/" not in name and name.lower().endswith(_file_suffixes())]
     hint = "it needs tars, Parquet or images"

@@ -489,7 +489,7 @@ def rejection_error(
             for reason, count in reasons.most_common(5)
         ),
         f"All of them are in {quarantine}.",
-        f"{advice} In `mmray train`, these flags start with --prepare, as in --prepare.columns.",
+        advice,
     ]
     return DataError("\n".join(lines))
 

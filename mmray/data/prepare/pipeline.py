@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
 # A request to a store takes as long as reading some MB.
 SHARD_ROWS, STORE_SHARD_ROWS = 512, 4096
+_FLAG = re.compile(r"(^|\s)--[a-z]")
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
@@ -140,7 +141,15 @@ def ensure_prepared(
     hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
-    manifest = prepare(str(path), str(out), settings, progress, log)
+    try:
+        manifest = prepare(str(path), str(out), settings, progress, log)
+    except (DataError, UsageError) as error:
+        if not _FLAG.search(str(error)):
+            raise
+        raise type(error)(
+            f"{error}\nThese are flags of `mmray prepare {path} SET`: run it with them, and use "
+            f"SET instead of {path.name}."
+        ) from error
     quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
     log(f"{out}: {manifest.num_rows:,} rows of {path.name}, {quarantined}", "prepared")
     return out

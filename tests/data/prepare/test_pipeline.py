@@ -517,6 +517,17 @@ def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
         ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)
 
 
+def test_run_that_prepares_a_source_names_the_command_whose_flags_it_advises(tmp_path, in_process):
+    source = tmp_path / "rows.csv"
+    source.write_text("path,title\n0.png,x\n")
+    with pytest.raises(DataError) as caught:
+        ensure_prepared(
+            str(source), str(tmp_path / "cache"), Prepare(), lambda *_: None, lambda _: None
+        )
+    assert "--columns image=path text=title" in str(caught.value)
+    assert f"flags of `mmray prepare {source} SET`" in str(caught.value)
+
+
 def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, local_ray, run):
     source, seen = make_source(tmp_path / "raw", 30), []
     add(source, {"image": "gone.png", "text": "x"}, {"image": "3.png", "text": "twin"})

@@ -1,0 +1,99 @@
+"""Flags that messages name exist in the command that prints the message."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import tyro
+
+from mmray.cli.args import REGISTRY
+from mmray.cli.bench import LoaderCommand, StepCommand, StrategiesCommand
+from mmray.cli.completion import PARSED, TUNE_SAMPLE
+from mmray.cli.evaluate import EvaluateWeightsCommand
+from mmray.cli.tune import TuneCommand
+from mmray.config import Config, recipes
+
+PACKAGE = Path(__file__).parent.parent / "mmray"
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
+OTHER = {
+    # tar, hf download, docker run, ray start, pip, ray get-auth-token
+    *(
+        "--sort",
+        "--local-dir",
+        "--shm-size",
+        "--node-ip-address",
+        "--force-reinstall",
+        "--generate",
+    ),
+    # handled before tyro
+    *("--print-config", "--tyro-print-completion", "--version"),
+    # with a name after them; and `mmray train --data.train` as the next command
+    *("--tyro", "--model", "--cluster", "--model.settings", "--section.field", "--data.train"),
+}
+
+
+def flags(command, **options):
+    config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+    parser = tyro.extras.get_parser(command, config=config, registry=REGISTRY, **options)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+@pytest.fixture(scope="module")
+def flags_of():
+    """Flags by command."""
+    out = {name: flags(command) for name, command in PARSED.items()}
+    out["train"] = set().union(
+        *(
+            {flag.replace("--settings.", "--") for flag in flags(Config, default=recipe())}
+            for recipe in recipes.RECIPES.values()
+        )
+    )
+    out["evaluate"] |= flags(EvaluateWeightsCommand) | out["export"]
+    out["tune"] = flags(TuneCommand, default=TUNE_SAMPLE)
+    for command in (StepCommand, LoaderCommand, StrategiesCommand):
+        out.setdefault("bench", set()).update(flags(command))
+    return out
+
+
+def docstring_ids(tree):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, kinds)]
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+def named_flags(*paths):
+    """(flag, file:line) of each flag in a string of these modules that is no docstring."""
+    for path in paths:
+        for file in sorted((PACKAGE / path).rglob("*.py")) or [PACKAGE / path]:
+            tree = ast.parse(file.read_text())
+            docs = docstring_ids(tree)
+            for node in ast.walk(tree):
+                value = getattr(node, "value", None)
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(value, str)
+                    and id(node) not in docs
+                ):
+                    place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
+                    yield from ((flag, place) for flag in FLAG.findall(value))
+
+
+def test_flags_in_messages_exist(flags_of):
+    known = set().union(*flags_of.values()) | OTHER
+    named = [each for each in named_flags("") if not each[1].startswith("bench/")]
+    unknown = {place: flag for flag, place in named if flag not in known}
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("command", "paths"),
+    [
+        ("prepare", ("data/formats", "data/images", "data/prepare", "data/rows.py")),
+        ("evaluate", ("evaluation", "cli/evaluate.py", "training/evaluate_export.py")),
+    ],
+)
+def test_messages_of_a_command_name_its_own_flags(flags_of, command, paths):
+    known = flags_of[command] | OTHER
+    unknown = {place: flag for flag, place in named_flags(*paths) if flag not in known}
+    assert not unknown
