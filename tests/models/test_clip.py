@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -381,3 +382,25 @@ def test_export_called_as_transformers_documents_it_equals_load(tmp_path: Path, 
     expected = torch.from_numpy(np.asarray(mmray.load(out).embed_texts(list(TEXTS))))
     torch.testing.assert_close(F.normalize(features, dim=-1), expected, atol=1e-5, rtol=1e-4)
     assert ("attention_mask" in tokens) == (kind == "clip")
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_calls_of_the_model_card_give_the_scores_of_load(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of code of the card: mmray.load, AutoProcessor with AutoModel, and pipeline."""
+    spec = SPECS[kind].replace(inputs=INPUTS.replace(max_tokens=64))
+    export(model_of(spec).eval(), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    photo().convert("RGB").resize((32, 32)).save("photo.jpg", quality=95)
+    blocks = (tmp_path / "model" / "README.md").read_text().split("```python\n")[1:]
+    values: list[dict[str, Any]] = []
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block.split("```")[0], names)
+        values.append(names)
+    ours, theirs, pipeline = values
+    expected = torch.as_tensor(ours["scores"])
+    torch.testing.assert_close(theirs["scores"].detach(), expected, atol=1e-3, rtol=0)
+    best = pipeline["labels"][0]["label"]
+    assert best == ["a red circle", "a blue square"][int(expected.argmax())]

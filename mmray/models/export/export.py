@@ -41,6 +41,36 @@ EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 FILE_NAMES = "mmray_files"  # key in config.json with the names of all files of an export
 
 
+_SIGLIP_TOKENS = 64
+_TRANSFORMERS_CALL = """pixels agree up to rounding and half a pixel of a crop:
+
+```python
+from PIL import Image
+from transformers import AutoModel, AutoProcessor
+
+processor = AutoProcessor.from_pretrained("{name}")
+inputs = processor(
+    text=["a red circle", "a blue square"],
+    images=Image.open("photo.jpg"),
+    padding="max_length",
+    truncation=True,
+    return_tensors="pt",
+)
+outputs = AutoModel.from_pretrained("{name}")(**inputs)
+scores = outputs.image_embeds @ outputs.text_embeds.T
+```
+"""
+_PIPELINE_CALL = """
+```python
+from transformers import pipeline
+
+classify = pipeline("zero-shot-image-classification", model="{name}")
+texts = ["a red circle", "a blue square"]
+labels = classify("photo.jpg", candidate_labels=texts, hypothesis_template="{{}}")
+```
+"""
+
+
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
@@ -62,7 +92,9 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
     files: dict[str, Any] = {
-        CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters())),
+        CARD: model_card(
+            out.name, spec, sum(p.numel() for p in model.parameters()), hf is not None
+        ),
         TOKENIZER: tokenizer,
         TOKENIZER_CONFIG: tokenizer_config,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
@@ -269,13 +301,16 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
     return shape | {"do_convert_rgb": True} | resize | rescale | normalize
 
 
-def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+def model_card(
+    name: str, spec: dict[str, Any], num_parameters: int, opens_in_transformers: bool
+) -> str:
     """Return the text of the README.md of an exported model.
 
     Args:
         name: Name of the model, its title.
         spec: The `model` section as JSON values: `kind` and `inputs` are read.
         num_parameters: Number of its parameters.
+        opens_in_transformers: Whether transformers has a class for the model.
     """
     inputs = spec["inputs"]
     side = spec["inputs"]["image_side"]
@@ -291,6 +326,14 @@ def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
             "no image processor pads with white; do so, and normalize with mean and std "
             "of `config.json`."
         )
+    in_transformers = (
+        f'In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`; {processor}'
+    )
+    if opens_in_transformers and inputs["fit"] != "pad":
+        in_transformers = f"In transformers, whose {_TRANSFORMERS_CALL.format(name=name)}"
+        # Its pipeline cuts texts of SigLIP at 64 tokens, and takes no fewer.
+        if spec["kind"] == "clip" or inputs["max_tokens"] == _SIGLIP_TOKENS:
+            in_transformers += _PIPELINE_CALL.format(name=name)
     return f"""---
 library_name: mmray
 tags: [image-text, retrieval, zero-shot]
@@ -310,5 +353,5 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels
   ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
 - Texts: {texts}
-- In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`; {processor}
+- {in_transformers}
 """

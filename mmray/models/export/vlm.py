@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mmray.data.vlm.encoder import Message
 from mmray.errors import UsageError
 from mmray.models import lora
-from mmray.models.export.export import CONFIG, EXPORT_MARKER, replace_export
+from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
 from mmray.version import VERSION
@@ -22,6 +22,41 @@ from mmray.version import VERSION
 ADAPTERS = "adapter_model.safetensors"
 VLM_SPEC = "mmray_model"  # key in config.json of the `model` section
 ANSWER_BATCH = 16  # conversations answered at once
+
+
+_CARD = """---
+library_name: transformers
+tags: [image-text-to-text]
+---
+
+# {name}
+
+A vision-language model, trained and exported by mmray, with its processor, chat template and
+generation settings.
+
+```python
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+processor = AutoProcessor.from_pretrained("{name}")
+model = AutoModelForMultimodalLM.from_pretrained("{name}")
+content = [
+    {{"type": "image", "image": Image.open("photo.jpg")}},
+    {{"type": "text", "text": "What is in the image?"}},
+]
+inputs = processor.apply_chat_template(
+    [{{"role": "user", "content": content}}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
+)
+tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+answer = processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+```
+
+`mmray.load("{name}").answer(messages, images)` gives the same.
+"""
 
 
 def export_vlm(
@@ -51,6 +86,8 @@ def export_vlm(
         config = json.loads((staging / CONFIG).read_text())
         config |= {EXPORT_MARKER: VERSION, VLM_SPEC: spec}
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if not adapters_only:
+            (staging / CARD).write_text(_CARD.format(name=folder.name))
     return folder
 
 

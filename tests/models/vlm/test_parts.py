@@ -172,6 +172,24 @@ def test_export_to_object_store_answers_after_a_failed_upload(folder_of, s3, tmp
     assert mmray.load(str(out)).answer(messages, [], 5) == model.answer([messages], [[]], 5)[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_call_of_the_model_card_gives_the_answer_of_load(family, folder_of, tmp_path, monkeypatch):
+    """Processor, chat template and generation settings come from the export alone."""
+    config = VlmConfig(weights=str(folder_of(family)))
+    out = export_vlm(Vlm(config), config.model_dump(mode="json"), tmp_path / "out")
+    files = {file.name for file in out.iterdir()}
+    assert {"chat_template.jinja", "generation_config.json"} <= files
+    monkeypatch.chdir(tmp_path)
+    image = Image.fromarray(ROWS[1][1][0])
+    image.save("photo.jpg")
+    names = {}
+    exec((out / "README.md").read_text().split("```python\n")[1].split("```")[0], names)
+    content = [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]
+    messages = [{"role": "user", "content": content}]
+    answer = mmray.load(out).answer(messages, [Image.open("photo.jpg")], 64)
+    assert names["answer"].strip() == answer.strip() and answer
+
+
 def test_export_refuses_a_folder_of_something_else(folder_of, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="not an exported model"):
