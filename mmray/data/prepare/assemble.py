@@ -480,6 +480,8 @@ def rejection_error(
         keep = ""
         if kinds & set(REASONS):
             keep = ", keep duplicates with --duplicates keep"
+        if "duplicate" in kinds:
+            keep += ", join the captions of an image with --group image"
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
     lines = [
