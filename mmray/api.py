@@ -483,6 +483,9 @@ def tune(
     settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
     base = trials.restore_length(settings, own)
     if space is None and goal == "throughput" and base.model.generates_text:
+        base = trials.restore_length(
+            trials.clear_length_and_derived_batch(settings, [trials.TOKENS]), own
+        )
         space = trials.token_axes(base)
     if trials.is_shape_probe(goal, space or ()):
         _refuse_options_of_trials(

@@ -224,7 +224,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     `bare` has the settings of the config. `best` has the settings that are fastest on this device.
 
     Args:
-        config: The model and the batch; the objective must be `contrastive`.
+        config: The model and the batch; the objective must be `contrastive`. A vision-language
+            model is compared with padded rows instead (bench/conversations.py).
         pairs: Number of rounds, in each of which every loop is timed once.
         window_s: Approximate seconds of each timing.
 
@@ -241,6 +242,10 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """
     from mmray.training.validate import unsupported_reasons
 
+    if config.model.generates_text:
+        from mmray.bench.conversations import bench_conversations
+
+        return bench_conversations(config, pairs, window_s)
     if config.objective.kind != "contrastive":
         raise UsageError(
             f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`"

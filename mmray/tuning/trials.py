@@ -84,7 +84,9 @@ def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Confi
         recipe: The recipe of the sweep.
         keys: Names of the searched settings, such as `optimizer.lr`.
     """
-    return recipe.without_overridden_length_and_batch([*LENGTHS, "batch.micro", *keys])
+    # `batch.tokens` replaces the micro-batch of the recipe.
+    micro = [] if TOKENS in keys else ["batch.micro"]
+    return recipe.without_overridden_length_and_batch([*LENGTHS, *micro, *keys])
 
 
 def restore_length(settings: Config, recipe: Config) -> Config:

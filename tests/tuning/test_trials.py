@@ -20,12 +20,14 @@ from mmray.tuning.search import prepare_data
 from mmray.tuning.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
+    TOKENS,
     TrialData,
     build_plan,
     clear_length_and_derived_batch,
     corner_trials,
     default_axes,
     restore_length,
+    token_axes,
     warmup_warning,
 )
 from tests.training import runs
@@ -45,6 +47,20 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     request = SweepRequest(base, length.train, space, goal, recipe_rows=128)
     plan = build_plan(request, corner_trials(base, space, goal), TrialData(num_rows=num_rows))
     return replace(plan, folder=FOLDER)
+
+
+def test_throughput_of_a_vision_language_model_is_searched_by_tokens():
+    """Also of a recipe with `batch.micro`; values below the longest row are not tried."""
+    recipe = recipes.load("sample-vlm")
+    base = clear_length_and_derived_batch(recipe, [TOKENS])
+    [(key, values)] = token_axes(base).items()
+    found = trials(f"{key}={values}", base=base)
+    assert [each.infeasible for each in found] == [None] * 4
+    assert [each.shape.micro_tokens for each in found] == [128, 256, 512, 1024]
+    shorter, _ = trials("batch.tokens=64,256", base=base)
+    assert "model.inputs.max_tokens" in shorter.infeasible
+    with pytest.raises(UsageError, match="--goal throughput"):
+        trials("batch.tokens=256", base=base, goal="loss")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def test_gradient_of_two_ranks_equals_that_of_one(family, parallel, results, fol
 
 
 @pytest.mark.slow  # two minutes
+@pytest.mark.timeout(900)
 def test_no_rank_waits_in_200_steps_in_which_it_often_has_no_image(folder_of, tmp_path):
     models = {"qwen3_vl": str(folder_of("qwen3_vl"))}
     results = spawn_ranks(two_ranks.main, tmp_path, 2, models, 200)

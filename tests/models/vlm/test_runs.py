@@ -4,8 +4,13 @@ numbers of ranks, and on Ray.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+import mmray
+from mmray import cli
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import token_counts as token_counts_module
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
@@ -63,6 +68,22 @@ def test_sharded_model_generates_the_answers_of_one_rank(two, folder_of, prepare
         assert scores == pytest.approx(expected, rel=1e-9)
 
 
+def test_folder_of_weights_is_evaluated_and_exported_without_training(
+    folder_of, prepared, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = str(folder_of("internvl"))
+    scores = tmp_path / "scores.json"
+    words = ["--evaluate.num-generations", "2", "--json", str(scores)]
+    command = ["evaluate", "--weights", folder, "--data", prepared, *words]
+    assert cli.run(command, ConsoleReporter()) == 0
+    metrics = json.loads(scores.read_text())["metrics"]
+    assert (metrics["rows"], metrics["answered"]) == (3, 2)
+    assert metrics["tokens"] > 0
+    assert cli.run(["export", "--weights", folder, "out"], ConsoleReporter()) == 0
+    assert isinstance(mmray.load("out").answer([{"role": "user", "content": "what"}]), str)
+
+
 def test_killed_run_resumes_with_equal_weights(
     calm, folder_of, prepared, tmp_path, monkeypatch, forked_children
 ):
@@ -84,6 +105,24 @@ def test_killed_run_resumes_with_equal_weights(
     assert marks(outcome.path) == marks(calm)
     assert losses(outcome.path) == losses(calm)
     assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_two_workers_on_ray_take_the_rows_and_losses_of_one_after_a_kill(
+    local_ray, calm, folder_of, prepared, tmp_path
+):
+    """One worker process is killed after step 5."""
+    config = token_runs.config_of(
+        folder_of("qwen3_vl"),
+        prepared,
+        tmp_path / "run",
+        callbacks=("tests.training.faults:KillRankOneOnce",),
+    )
+    outcome = driver.train(config.with_cluster(workers=2), Silent())
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert marks(outcome.path) == marks(calm)
+    assert losses(outcome.path) == pytest.approx(losses(calm), rel=1e-4)
 
 
 def final_weights(folder):

@@ -1,0 +1,261 @@
+"""`mmray bench step` for vision-language models: mmray's loop on packed rows, against a loop
+written by hand on padded ones.
+
+Both take the same steps on the same synthetic rows of mixed lengths, which are encoded before. The
+loop by hand pads micro-batches of a number of rows to their longest and calls the transformers
+model with labels, as its trainers do.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmray import objectives
+from mmray.bench.spawn import describe_machine, select_device, spawn_workers
+from mmray.bench.step import WARMUP_STEPS, StepTimer
+from mmray.data.stream.collate import Batch
+from mmray.data.stream.order import PADDING, SamplePlan
+from mmray.data.stream.token_batches import TokenPlan
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError
+from mmray.engine import loop
+from mmray.engine import optimizer as optimizers
+from mmray.engine.batch import BatchShape
+from mmray.engine.collectives import Group
+from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
+from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.precision import seed_everything, select_precision
+from mmray.engine.run_state import TrainSpec
+from mmray.errors import UsageError
+from mmray.models.build import build
+from mmray.objectives.cross_entropy import IGNORE_INDEX
+from mmray.training.resolve import with_sample_weights
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+NUM_ROWS = 256
+IMAGE_SIDES = (64, 512)  # of the synthetic images, in pixels
+PADDED_ROWS = 8  # of a padded micro-batch, if the recipe has no batch.micro
+MIN_STEPS = 4
+
+
+def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str, Any]:
+    """Compare mmray's loop on packed rows with a loop by hand on padded ones.
+
+    Args:
+        config: The model, of kind `vlm`, and the batch; one worker is measured.
+        pairs: Number of rounds, in each of which both loops are timed once.
+        window_s: Approximate seconds of each timing.
+
+    Returns:
+        `machine` (dict), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the
+        loop by hand, the median over the rounds), `spread` ({min, max, pairs} by ratio), `rows` (a
+        dict per round with samples/s and tokens/s of both loops and their last losses) and
+        `notes` (texts).
+
+    Raises:
+        UsageError: The model cannot be built.
+        ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
+        WorkerFailed: The worker process failed.
+    """
+    config = with_sample_weights(config.with_cluster(workers=1))
+    measured = spawn_workers(partial(_measure, pairs=pairs, window_s=window_s), config)
+    return {"machine": describe_machine(select_device(config))} | measured
+
+
+def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
+    """Return encoded conversations of mixed lengths with 0 to 3 images of noise.
+
+    Args:
+        encoder: The processor of the model, whose `max_tokens` no row exceeds.
+        count: Number of rows.
+    """
+    draw = random.Random(0)
+    rows: list[EncodedRow] = []
+    while len(rows) < count:
+        sides = [draw.randint(*IMAGE_SIDES) for _ in range(draw.choice((0, 1, 1, 2, 3)))]
+        images = [
+            np.random.default_rng(side).integers(0, 256, (side, side, 3), np.uint8)
+            for side in sides
+        ]
+        # Mostly short texts, and some of up to half of the limit together.
+        lengths = [1 + int(draw.random() ** 3 * encoder.max_tokens / 4) for _ in range(2)]
+        asked, answered = (" ".join(["a"] * length) for length in lengths)
+        parts: list[Any] = [{"type": "image"}] * len(images) + [{"type": "text", "text": asked}]
+        messages: list[Any] = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answered},
+        ]
+        try:
+            rows.append(encoder.encode(messages, images))
+        except RowError:  # too long
+            continue
+    return rows
+
+
+def _measure(
+    config: Config, group: Group, folder: Path, pairs: int, window_s: float
+) -> dict[str, Any]:
+    seed_everything(config.train.seed, config.train.deterministic)
+    config = config.replace(train=resolve_auto(config.train, group))
+    configure_torch(config.train, group.device)
+    model: Any = build(config.model, 0)
+    model = apply_transforms(model, config.train, config.optimizer, group.device)
+    global_rows = config.batch.global_
+    if global_rows is None:
+        raise UsageError("bench step needs batch.global in the recipe of a vision-language model")
+    micro = config.batch.micro if isinstance(config.batch.micro, int) else PADDED_ROWS
+    bench = _Bench(config, group, model, mixed_rows(model.encoder, NUM_ROWS), global_rows, micro)
+    took_s, _ = bench.padded_window(WARMUP_STEPS + MIN_STEPS)
+    steps = WARMUP_STEPS + max(MIN_STEPS, round(MIN_STEPS * window_s / took_s))
+    windows = {"loop": bench.loop_window, "padded": bench.padded_window}
+    rows = []
+    tokens_of_row = statistics.mean(len(row.input_ids) for row in bench.rows)
+    for pair in range(pairs):
+        row: dict[str, Any] = {"pair": pair}
+        for name in windows if pair % 2 == 0 else reversed(windows):
+            took_s, loss = windows[name](steps)
+            rate = global_rows * (steps - WARMUP_STEPS) / took_s
+            row |= {
+                f"{name}_samples_per_s": round(rate, 3),
+                f"{name}_tokens_per_s": round(rate * tokens_of_row, 1),
+                f"{name}_loss": round(loss, 6),
+            }
+        row["loop_vs_padded"] = round(row["loop_samples_per_s"] / row["padded_samples_per_s"], 4)
+        rows.append(row)
+    ratios = [row["loop_vs_padded"] for row in rows]
+    lengths = [len(row.input_ids) for row in bench.rows]
+    return {
+        "batch": f"{global_rows} rows per step; packed up to {bench.max_tokens:,} tokens, or in "
+        f"padded micro-batches of {micro} rows",
+        "ratios": {"loop_vs_padded": statistics.median(ratios)},
+        "spread": {
+            "loop_vs_padded": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}
+        },
+        "rows": rows,
+        "notes": [
+            f"rows of {min(lengths)} to {max(lengths)} tokens, {tokens_of_row:.0f} on average"
+        ],
+    }
+
+
+class _Bench:
+    """Model and rows of the benchmark."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        model: nn.Module,
+        rows: Sequence[EncodedRow],
+        global_rows: int,
+        micro: int,
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.model = model
+        self.rows = rows
+        self.global_rows = global_rows
+        self.micro = micro
+        longest: int = config.model.inputs.max_tokens
+        # As many tokens as a padded micro-batch may have, unless the recipe has a limit.
+        self.max_tokens = config.batch.tokens or longest * micro
+
+    def loop_window(self, steps: int) -> tuple[float, float]:
+        """Return the seconds of the timed steps of mmray's loop, and its last loss."""
+        model: Any = deepcopy(self.model)
+        plan = SamplePlan(len(self.rows), self.global_rows, 1, seed=0, steps=steps, shuffle=False)
+        lengths = np.array([len(row.input_ids) for row in self.rows], np.uint32)
+        tokens = TokenPlan(
+            **vars(plan),
+            num_tokens=lengths,
+            max_row_tokens=int(lengths.max()),
+            max_tokens=self.max_tokens,
+            padded=not model.packed,
+        )
+        timer = StepTimer((self.group.device,), total_until=steps)
+        spec = TrainSpec(
+            model=model,
+            objective=objectives.build(self.config.objective),
+            plan=tokens,
+            batch_shape=BatchShape(self.global_rows, self.micro, 1, micro_tokens=self.max_tokens),
+            group=self.group,
+            train=self.config.train.replace(log_every=1),
+            optimizer=self.config.optimizer,
+            callbacks=(timer,),
+        )
+        result = loop.train_loop(spec, self._packed(tokens, model.collator()))
+        return sum(timer.times_s), float(result.metrics["train/loss"])
+
+    def _packed(self, plan: TokenPlan, collate: Any) -> Iterator[list[Batch]]:
+        for step in range(plan.steps):
+            positions = plan.positions(step, 0)
+            parts = np.split(positions, np.cumsum(plan.micro_batch_sizes(step, 0)))[:-1]
+            yield [self._micro_batch(plan, part, collate) for part in parts]
+
+    def _micro_batch(self, plan: TokenPlan, positions: np.ndarray, collate: Any) -> Batch:
+        valid = positions != PADDING
+        numbers = plan.row_ids_at(positions[valid])
+        rows = [self.rows[number] for number in numbers]
+        num_tokens = np.zeros(len(positions), np.int32)
+        num_tokens[valid] = [len(row.input_ids) for row in rows]
+        columns: Batch = {
+            "key": torch.from_numpy(positions),
+            "label": torch.full((len(positions),), -1),
+            "valid": torch.from_numpy(valid),
+            "pos": torch.from_numpy(positions),
+            "num_tokens": torch.from_numpy(num_tokens),
+        }
+        return columns | collate(rows)
+
+    def padded_window(self, steps: int) -> tuple[float, float]:
+        """Return the seconds of the timed steps of the loop by hand, and its last loss."""
+        model: Any = deepcopy(self.model).train()
+        model.to(self.group.device)
+        model.packed = False
+        collate = model.collator()
+        precision = select_precision(self.config.train.precision, self.group.device)
+        optimizer = optimizers.build_optimizer(model, self.config.optimizer)
+        timer = StepTimer((self.group.device,), total_until=steps)
+        loss = 0.0
+        for step in range(steps):
+            optimizers.set_lr(optimizer, optimizers.lr_at(step, self.config.optimizer, steps))
+            first = step * self.global_rows
+            numbers = [(first + index) % len(self.rows) for index in range(self.global_rows)]
+            rows = [self.rows[number] for number in numbers]
+            num_targets = torch.tensor(sum(int(row.loss_mask[1:].sum()) for row in rows))
+            loss = 0.0
+            for start in range(0, len(rows), self.micro):
+                batch = collate(rows[start : start + self.micro])
+                batch = {name: each.to(self.group.device) for name, each in batch.items()}
+                with precision.autocast():
+                    output = _loss_of_transformers(model, batch, num_targets)
+                output.backward()
+                loss += output.item()
+            nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            timer.on_step(step + 1)
+        return sum(timer.times_s), loss
+
+
+def _loss_of_transformers(model: Any, batch: Batch, num_targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss that the transformers model computes from padded rows and labels."""
+    ids = batch["input_ids"]
+    labels = torch.full_like(ids, IGNORE_INDEX).flatten()
+    labels[batch["target_index"] + 1] = batch["targets"]
+    inputs = model.model_inputs(batch)
+    output: torch.Tensor = model.net(
+        **inputs, labels=labels.view_as(ids), num_items_in_batch=num_targets, use_cache=False
+    ).loss
+    return output

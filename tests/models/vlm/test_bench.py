@@ -1,0 +1,40 @@
+"""The benchmark of a step: both loops take the same steps on rows of mixed lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmray.bench import conversations
+from mmray.bench.step import WARMUP_STEPS, bench_step
+from mmray.engine.collectives import Group
+from mmray.models.vlm.model import Vlm
+from tests.models.vlm import token_runs
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_loop_on_packed_rows_takes_the_steps_of_the_padded_loop(family, folder_of, tmp_path):
+    config = token_runs.config_of(folder_of(family), "made", tmp_path / "run", precision="fp32")
+    model = Vlm(config.model)
+    rows = conversations.mixed_rows(model.encoder, 16)
+    lengths = [len(row.input_ids) for row in rows]
+    assert max(lengths) > 2 * min(lengths)
+    assert {len(row.images) > 0 for row in rows} == {True, False}
+    bench = conversations._Bench(config, Group(), model, rows, global_rows=6, micro=2)
+    took_s, loss = bench.loop_window(WARMUP_STEPS + 2)
+    padded_s, expected = bench.padded_window(WARMUP_STEPS + 2)
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert took_s > 0
+    assert padded_s > 0
+
+
+def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        conversations, "spawn_workers", lambda measure, config: measure(config, Group(), tmp_path)
+    )
+    monkeypatch.setattr(conversations, "NUM_ROWS", 12)
+    config = token_runs.config_of(folder_of("qwen3_vl"), "made", tmp_path / "run", precision="fp32")
+    result = bench_step(config, pairs=2, window_s=0.01)
+    assert result["ratios"].keys() == {"loop_vs_padded"}
+    for row in result["rows"]:
+        assert row["loop_loss"] == pytest.approx(row["padded_loss"], rel=1e-4)
+        assert min(row["loop_tokens_per_s"], row["padded_samples_per_s"]) > 0
