@@ -151,7 +151,7 @@ def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
     assert model.packed == model.family.packable
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@ALL
 def test_saved_model_opens_in_transformers(family, model_of, tmp_path):
     from transformers import AutoModelForMultimodalLM, AutoProcessor
 

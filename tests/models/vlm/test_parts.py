@@ -21,9 +21,10 @@ from mmray.models.export.vlm import export_vlm
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
 from tests.engine.toy import optimizer_settings
+from tests.models.vlm import folders
 from tests.models.vlm.rows import ROWS, encode_rows, settings
 
-FAMILIES = pytest.mark.parametrize("family", ["qwen3_vl", "llava_next", "idefics3"])
+FAMILIES = pytest.mark.parametrize("family", folders.FAMILIES)
 
 
 def gradients(model):

@@ -28,15 +28,15 @@ from tests.engine.ranks import join_group
 from tests.models.vlm import token_runs
 from tests.models.vlm.rows import encode_rows, settings
 
-FAMILIES = ("qwen3_vl", "gemma3")
 # Rows of each micro-batch of each rank: rank 0 has no image at all.
 SPLIT = (([0], [0, 0]), ([2], [1]))
 
 
-def main(rank: int, folder: str, models: dict[str, str], random_steps: int) -> None:
+def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
+    """Gradients by family and strategy; `models` has weights and random steps before."""
     group = join_group(folder, "vlm", rank, 2)
     results: dict[str, Any] = {}
-    for family, weights in models.items():
+    for family, (weights, random_steps) in models.items():
         for parallel in ("ddp", "fsdp"):
             results[f"{family} {parallel}"] = gradient(weights, group, parallel, random_steps)
     torch.save(results, f"{folder}/rank-{rank}.pt")
