@@ -71,6 +71,7 @@ KINDS = {
     "clip": ModelKind("mmray.config.model:Clip", "mmray.models.clip:Clip", "clip"),
     "siglip": ModelKind("mmray.config.model:Siglip", "mmray.models.clip:Siglip", "siglip"),
     "fusion": ModelKind("mmray.config.model:Fusion", "mmray.models.fusion:Fusion"),
+    "towers": ModelKind("mmray.config.model:Towers", "mmray.models.towers:Towers"),
     "vlm": ModelKind("mmray.config.model:Vlm", "mmray.models.vlm.model:Vlm"),
 }
 """Model kinds (`model.kind`) by name.
@@ -91,6 +92,9 @@ REMOVED_KINDS = {
 OBJECTIVES = {
     "contrastive": "mmray.objectives.contrastive:Contrastive",
     "sigmoid": "mmray.objectives.contrastive:Sigmoid",
+    "audio_text": "mmray.objectives.contrastive:AudioText",
+    "video_text": "mmray.objectives.contrastive:VideoText",
+    "audio_video": "mmray.objectives.contrastive:AudioVideo",
     "matching": "mmray.objectives.matching:Matching",
     "classification": "mmray.objectives.cross_entropy:Classification",
     "region_text": "mmray.objectives.cross_entropy:RegionText",
@@ -105,6 +109,9 @@ entry here and a row to the table in mmray/models/README.md. A user's own class 
 
 SAMPLE_VLM = "sample-vlm"
 """Value of `data.train` and of `model.weights`: generated conversations, and their tiny model."""
+
+SAMPLE_AV = "sample-av"
+"""Value of `data.train`: generated clips of moving shapes and tones."""
 
 GROUP_CHANNELS = 8
 """Channels of a GroupNorm group in the image tower `convnet`; its width is a multiple of it."""

@@ -17,11 +17,14 @@ from mmray.config.cluster import Cluster, Run
 from mmray.config.data import Augment, Data, Prepare
 from mmray.config.model import (
     AnyModel,
+    AudioTower,
     Clip,
     ClipImage,
+    ClipInputs,
     ClipText,
     CrossAttention,
     CustomModel,
+    FrameTransformer,
     Fusion,
     ImageTower,
     Inputs,
@@ -30,6 +33,7 @@ from mmray.config.model import (
     Objective,
     Siglip,
     TextTower,
+    Towers,
     TwoTower,
     Vlm,
     VlmInputs,

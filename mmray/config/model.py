@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -417,6 +418,77 @@ class Fusion(TowerModel):
             f"a box with label {label}, which has no name in model.region_labels: list one for "
             "each label, starting at 0"
         )
+
+
+class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
+    """Transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
+
+
+class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
+    """Transformer over the frames of a video clip, of the width of the image tower."""
+
+    depth: int = Field(1, ge=0, description="Number of layers; 0: the mean over the frames.")
+
+
+class ClipInputs(Inputs):
+    """Clips of audio and video inside the span of a text, and its tokenization."""
+
+    clip_s: float = Field(
+        10.0, gt=0, le=600, description="Longest clip in seconds; longer spans are cut at random."
+    )
+    frames: int = Field(
+        8, ge=0, le=512, description="Most frames of a clip; 0: the model has no video."
+    )
+    frame_rate: float = Field(
+        0.0, ge=0, le=60, description="Frames a second; 0: `frames` at equal distances."
+    )
+    audio_rate: int = Field(
+        16_000, ge=0, le=48_000, description="Samples a second; 0: the model has no audio."
+    )
+    max_boxes: Literal[0] = 0  # not supported
+
+
+class Towers(TowerModel):
+    """Branches for audio, video and text with one embedding space; a row may lack any of them."""
+
+    shares_only_loss = False
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "audio", "video")
+    objectives: ClassVar[tuple[str, ...]] = ("audio_text", "video_text", "audio_video")
+
+    inputs: ClipInputs = ClipInputs()
+    audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
+    video: FrameTransformer = FrameTransformer()
+    logit_bias: Literal[None] = None  # not supported
+
+    @property
+    def branches(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the branches, which are the modalities: `text`, `audio`, `video`."""
+        audio = ("audio",) if self.inputs.audio_rate else ()
+        video = ("video",) if self.inputs.frames else ()
+        return ("text", *audio, *video)
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, each reason with a fix; empty if one can."""
+        inputs = self.inputs
+        reasons = super().unsupported_reasons()
+        if "audio" in self.branches:
+            reasons += _head_reasons(self.audio)
+        if len(self.branches) == 1:
+            reasons.append(
+                "model.inputs: without audio (audio_rate 0) and video (frames 0) there is nothing "
+                "to compare texts with; set one of them"
+            )
+        if (
+            inputs.frames
+            and inputs.frame_rate
+            and inputs.frames < inputs.clip_s * inputs.frame_rate
+        ):
+            reasons.append(
+                f"model.inputs.frames: {inputs.frames} frames at {inputs.frame_rate:g} a second "
+                f"end before a clip of {inputs.clip_s:g} s; set frames to "
+                f"{math.ceil(inputs.clip_s * inputs.frame_rate)}, or a smaller clip_s"
+            )
+        return reasons
 
 
 class ClipImage(VisionTransformer, settings_prefix="model.image"):

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmray.builtin import REMOVED_KINDS, SAMPLE_VLM
+from mmray.builtin import REMOVED_KINDS, SAMPLE_AV, SAMPLE_VLM
 from mmray.config import (
+    AudioTower,
     Augment,
     Batch,
     Clip,
+    ClipInputs,
     Config,
     CrossAttention,
     Data,
     Evaluate,
+    FrameTransformer,
     Fusion,
     ImageTower,
     Inputs,
@@ -26,6 +29,7 @@ from mmray.config import (
     Prepare,
     Siglip,
     TextTower,
+    Towers,
     Train,
     TwoTower,
     Vlm,
@@ -83,6 +87,40 @@ def sample_vlm() -> Config:
         optimizer=Optimizer(lr=3e-3, warmup_steps=30, weight_decay=0.05),
         train=Train(steps=200, log_every=20),
         evaluate=Evaluate(num_generations=200),
+    )
+
+
+def sample_av() -> Config:
+    """Small model of texts, audio and video on generated clips of moving shapes and tones.
+
+    It compares all pairs of the three, and trains on two cores in about two minutes.
+    """
+    return Config(
+        recipe="sample-av",
+        model=Towers(
+            inputs=ClipInputs(
+                image_side=32,
+                fit="squash",
+                interpolation="bilinear",
+                mean=(0.5,) * 3,
+                std=(0.25,) * 3,
+                max_tokens=16,
+                clip_s=1.3,
+                frames=4,
+                audio_rate=8000,
+            ),
+            image=ImageTower(name="convnet", width=32, depth=3),
+            video=FrameTransformer(depth=1, heads=4),
+            audio=AudioTower(width=96, depth=2, heads=4),
+            text=TextTower(width=96, depth=1, heads=4),
+            embed_dim=64,
+        ),
+        objective=Objective(kind="audio_text + video_text + audio_video"),
+        data=Data(train=SAMPLE_AV),
+        prepare=Prepare(vocab_size=256),
+        batch=Batch(micro=96, global_=96),
+        optimizer=Optimizer(lr=2e-3, warmup_steps=30, weight_decay=0.05),
+        train=Train(steps=300, log_every=25),
     )
 
 
@@ -223,7 +261,17 @@ def vlm() -> Config:
     )
 
 
-_FUNCTIONS = (sample, sample_vlm, resnet50_bert, clip, clip_scratch, siglip, fusion, vlm)
+_FUNCTIONS = (
+    sample,
+    sample_vlm,
+    sample_av,
+    resnet50_bert,
+    clip,
+    clip_scratch,
+    siglip,
+    fusion,
+    vlm,
+)
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS
 }

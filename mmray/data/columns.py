@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mmray.data.images.boxes import BoxColumns
+from mmray.data.media.clips import ClipColumns
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -84,7 +85,10 @@ class ExtraColumns(Protocol):
         ...
 
 
-COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {"max_boxes": BoxColumns}
+COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {
+    "max_boxes": BoxColumns,
+    "clip_s": ClipColumns,  # type: ignore[dict-item]  # inputs that have the setting
+}
 """Kinds of columns by the setting in `model.inputs` that asks for them if it is not zero."""
 
 
@@ -101,5 +105,5 @@ def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraC
         One object for each kind of column; empty for most models.
     """
     return [
-        build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting)
+        build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting, 0)
     ]

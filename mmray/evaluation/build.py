@@ -89,6 +89,7 @@ def build_evaluator(
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.
         DataError: A set whose task is `zero_shot` has no class names.
     """
+    from mmray.evaluation.clips import ClipEvaluator
     from mmray.evaluation.conversations import ConversationEvaluator
     from mmray.evaluation.evaluator import Evaluator
 
@@ -101,6 +102,8 @@ def build_evaluator(
             return ConversationEvaluator(config, prepared, max_pixels, on_rows)
         settings = config.evaluate.with_prompts(eval_set.prompts)
         options = (config.model.inputs, tokenizer_json, settings, max_pixels, on_rows)
+        if config.model.kind == "towers":
+            return ClipEvaluator(prepared, *options)
         return Evaluator(prepared, *options, task=eval_set.task)
 
     return SetsEvaluator({each.name: build(each) for each in config.data.eval_sets})
@@ -192,7 +195,7 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     from mmray.models.protocol import EMBEDDING_METHODS
 
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
-    if missing and not config.model.generates_text:
+    if missing and not config.model.generates_text and config.model.kind != "towers":
         raise UsageError(
             f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "
             "evaluation calls. Add the methods (see mmray/models/protocol.py). A run is not "

@@ -211,12 +211,12 @@ def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, T
     text_id = embedded.text_id
     text = embedded.text
     positives = torch.stack([embedded.image_index, text_id])
-    images = _compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
-    texts = _compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
+    images = compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
+    texts = compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
-def _compute_ranks_in_parallel(
+def compute_ranks_in_parallel(
     queries: Tensor,
     gallery: Tensor,
     positives: Tensor,

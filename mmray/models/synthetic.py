@@ -59,10 +59,9 @@ def synthetic_batch(
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side
     tokens = inputs.max_tokens
+    pixels = torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator)
     batch = {
-        "image": torch.randint(
-            0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator
-        ),
+        **({} if getattr(inputs, "clip_s", 0) else {"image": pixels}),
         "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=generator),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
         "key": torch.arange(rows),

@@ -28,6 +28,15 @@ class Contrastive(RowLoss):
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
 
+    def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
+        """Return the rows that count, bool [B].
+
+        Args:
+            outputs: The two embeddings of B rows.
+            valid: Valid rows, bool [B].
+        """
+        return valid
+
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
@@ -51,9 +60,11 @@ class Contrastive(RowLoss):
             the two directions as `loss_image_to_text` and `loss_text_to_image`. Sums are scalars in
             at least float32.
         """
-        valid = batch["valid"]
-        image = mask_invalid(outputs["image_embed"], valid)
-        text = mask_invalid(outputs["text_embed"], valid)
+        first, second = self.gathered_outputs
+        names = [name.removesuffix("_embed") for name in self.gathered_outputs]
+        valid = self.valid_pairs(outputs, batch["valid"])
+        image = mask_invalid(outputs[first], valid)
+        text = mask_invalid(outputs[second], valid)
         scale = outputs["logit_scale"].to(image.dtype)
         if gathered is None:
             logits = scale * image @ text.T
@@ -62,10 +73,10 @@ class Contrastive(RowLoss):
             columns = valid
             offset = 0
         else:
-            columns = gathered["valid"]
+            columns = self.valid_pairs(gathered, gathered["valid"])
             offset = gathered["offset"]
-            to_text = scale * image @ mask_invalid(gathered["text_embed"], columns).T
-            to_image = scale * text @ mask_invalid(gathered["image_embed"], columns).T
+            to_text = scale * image @ mask_invalid(gathered[second], columns).T
+            to_image = scale * text @ mask_invalid(gathered[first], columns).T
         targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(
             ~valid, IGNORED
         )
@@ -79,10 +90,57 @@ class Contrastive(RowLoss):
             for logits in (to_text, to_image)
         )
         metric_sums = {
-            "loss_image_to_text": image_to_text.detach(),
-            "loss_text_to_image": text_to_image.detach(),
+            f"loss_{names[0]}_to_{names[1]}": image_to_text.detach(),
+            f"loss_{names[1]}_to_{names[0]}": text_to_image.detach(),
         }
         return (image_to_text + text_to_image) / 2, self.count(batch), metric_sums
+
+
+class PairContrastive(Contrastive):
+    """`Contrastive` of two modalities, either of which a row may lack (Girdhar et al. 2023,
+    ImageBind, arXiv:2305.05665, equation 1).
+
+    The embedding of a missing modality is 0. Rows that lack one of the two neither count nor serve
+    as negatives.
+    """
+
+    def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
+        """Return the rows with both modalities, bool [B].
+
+        Args:
+            outputs: The two embeddings of B rows.
+            valid: Valid rows, bool [B].
+        """
+        first, second = (outputs[name].detach().any(dim=1) for name in self.gathered_outputs)
+        return valid & first & second
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of valid rows with both modalities, an int64 scalar.
+
+        Args:
+            batch: `valid` bool [B], and for both modalities a column such as `has_audio` bool [B].
+        """
+        names = [name.removesuffix("_embed") for name in self.gathered_outputs]
+        first, second = (batch[f"has_{name}"] for name in names)
+        return (batch["valid"] & first & second).sum()
+
+
+class AudioText(PairContrastive):
+    """`PairContrastive` of audio and texts."""
+
+    gathered_outputs = ("audio_embed", "text_embed")
+
+
+class VideoText(PairContrastive):
+    """`PairContrastive` of videos and texts."""
+
+    gathered_outputs = ("video_embed", "text_embed")
+
+
+class AudioVideo(PairContrastive):
+    """`PairContrastive` of audio and videos."""
+
+    gathered_outputs = ("audio_embed", "video_embed")
 
 
 class Sigmoid(RowLoss):

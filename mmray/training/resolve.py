@@ -170,7 +170,7 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
         )
     sets = [*train_sets, *eval_sets.values()]
     _check_media_kinds(config, sets, reporter)
-    if not config.model.generates_text:
+    if not config.model.generates_text and "audio" not in config.model.media_kinds:
         _check_one_image_a_row(config, sets, reporter)
     check_eval_sets(config, eval_sets)
     return _Sets(mixture, train_sets, eval_sets)
@@ -271,11 +271,17 @@ def with_sample_weights(config: Config) -> Config:
 def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
     """Log the rows of each set that have audio or video, if the model does not take them.
 
-    Raises DataError if they are more than the run may quarantine.
+    Raises DataError if they are more than the run may quarantine, or if a model of audio and video
+    gets a set without both.
     """
     taken = set(config.model.media_kinds)
     for prepared in sets:
         rows_by_kinds = prepared.rows_by_media_kinds
+        if "audio" in taken and not rows_by_kinds:
+            raise DataError(
+                f"{prepared.folder} has no audio and no video, which model.kind "
+                f"{config.model.kind} compares; train another kind, such as two_tower"
+            )
         others = {
             kinds: rows
             for kinds, rows in rows_by_kinds.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, SAMPLE_VLM
 from mmray.config.data import Mixture
-from mmray.config.model import Lora, Vlm, model_section
+from mmray.config.model import Lora, Towers, Vlm, model_section
 from mmray.config.recipes import RECIPES
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
@@ -261,6 +261,8 @@ def objective_reasons(config: Config) -> list[str]:
                 "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
                 "for example -10"
             )
+    if isinstance(model, Towers):
+        reasons += _towers_reasons(model, terms)
     if (
         "contrastive" not in model.objectives
         or config.optimizer.freeze
@@ -285,6 +287,25 @@ def objective_reasons(config: Config) -> list[str]:
             f"objective.kind: `{config.objective.kind}` does not train the embeddings of images "
             "and texts; add "
             "`+ contrastive`"
+        )
+    return reasons
+
+
+def _towers_reasons(model: Towers, terms: dict[str, float]) -> list[str]:
+    """Return why objectives over pairs of modalities cannot train the branches of a model."""
+    pairs = {term: set(term.split("_")) for term in terms if term in model.objectives}
+    reasons = [
+        f"objective {term} needs {' and '.join(sorted(pair))}, and the model has "
+        f"{', '.join(model.branches)} (model.inputs.frames, audio_rate); leave it out"
+        for term, pair in pairs.items()
+        if not pair.issubset(model.branches)
+    ]
+    untrained = set(model.branches).difference(*pairs.values())
+    if len(pairs) == len(terms) and untrained and not reasons:
+        reasons.append(
+            f"objective.kind: no objective trains the branch {', '.join(sorted(untrained))}; add "
+            "one of its pairs, for example `+ audio_video`, or switch it off with "
+            "model.inputs.frames 0 or model.inputs.audio_rate 0"
         )
     return reasons
 

@@ -189,6 +189,12 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
         for checkpointing in (False, True)
         if not checkpointing or (kind, way) in (("fusion", "ddp"), ("clip", "fsdp"))
     },
+    **{
+        f"towers, rows without audio on one rank, {way}": variant(
+            partial(recipe_models.train_kind, "towers", parallel="single"), parallel=way
+        )
+        for way in ("ddp", "fsdp")
+    },
     "sharded, checkpointed and bucketed": variant(
         STREAM, micro=2, group_by_length=True, parallel="fsdp", activation_checkpointing=("text",)
     ),

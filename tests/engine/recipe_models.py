@@ -40,8 +40,38 @@ OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
             inputs=INPUTS, image=RESNET, text=TOWERS["text"], embed_dim=8, batch_norm="frozen"
         ),
         "contrastive",
-    )
+    ),
+    "towers": (
+        config.Towers(
+            inputs=config.ClipInputs(
+                image_side=16, max_tokens=6, clip_s=0.3, frames=3, audio_rate=8000
+            ),
+            **TOWERS,
+            audio=config.AudioTower(width=16, depth=1, heads=2),
+            video=config.FrameTransformer(depth=1, heads=2),
+            embed_dim=8,
+        ),
+        "audio_text + video_text + 0.5 * audio_video",
+    ),
 }
+
+
+def without_modalities(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of `towers`, some of which lack a modality; the last four have no audio."""
+    if "has_text" not in batch:
+        return batch
+    missing = {
+        "has_text": ([2, 6], None),
+        "has_audio": ([1, 4, 5, 6, 7], "num_samples"),
+        "has_video": ([0, 5], "num_frames"),
+    }
+    batch["num_samples"][3] = 700  # a shorter clip
+    batch["num_frames"][3] = 1
+    for name, (rows, count) in missing.items():
+        batch[name][rows] = False
+        if count is not None:
+            batch[count][rows] = 0
+    return batch
 
 
 def train_kind(
@@ -51,8 +81,9 @@ def train_kind(
     steps: int = STEPS,
     checkpointing: bool = False,
     backend: Any = None,
+    micro: int = 3,
 ) -> torch.Tensor:
-    """All weights after some steps in micro-batches of 3 rows; the last row is padding.
+    """All weights after some steps in micro-batches of `micro` rows; the last row is padding.
 
     A sharded model has its weights on rank 0 only, as in a worker.
     `checkpointing`: of activations. `backend`: of torch.compile, for the blocks.
@@ -68,13 +99,13 @@ def train_kind(
     state = toy.train_state(model, group, toy.objective(objective), parallel=parallel)
     share = ROWS // group.world_size
     for step in range(steps):
-        batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)
+        batch = without_modalities(synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step))
         batch["valid"][-1] = False
         own_rows = {
             name: column[group.rank * share : (group.rank + 1) * share]
             for name, column in batch.items()
         }
-        optimizer_step(state, make_local_batch(toy.cut(own_rows, 3)), lambda index: index)
+        optimizer_step(state, make_local_batch(toy.cut(own_rows, micro)), lambda index: index)
     return toy.flat(model)
 
 

@@ -19,10 +19,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmray.builtin import SAMPLE_VLM
+from mmray.builtin import SAMPLE_AV, SAMPLE_VLM
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, preview, sample
 from mmray.data.prepare.pack import (
     PrepareJob,
@@ -107,7 +108,8 @@ def ensure_prepared(
     finds it.
 
     Args:
-        source: Address of a prepared set or of a raw source, `sample`, or `sample-vlm`.
+        source: Address of a prepared set or of a raw source, `sample`, `sample-vlm`
+            or `sample-av`.
         cache: Folder for sets that are prepared here (`data.cache`).
         settings: The `prepare` section.
         log: Called with a message and its heading, such as `prepared`.
@@ -118,7 +120,7 @@ def ensure_prepared(
         UsageError: The settings do not fit the source or the cache.
         ResourceError: A failure that may be temporary.
     """
-    if source in ("sample", SAMPLE_VLM):
+    if source in ("sample", SAMPLE_VLM, SAMPLE_AV):
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
                 f"the {source} set needs a local disk, and data.cache is {cache}: set data.cache "
@@ -126,6 +128,8 @@ def ensure_prepared(
             )
         if source == SAMPLE_VLM:
             source = str(generate_conversations(Path(cache) / "sample-vlm-source"))
+        elif source == SAMPLE_AV:
+            source = str(generate_clips(Path(cache) / "sample-av-source"))
         else:
             source = str(sample.generate(Path(cache) / "sample-source"))
     path = to_path(source)

@@ -160,6 +160,17 @@ class Row:
         """
         return all(media.checksum_ok for media in self.media)
 
+    def with_text(self, number: int) -> Row:
+        """Return this row with one of its texts and the span of it; without texts the row itself.
+
+        Args:
+            number: Index of the text.
+        """
+        if not self.texts:
+            return self
+        spans = None if self.spans is None else [self.spans[number]]
+        return replace(self, texts=[self.texts[number]], spans=spans)
+
     @property
     def image(self) -> bytes:
         """Encoded bytes of the only image, for models that take one image per row.

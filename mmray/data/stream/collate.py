@@ -67,10 +67,10 @@ def iter_micro_batches(
         if group_by_length and rank_rows > micro_batch_size:
             rows = _sort_by_length(rows, memory)
         # One tensor for the step: micro-batches are adjacent views, which one copy moves to a GPU.
-        image = torch.from_numpy(rows["image"])
+        pixels = {"image": torch.from_numpy(rows["image"])} if "image" in rows else {}
         yield [
             _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens, extra)
-            | {"image": image[first : first + micro_batch_size]}
+            | {name: column[first : first + micro_batch_size] for name, column in pixels.items()}
             for first in range(0, rank_rows, micro_batch_size)
         ]
 
@@ -130,8 +130,9 @@ def _iter_step_rows(
                 "blocks were cut or assigned to another rank"
             )
         if num_rows == rank_rows:
-            shape = (rank_rows, *block["image"].shape[1:])
-            yield join_blocks(parts, None if memory is None else memory.get("joined", shape))
+            shape = (rank_rows, *block["image"].shape[1:]) if "image" in block else None
+            reused = None if memory is None or shape is None else memory.get("joined", shape)
+            yield join_blocks(parts, reused)
             parts = []
             num_rows = 0
 
@@ -139,9 +140,11 @@ def _iter_step_rows(
 def _sort_by_length(rows: NumpyBatch, memory: PixelMemory | None) -> NumpyBatch:
     """Return the rows, longest caption first."""
     order = np.argsort(-rows["num_tokens"], kind="stable")
+    sorted_rows = {name: column[order] for name, column in rows.items() if name != "image"}
+    if "image" not in rows:
+        return sorted_rows
     image = rows["image"]
     out = None if memory is None else memory.get("sorted", image.shape)
-    sorted_rows = {name: column[order] for name, column in rows.items() if name != "image"}
     return sorted_rows | {"image": np.take(image, order, axis=0, out=out, mode="clip")}
 
 

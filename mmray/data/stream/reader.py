@@ -17,7 +17,8 @@ from mmray.data.columns import extra_columns
 from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.images.transform import NUM_UNIFORMS, transform
+from mmray.data.images.transform import transform
+from mmray.data.media.clips import NUM_CLIP_UNIFORMS, ClipColumns
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
@@ -149,7 +150,7 @@ class SetReader:
 
 
 class RowReader(SetReader):
-    """Reads rows of a prepared set as inputs of a model that takes one image a row.
+    """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
 
     Args:
         prepared: The set or mixture.
@@ -175,6 +176,8 @@ class RowReader(SetReader):
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         self.extra_columns = extra_columns(self.inputs, self.augment)
+        # Frames and samples instead of one image.
+        self.takes_clips = any(isinstance(extra, ClipColumns) for extra in self.extra_columns)
         # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
         self.image_cache: dict[int, DecodedImage] | None = (
             {} if fits and self.augment is None else None
@@ -184,12 +187,14 @@ class RowReader(SetReader):
     @property
     def row_bytes(self) -> int:
         """Approximate bytes of a row after decoding: its pixels and token ids."""
-        return 3 * self.inputs.image_side**2 + 4 * self.inputs.max_tokens
+        columns = [column for extra in self.extra_columns for column in extra.empty(1).values()]
+        num_bytes = sum(column.nbytes for column in columns) + 4 * self.inputs.max_tokens
+        return num_bytes + (0 if self.pixel_shape is None else 3 * self.inputs.image_side**2)
 
     @property
-    def pixel_shape(self) -> tuple[int, int, int]:
-        """Shape of the pixels of a row: (3, S, S)."""
-        return (3, self.inputs.image_side, self.inputs.image_side)
+    def pixel_shape(self) -> tuple[int, ...] | None:
+        """Shape of the pixels of a row: (3, S, S); None for clips."""
+        return None if self.takes_clips else (3, self.inputs.image_side, self.inputs.image_side)
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
@@ -207,19 +212,24 @@ class RowReader(SetReader):
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
-            - `image` uint8 [R, 3, S, S], for the image side S of the model.
+            - `image` uint8 [R, 3, S, S], for the image side S of the model; not for clips.
             - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
             - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
             - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Further columns that the model's inputs ask for, such as `boxes`.
+            - Further columns that the model's inputs ask for, such as `boxes`, or `video` and
+              `audio`.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
-            hash_uniform(plan.seed, pass_index, row_hash, NUM_UNIFORMS)
-            if self.augment
+            hash_uniform(plan.seed, pass_index, row_hash, NUM_CLIP_UNIFORMS)
+            if self.augment or self.takes_clips
             else [None] * len(rows)
         )
-        if pixels is None:
+        texts = [(self.encoder.format_texts(row) if row else []) or [""] for row in rows]
+        chosen = hash_choice(
+            plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64)
+        ).tolist()
+        if pixels is None and self.pixel_shape is not None:
             pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
         valid = np.zeros(len(rows), bool)
         columns: Block = {}
@@ -228,22 +238,23 @@ class RowReader(SetReader):
         for index, row in enumerate(rows):
             if row is not None and row.checksum_ok:
                 with suppress(BadImage):
-                    image = self.decode_row(int(row_ids[index]), row, uniforms[index])
-                    pixels[index] = image.pixels
-                    valid[index] = True
+                    image_size = (0, 0)
+                    if pixels is not None:
+                        image = self.decode_row(int(row_ids[index]), row, uniforms[index])
+                        pixels[index] = image.pixels
+                        image_size = image.image_size
+                    row_of_text = row.with_text(chosen[index]) if self.takes_clips else row
                     for extra in self.extra_columns:
-                        extra.set_row(columns, index, row, image.image_size, uniforms[index])
-        pixels[~valid] = 0
-        texts = [self.encoder.format_texts(row) if row else [""] for row in rows]
-        chosen = hash_choice(
-            plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64)
-        )
+                        extra.set_row(columns, index, row_of_text, image_size, uniforms[index])
+                    valid[index] = True
+        if pixels is not None:
+            pixels[~valid] = 0
+            columns["image"] = pixels
         input_ids, num_tokens = self.encoder.encode(
-            [choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)]
+            [choices[n] for choices, n in zip(texts, chosen, strict=True)]
         )
         return (
             {
-                "image": pixels,
                 "input_ids": input_ids,
                 "num_tokens": np.where(valid, num_tokens, 1).astype(np.int32),
             }
@@ -260,7 +271,18 @@ class RowReader(SetReader):
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.
         """
-        SubprocessDecoder().check(row.image, self.max_pixels)
+        decoder = SubprocessDecoder()
+        if not self.takes_clips:
+            decoder.check(row.image, self.max_pixels)
+            return
+        for media in row.media:
+            if media.kind == "image":
+                decoder.check(media.data, self.max_pixels)
+            else:
+                decoder.check_media(media.data, media.kind, self.max_pixels)
+        # Also what a check of the file does not find, such as two videos in a row.
+        for extra in self.extra_columns:
+            extra.set_row(extra.empty(1), 0, row.with_text(0), (0, 0), None)
 
     def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
         """Return the model input of the image of a row.

@@ -45,7 +45,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         device: Where the model computes, such as `cuda`.
 
     Returns:
-        An Embedder; Conversations for a vision-language model.
+        An Embedder; a ClipEmbedder of audio and video for the kind `towers`; Conversations for a
+        vision-language model.
 
     Raises:
         UsageError: The folder has no export.
@@ -71,7 +72,12 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"] or {})
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
-    return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+    wrapper: Any = Embedder
+    if hasattr(spec.inputs, "clip_s"):
+        from mmray.models.export.clips import ClipEmbedder
+
+        wrapper = ClipEmbedder
+    return wrapper(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
 class Embedder:

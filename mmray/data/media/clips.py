@@ -1,0 +1,235 @@
+"""Clips: the frames and samples of a row's medium inside the span of a text.
+
+A clip is a pure function of the row, the chosen text and random numbers, which the stream derives
+from (seed, pass over the set, key).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mmray.data.images.decode import MAX_PIXELS, decode
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.images.transform import NUM_UNIFORMS, transform
+from mmray.data.media.decode import BadMedia, read_audio, read_frames, read_header
+
+if TYPE_CHECKING:
+    from mmray.config import Augment
+    from mmray.config.model import ClipInputs
+    from mmray.data.store.prepared_set import Media, Row
+
+# Random numbers of a clip: those of the augmentation of its frames, the place of the window in the
+# span, and the place of the frames in the window.
+NUM_CLIP_UNIFORMS = NUM_UNIFORMS + 2
+MIN_SAMPLES = 1600  # width of `audio` in a batch without audio
+
+
+class Window(NamedTuple):
+    """Start and end of a clip in seconds."""
+
+    start_s: float
+    end_s: float
+
+
+def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> Window:
+    """Return the part of a span that a clip shows.
+
+    Args:
+        span: Start and end of the text in seconds.
+        clip_s: Longest clip in seconds.
+        uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
+    """
+    start, end = span
+    excess = end - start - clip_s
+    if excess > 0:
+        start += uniform * excess
+        end = start + clip_s
+    return Window(start, end)
+
+
+def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) -> list[float]:
+    """Return the times of the frames of a clip, all inside its window.
+
+    Args:
+        window: Start and end of the clip.
+        frames: Number of frames; with `frame_rate` the most.
+        frame_rate: Frames per second; 0: `frames` at equal distances over the window.
+        uniform: Random number in [0, 1): place of each time in its interval.
+
+    Returns:
+        At least one time in seconds, ascending.
+    """
+    length = window.end_s - window.start_s
+    if not frame_rate:
+        return [window.start_s + (index + uniform) * length / frames for index in range(frames)]
+    times = [window.start_s + (index + uniform) / frame_rate for index in range(frames)]
+    # A clip that is shorter than one interval has one frame.
+    return [time for time in times if time < window.end_s] or [window.start_s + uniform * length]
+
+
+class ClipColumns:
+    """Frames and samples of the clip of a row (data/columns.py).
+
+    A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N],
+    `num_samples` int32 [R] and `has_text` bool [R]. A row without video or audio has the number 0.
+    Columns of a modality that the model does not take are missing.
+
+    Args:
+        inputs: The `model.inputs` section: F is its `frames`, N the samples of its `clip_s`.
+        augment: Augmentation of the frames, which is equal for all frames of a clip; None for none.
+    """
+
+    def __init__(self, inputs: ClipInputs, augment: Augment | None = None) -> None:
+        self.inputs = inputs
+        self.augment = augment
+        # A child process that first decodes each medium, after a worker crashed.
+        self.subprocess_decoder: SubprocessDecoder | None = None
+
+    def empty(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Return the columns of rows without video, audio and text.
+
+        Args:
+            num_rows: Number of rows, R.
+        """
+        columns = {"has_text": np.zeros(num_rows, bool)}
+        side = self.inputs.image_side
+        if frames := self.inputs.frames:
+            columns["video"] = np.zeros((num_rows, frames, 3, side, side), np.uint8)
+            columns["num_frames"] = np.zeros(num_rows, np.int32)
+        if self.inputs.audio_rate:
+            samples = round(self.inputs.clip_s * self.inputs.audio_rate)
+            columns["audio"] = np.zeros((num_rows, samples), np.int16)
+            columns["num_samples"] = np.zeros(num_rows, np.int32)
+        return columns
+
+    def set_row(
+        self,
+        columns: dict[str, np.ndarray],
+        index: int,
+        row: Row,
+        image_size: tuple[int, int],
+        uniforms: np.ndarray | None,
+    ) -> None:
+        """Decode the clip of one row into the columns of several rows (a block).
+
+        Args:
+            columns: Those of `empty`; changed in place at `index`.
+            index: Index of the row in the block.
+            row: The stored row with at most one text, and its span.
+            image_size: Not used.
+            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS] in [0, 1); None: the middle of the
+                span, and no augmentation.
+
+        Raises:
+            BadImage: The row has several media of a kind, or one cannot be decoded.
+        """
+        by_kind: dict[str, Media] = {}
+        for media in row.media:
+            if media.kind in by_kind:
+                raise BadMedia(f"{media.kind}-count", f"the row has several media: {media.kind}")
+            by_kind[media.kind] = media
+            if self.subprocess_decoder is not None and media.kind != "image":
+                self.subprocess_decoder.check_media(media.data, media.kind, MAX_PIXELS)
+        place, phase = (0.5, 0.5) if uniforms is None else uniforms[NUM_UNIFORMS:].tolist()
+        window = self._window(row, by_kind, place)
+        frames = self._frames(by_kind, window, phase, uniforms)
+        samples = self._samples(by_kind, window)
+        if frames is not None:
+            columns["video"][index, : len(frames)] = frames
+            columns["num_frames"][index] = len(frames)
+        if samples is not None:
+            columns["audio"][index, : len(samples)] = samples
+            columns["num_samples"][index] = len(samples)
+        columns["has_text"][index] = bool(row.texts)
+
+    def _window(self, row: Row, by_kind: dict[str, Media], place: float) -> Window:
+        timed = by_kind.get("video") or by_kind.get("audio")
+        if timed is None:
+            return Window(0, 0)
+        span = row.spans[0] if row.spans else None
+        if span is None:
+            info = read_header(timed.data, timed.kind)
+            # A complete check measured the duration.
+            duration = timed.duration or info.duration_s
+            span = [info.start_s, info.start_s + duration]
+        return choose_window((span[0], span[1]), self.inputs.clip_s, place)
+
+    def _frames(
+        self,
+        by_kind: dict[str, Media],
+        window: Window,
+        phase: float,
+        uniforms: np.ndarray | None,
+    ) -> list[np.ndarray] | None:
+        """Return the transformed frames uint8 [3, S, S]; an image is a video of one frame."""
+        inputs = self.inputs
+        video = by_kind.get("video")
+        image = by_kind.get("image")
+        if not inputs.frames or not (video or image):
+            return None
+        if video is not None:
+            times = frame_times(window, inputs.frames, inputs.frame_rate, phase)
+            pixels, _ = read_frames(video.data, times)
+        else:
+            assert image is not None
+            pixels = decode(image.data)[None]
+        crop = None if uniforms is None else uniforms[:NUM_UNIFORMS]
+        return [transform(frame, inputs, self.augment, crop) for frame in pixels]
+
+    def _samples(self, by_kind: dict[str, Media], window: Window) -> np.ndarray | None:
+        """Return the samples of the audio, otherwise of the sound of the video."""
+        audio = by_kind.get("audio")
+        if audio is None and "video" in by_kind and by_kind["video"].channels != 0:
+            audio = by_kind["video"]
+        if not self.inputs.audio_rate or audio is None:
+            return None
+        rate = self.inputs.audio_rate
+        try:
+            samples = read_audio(audio.data, *window, rate)
+        except BadMedia as bad:
+            # Without a check at prepare it is not known whether a video has sound.
+            if bad.reason == "no-audio" and audio.kind == "video":
+                return None
+            raise
+        return samples[: round(self.inputs.clip_s * rate)]
+
+    def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the columns of a batch, trimmed to the longest clip.
+
+        Args:
+            rows: Columns of a block for the rows of the batch.
+
+        Returns:
+            `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] and
+            `num_samples` int64 [B]; `has_video`, `has_audio` and `has_text` bool [B].
+        """
+        batch = {"has_text": rows["has_text"]}
+        for name, count, present, least in (
+            ("video", "num_frames", "has_video", 1),
+            ("audio", "num_samples", "has_audio", MIN_SAMPLES),
+        ):
+            if name in rows:
+                longest = max(least, int(rows[count].max()))
+                batch[name] = np.ascontiguousarray(rows[name][:, :longest])
+                batch[count] = rows[count].astype(np.int64)
+                batch[present] = rows[count] > 0
+        return batch
+
+    def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Return columns of random clips of the maximum length, for runs without data.
+
+        Args:
+            num_rows: Number of rows.
+        """
+        columns = self.empty(num_rows)
+        draw = np.random.default_rng(0)
+        columns["has_text"][:] = True
+        if "video" in columns:
+            columns["video"] = draw.integers(0, 256, columns["video"].shape, np.uint8)
+            columns["num_frames"][:] = columns["video"].shape[1]
+        if "audio" in columns:
+            columns["audio"] = draw.integers(-9999, 9999, columns["audio"].shape, np.int16)
+            columns["num_samples"][:] = columns["audio"].shape[1]
+        return columns

@@ -1,0 +1,204 @@
+"""The sample set of clips: moving shapes with tones, and captions with spans, all generated.
+
+A recording has two scenes, one after the other, each with its caption and span, so a clip outside
+its span has another caption. Shape, color, movement and background of a scene are the number of its
+beeps, their pitch, its change, and their timbre.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from mmray.data.media.decode import EXTRA_HINT, is_available
+from mmray.data.prepare.sample import COLORS, draw_shape, tinted
+from mmray.errors import UsageError
+
+VERSION = "v1"  # change it if the files change; it is a folder name
+NUM_TRAIN = 480  # recordings
+NUM_TEST = 100
+SIDE = 48
+FRAME_RATE = 10
+SAMPLE_RATE = 16_000
+DURATION_S = 3.2
+SHAPES = ("circle", "square", "triangle", "cross")
+MOVEMENTS = ("up", "down", "left", "right", "still")
+BACKGROUNDS = {"white": (245, 245, 245), "black": (12, 12, 12)}
+LOWEST_HZ = 300
+
+
+class Scene(NamedTuple):
+    """A shape and its sound.
+
+    Attributes:
+        shape: One of SHAPES; the number of beeps.
+        color: One of COLORS; the pitch.
+        movement: One of MOVEMENTS; the change of the pitch or the volume.
+        background: One of BACKGROUNDS; a pure or a harsh tone.
+        start_s: Start in the recording in seconds.
+        end_s: End in seconds.
+    """
+
+    shape: str
+    color: str
+    movement: str
+    background: str
+    start_s: float
+    end_s: float
+
+    def caption(self) -> str:
+        """Return a sentence with all properties."""
+        moves = "rests" if self.movement == "still" else f"moves {self.movement}"
+        return f"a {self.color} {self.shape} {moves} on {self.background}"
+
+
+def generate_clips(out: Path) -> Path:
+    """Return the JSONL file of the sample clips, which are generated if they do not exist.
+
+    Args:
+        out: Folder in which the set gets a folder named by its version, such as `v1`.
+
+    Returns:
+        Path of sample-av.jsonl, whose rows have `id`, `video`, `texts` with spans, and `split`.
+
+    Raises:
+        UsageError: `out` is not writable, or the extra `media` is not installed.
+    """
+    if not is_available():
+        raise UsageError(f"sample-av: {EXTRA_HINT}")
+    file = out / VERSION / "sample-av.jsonl"
+    try:
+        if not file.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out, prefix=".writing-") as temporary:
+                folder = Path(temporary) / "files"
+                _write_clips(folder)
+                folder.rename(file.parent)
+    except OSError as error:
+        if not file.exists():  # otherwise another process has written the same files meanwhile
+            raise UsageError(
+                f"cannot write sample-av into {out}: {error.strerror or error}. Set data.cache to "
+                "a writable folder"
+            ) from None
+    return file
+
+
+def _write_clips(folder: Path) -> None:
+    (folder / "videos").mkdir(parents=True)
+    every = list(product(SHAPES, COLORS, MOVEMENTS, BACKGROUNDS))
+    lines = []
+    for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+        draw = random.Random(f"clips of {split}")
+        # Each kind of scene once, then again: the held-out clips have different captions.
+        kinds: list[tuple[str, ...]] = []
+        for number in range(count):
+            if len(kinds) < 2:
+                kinds = draw.sample(every, len(every))
+            first = draw.uniform(0.05, 0.4)
+            second = draw.uniform(1.65, 2.0)
+            scenes = [
+                _scene(kinds.pop(), start, start + draw.uniform(1.0, 1.2))
+                for start in (first, second)
+            ]
+            name = f"videos/{split}-{number:04d}.mp4"
+            _write_video(folder / name, scenes, draw)
+            texts = [
+                {
+                    "text": each.caption(),
+                    "t0_s": round(each.start_s, 3),
+                    "t1_s": round(each.end_s, 3),
+                }
+                for each in scenes
+            ]
+            row = {"id": name, "video": name, "texts": texts, "split": split}
+            lines.append(json.dumps(row) + "\n")
+    (folder / "sample-av.jsonl").write_text("".join(lines))
+
+
+def _scene(kind: tuple[str, ...], start_s: float, end_s: float) -> Scene:
+    shape, color, movement, background = kind
+    return Scene(shape, color, movement, background, start_s, end_s)
+
+
+def _write_video(file: Path, scenes: list[Scene], draw: random.Random) -> None:
+    import av
+
+    samples = np.zeros(round(DURATION_S * SAMPLE_RATE))
+    for scene in scenes:
+        sound = _sound(scene, draw)
+        at = round(scene.start_s * SAMPLE_RATE)
+        samples[at : at + len(sound)] = sound[: len(samples) - at]
+    samples += np.random.default_rng(draw.randrange(2**32)).normal(0, 0.003, len(samples))
+    jitters = [(draw.uniform(-0.06, 0.06), draw.uniform(-0.06, 0.06)) for _ in scenes]
+    colors = [tinted(COLORS[scene.color], draw) for scene in scenes]
+    with av.open(str(file), "w") as container:
+        video: Any = container.add_stream("libx264", rate=FRAME_RATE)
+        video.width = video.height = SIDE
+        video.pix_fmt = "yuv420p"
+        video.options = {"preset": "ultrafast", "crf": "20"}
+        audio: Any = container.add_stream("aac", rate=SAMPLE_RATE, layout="mono")
+        for index in range(round(DURATION_S * FRAME_RATE)):
+            time = index / FRAME_RATE
+            image = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))
+            for scene, jitter, color in zip(scenes, jitters, colors, strict=True):
+                if scene.start_s <= time < scene.end_s:
+                    _draw_frame(image, scene, time, jitter, color)
+            container.mux(video.encode(av.VideoFrame.from_image(image)))
+        container.mux(video.encode(None))
+        pcm = (samples.clip(-1, 1) * 32767).astype(np.int16)[None]
+        frame = av.AudioFrame.from_ndarray(pcm, format="s16", layout="mono")
+        frame.sample_rate = SAMPLE_RATE
+        frame.pts = 0
+        frame.time_base = Fraction(1, SAMPLE_RATE)
+        resampler = av.AudioResampler(audio.format, "mono", SAMPLE_RATE, audio.frame_size)
+        for each in (*resampler.resample(frame), *resampler.resample(None)):
+            container.mux(audio.encode(each))
+        container.mux(audio.encode(None))
+
+
+def _draw_frame(
+    image: Image.Image,
+    scene: Scene,
+    time: float,
+    jitter: tuple[float, float],
+    color: tuple[int, ...],
+) -> None:
+    pen = ImageDraw.Draw(image)
+    pen.rectangle((0, 0, SIDE, SIDE), fill=BACKGROUNDS[scene.background])
+    progress = (time - scene.start_s) / (scene.end_s - scene.start_s) - 0.5
+    steps = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0), "still": (0, 0)}
+    step = steps[scene.movement]
+    center = tuple(
+        SIDE * (0.5 + offset + 0.5 * progress * direction)
+        for offset, direction in zip(jitter, step, strict=True)
+    )
+    draw_shape(pen, scene.shape, center, SIDE * 0.2, color, 0.0)  # type: ignore[arg-type]
+
+
+def _sound(scene: Scene, draw: random.Random) -> np.ndarray:
+    """Return the samples of a scene, float64 in -1..1."""
+    length = round((scene.end_s - scene.start_s) * SAMPLE_RATE)
+    progress = np.arange(length) / length
+    pitch = LOWEST_HZ * 2 ** (0.5 * tuple(COLORS).index(scene.color) + draw.uniform(-0.05, 0.05))
+    change = {
+        "up": 1 + 0.35 * (progress - 0.5),
+        "down": 1 - 0.35 * (progress - 0.5),
+        "left": 1 + 0.12 * np.sin(2 * np.pi * 5 * progress),
+    }
+    frequency = pitch * change.get(scene.movement, np.ones(length))
+    tone = np.sin(2 * np.pi * np.cumsum(frequency) / SAMPLE_RATE)
+    if scene.background == "white":
+        tone = np.tanh(6 * tone)  # odd harmonics
+    if scene.movement == "right":
+        tone *= 0.6 + 0.4 * np.sin(2 * np.pi * 16 * progress)
+    beeps = SHAPES.index(scene.shape) + 1
+    is_on = (progress * beeps) % 1 < 0.75
+    return draw.uniform(0.2, 0.4) * tone * is_on

@@ -1,0 +1,179 @@
+"""Retrieval between texts, audio and video: every direction that a model embeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmray.data.images.decode import BadImage
+from mmray.data.store.prepared_set import ROW_ERRORS, Row, hash_key, read_each
+from mmray.data.stream.collate import Batch, extra_tensors, token_columns
+from mmray.errors import DataError
+from mmray.evaluation import retrieval
+from mmray.evaluation.batches import EvalDataset
+from mmray.evaluation.embeddings import eval_mode
+from mmray.evaluation.evaluator import compute_ranks_in_parallel
+from mmray.evaluation.retrieval import first_index
+from mmray.models.synthetic import synthetic_batch
+
+Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
+
+
+class ClipEvaluator(EvalDataset):
+    """Computes retrieval metrics of a model of kind `towers` on held-out clips.
+
+    A clip is a row with one of its texts: the middle of the text's span, if it is longer than
+    `model.inputs.clip_s`. Its arguments are those of EvalDataset.
+    """
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: nn.Module,
+        group: Group,
+        objective: Any,
+        global_rows: int,
+        save_examples: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, float]:
+        """Return the metrics of the model on the held-out clips.
+
+        A collective call of all ranks, each of which reads its part of the rows.
+
+        Args:
+            model: The unwrapped model, whose outputs are embeddings such as `audio_embed`.
+            group: The ranks.
+            objective: Not used.
+            global_rows: Not used.
+            save_examples: Not used.
+
+        Returns:
+            Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
+            for each direction such as `audio_to_text`, `recall_at_1/mean`, `rows` (number of
+            clips) and `bad_rows`. A clip that lacks a modality is left out of its directions. A
+            clip with an identical text counts as correct where a text is searched, or searches.
+
+        Raises:
+            DataError: No clip is readable, or no two modalities have a clip in common.
+        """
+        skipped: list[str] = []
+        with eval_mode(model):
+            # A rank without rows needs the names and the widths, too.
+            outputs = model(synthetic_batch(self.inputs, 1, 2, group.device))
+            modalities = [
+                name.removesuffix("_embed") for name in outputs if name.endswith("_embed")
+            ]
+            parts = {name: [outputs[f"{name}_embed"][:0].float().cpu()] for name in modalities}
+            hashes = [torch.zeros(0, dtype=torch.int64)]
+            for batch in self._batches(group, skipped):
+                on_device = {name: column.to(group.device) for name, column in batch.items()}
+                outputs = model(on_device)
+                for name in modalities:
+                    parts[name].append(outputs[f"{name}_embed"].float().cpu())
+                hashes.append(batch["text_hash"])
+                embeds = {name: gather_rows(torch.cat(part), group) for name, part in parts.items()}
+        text_hash = gather_rows(torch.cat(hashes), group)
+        bad_rows = int(gather_rows(torch.tensor([len(skipped)]), group).sum())
+        if not len(text_hash):
+            raise DataError(
+                f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}"
+            )
+        metrics: dict[str, float] = {}
+        for query, gallery in permutations(modalities, 2):
+            ranks = _ranks(embeds[query], embeds[gallery], text_hash, group, query, gallery)
+            if len(ranks):
+                metrics |= retrieval.retrieval_metrics(ranks, f"{query}_to_{gallery}")
+        recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
+        if not recalls:
+            raise DataError(
+                f"no clip of {self.prepared.folder} has two of {', '.join(modalities)}, which are "
+                "to be compared"
+            )
+        return metrics | {
+            "recall_at_1/mean": sum(recalls) / len(recalls),
+            "rows": float(len(text_hash)),
+            "bad_rows": float(bad_rows),
+        }
+
+    def _batches(self, group: Group, skipped: list[str]) -> Iterator[Batch]:
+        """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
+        settings = self.settings
+        limit = min(self.prepared.num_rows, settings.limit or self.prepared.num_rows)
+        numbers = np.array_split(np.arange(limit), group.world_size)[group.rank]
+        for first in range(0, len(numbers), settings.batch):
+            part = numbers[first : first + settings.batch]
+            rows = read_each(self.prepared, part)
+            clips: list[tuple[Row, dict[str, np.ndarray]]] = []
+            for number, row in zip(part.tolist(), rows, strict=True):
+                try:
+                    if isinstance(row, Exception):
+                        raise row
+                    clips += self._clips_of(row)
+                except ROW_ERRORS as error:
+                    skipped.append(f"row {number}: {error}")
+            for at in range(0, len(clips), settings.batch):
+                yield self._collate(clips[at : at + settings.batch])
+            self.on_rows(len(part))
+
+    def _clips_of(self, row: Row) -> list[tuple[Row, dict[str, np.ndarray]]]:
+        """Return the columns of each clip of a row. Raises BadImage."""
+        if not row.checksum_ok:
+            raise BadImage("checksum", f"{row.key}: its bytes differ from those that were prepared")
+        clips = []
+        for number in range(max(1, len(row.texts))):
+            clip = row.with_text(number)
+            columns: dict[str, np.ndarray] = {}
+            for extra in self.reader.extra_columns:
+                columns |= extra.empty(1)
+                extra.set_row(columns, 0, clip, (0, 0), None)
+            clips.append((clip, columns))
+        return clips
+
+    def _collate(self, clips: list[tuple[Row, dict[str, np.ndarray]]]) -> Batch:
+        columns = {name: np.concatenate([each[name] for _, each in clips]) for name in clips[0][1]}
+        texts = [(self.encoder.format_texts(row) or [""])[0] for row, _ in clips]
+        input_ids, num_tokens = self.encoder.encode(texts)
+        hashes = [
+            hash_key(f"{text or row.key}") for text, (row, _) in zip(texts, clips, strict=True)
+        ]
+        return (
+            token_columns(input_ids, num_tokens)
+            | extra_tensors(columns, self.reader.extra_columns)
+            | {
+                "text_hash": torch.tensor(hashes),
+                "valid": torch.ones(len(clips), dtype=torch.bool),
+            }
+        )
+
+
+def gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """Gather rows of all ranks to the CPU, a chunk at a time."""
+    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
+    starts = range(0, max(1, longest), retrieval.CHUNK)
+    parts = (rows[start : start + retrieval.CHUNK] for start in starts)
+    chunks = [group.all_gather_variable(part).cpu() for part in parts]
+    return torch.cat(chunks)
+
+
+def _ranks(
+    queries: Tensor, gallery: Tensor, text_hash: Tensor, group: Group, query: str, answer: str
+) -> Tensor:
+    """Return the rank of the correct result of each clip that has both modalities, int64."""
+    kept = queries.any(dim=1) & gallery.any(dim=1)
+    queries = queries[kept]
+    gallery = gallery[kept]
+    index = torch.arange(len(queries))
+    if "text" not in (query, answer):
+        return compute_ranks_in_parallel(queries, gallery, torch.stack([index, index]), group)
+    # Equal texts are one item, which is correct for all their clips.
+    _, text_id = text_hash[kept].unique(return_inverse=True)
+    first = first_index(text_id)
+    if answer == "text":
+        pairs = torch.stack([index, text_id])
+        return compute_ranks_in_parallel(queries, gallery[first], pairs, group, text_id.bincount())
+    ranks = compute_ranks_in_parallel(queries[first], gallery, torch.stack([text_id, index]), group)
+    return ranks[text_id]

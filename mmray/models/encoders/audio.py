@@ -1,0 +1,143 @@
+"""Audio encoder: samples -> log-mel spectrogram -> features of each 40 ms."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.models.encoders.text import INIT_STD, TransformerLayer
+
+if TYPE_CHECKING:
+    from mmray.config.model import AudioTower
+
+NUM_MELS = 64
+WINDOW_S = 0.025
+HOP_S = 0.01
+STRIDE = 4  # hops of a token
+# Power below it is silence; samples are in -1..1.
+MIN_POWER = 1e-6
+
+
+class LogMel(nn.Module):
+    """Log-mel spectrogram of samples, about zero mean and unit variance for speech.
+
+    Filters are triangles on the mel scale of O'Shaughnessy (2595 log10(1 + f / 700)).
+
+    Args:
+        rate: Samples per second.
+    """
+
+    window: Tensor
+    filters: Tensor
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self.hop = round(HOP_S * rate)
+        size = round(WINDOW_S * rate)
+        num_bins = size // 2 + 1
+        frequencies = torch.linspace(0, rate / 2, num_bins, dtype=torch.float64)
+        top = 2595 * math.log10(1 + rate / 2 / 700)
+        mels = torch.linspace(0, top, NUM_MELS + 2, dtype=torch.float64)
+        edges = 700 * (10 ** (mels / 2595) - 1)
+        rising = (frequencies[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
+        falling = (edges[2:] - frequencies[:, None]) / (edges[2:] - edges[1:-1])
+        filters = torch.minimum(rising, falling).clamp(min=0)
+        self.register_buffer("window", torch.hann_window(size), persistent=False)
+        self.register_buffer("filters", filters.float(), persistent=False)
+
+    def forward(self, audio: Tensor) -> Tensor:
+        """Return the spectrogram [B, NUM_MELS, T] of samples int16 [B, N]; T is N // hop + 1."""
+        # Half precision has too few bits for the power of a spectrum.
+        with torch.autocast(audio.device.type, enabled=False):
+            samples = audio.to(self.window.dtype) / 32768
+            size = len(self.window)
+            spectrum = torch.stft(
+                samples,
+                size,
+                self.hop,
+                window=self.window,
+                center=True,
+                pad_mode="constant",
+                return_complex=True,
+            )
+            power = spectrum.real.square() + spectrum.imag.square()
+            mels = self.filters.T.to(power.dtype) @ power
+            return (mels.clamp(min=MIN_POWER).log10() + 2) / 2
+
+    def num_frames(self, num_samples: Tensor) -> Tensor:
+        """Return how many frames are about audio, int64 [B], for numbers of samples int64 [B]."""
+        return (num_samples + self.hop - 1) // self.hop
+
+
+class AudioTransformer(nn.Module):
+    """Two convolutions over a log-mel spectrogram, and a transformer (Whisper's layout, Radford et
+    al. 2022, arXiv:2212.04356).
+
+    Outputs do not depend on padding.
+
+    Args:
+        spec: The `model.audio` section.
+        rate: Samples per second.
+    """
+
+    def __init__(self, spec: AudioTower, rate: int) -> None:
+        super().__init__()
+        self.width = spec.width
+        self.mels = LogMel(rate)
+        self.conv1 = nn.Conv1d(NUM_MELS, spec.width, 3, stride=2, padding=1)
+        self.conv2 = nn.Conv1d(spec.width, spec.width, 3, stride=2, padding=1)
+        self.norm = nn.LayerNorm(spec.width)
+        self.dropout = nn.Dropout(spec.dropout)
+        self.layers = nn.ModuleList(
+            TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth)
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INIT_STD)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode audio.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
+
+        Returns:
+            Features of each 40 ms [B, T, width], and a mask int64 [B, T], 0 for padding.
+        """
+        mels = self.mels(audio)
+        frames = self.mels.num_frames(num_samples)
+        hidden = F.gelu(self.conv1(_masked(mels, frames)))
+        frames = (frames + 1) // 2
+        hidden = F.gelu(self.conv2(_masked(hidden, frames)))
+        frames = (frames + 1) // 2
+        hidden = hidden.transpose(1, 2)
+        hidden = self.dropout(self.norm(hidden + _sinusoids(hidden)))
+        index = torch.arange(hidden.shape[1], device=hidden.device)
+        mask = (index < frames[:, None]).long()
+        # The first position is always attended to, so a row without audio has no empty softmax.
+        attended = (mask.bool() | (index == 0))[:, None, None, :]
+        for layer in self.layers:
+            hidden = layer(hidden, attended)
+        return hidden, mask
+
+
+def _masked(hidden: Tensor, lengths: Tensor) -> Tensor:
+    """Return [B, C, T] with zeros after the length of each row, as a convolution pads its input."""
+    index = torch.arange(hidden.shape[2], device=hidden.device)
+    return hidden * (index < lengths[:, None])[:, None].to(hidden.dtype)
+
+
+def _sinusoids(hidden: Tensor) -> Tensor:
+    """Return position embeddings [T, W] for hidden states [B, T, W] (Vaswani et al. 2017)."""
+    length, width = hidden.shape[1:]
+    half = width // 2
+    exponents = torch.arange(half, device=hidden.device, dtype=hidden.dtype) / max(1, half - 1)
+    angles = torch.arange(length, device=hidden.device, dtype=hidden.dtype)[:, None]
+    angles = angles * torch.exp(-math.log(10_000) * exponents)
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, width - 2 * half))

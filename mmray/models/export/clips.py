@@ -1,0 +1,137 @@
+"""Embed audio and video with an exported model of kind `towers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmray.data.images.decode import BadImage
+from mmray.data.media.clips import ClipColumns
+from mmray.data.store.prepared_set import Media, Row
+from mmray.errors import DataError, UsageError
+from mmray.models.export.load import Embedder
+
+MediaInput = bytes | str | Path
+Spans = Sequence[tuple[float, float] | None]
+
+
+class ClipEmbedder(Embedder):
+    """Embeds texts, audio, video and images in one space; the dot product of two embeddings is
+    their similarity.
+
+    Its arguments are those of Embedder.
+    """
+
+    def embed_audio(
+        self, files: Sequence[MediaInput], spans: Spans | None = None, batch: int = 64
+    ) -> Tensor:
+        """Embed audio, or the sound of videos.
+
+        Args:
+            files: N encoded files, or their paths.
+            spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
+                span over `model.inputs.clip_s` the middle is embedded.
+            batch: Number of files in a forward.
+
+        Returns:
+            L2-normalized embeddings, float32 [N, D] on the CPU.
+
+        Raises:
+            UsageError: The model has no audio.
+            DataError: A file cannot be decoded or has no audio; the message has its index.
+        """
+        return self._embed_media("audio", files, spans, batch)
+
+    def embed_video(
+        self, files: Sequence[MediaInput], spans: Spans | None = None, batch: int = 16
+    ) -> Tensor:
+        """Embed the frames of videos.
+
+        Args:
+            files: N encoded files, or their paths.
+            spans: As of `embed_audio`.
+            batch: Number of files in a forward.
+
+        Returns:
+            L2-normalized embeddings, float32 [N, D] on the CPU.
+
+        Raises:
+            UsageError: The model has no video.
+            DataError: A file cannot be decoded or has no frames; the message has its index.
+        """
+        return self._embed_media("video", files, spans, batch)
+
+    def embed_images(self, images: Sequence[Any], batch: int = 64) -> Tensor:
+        """Embed images as videos of one frame.
+
+        Args:
+            images: N images: PIL images, encoded bytes or paths of files.
+            batch: Number of images in a forward.
+
+        Returns:
+            L2-normalized embeddings, float32 [N, D] on the CPU.
+
+        Raises:
+            UsageError: The model has no video.
+            DataError: An image is unreadable; the message has its index.
+        """
+        branch = self._branch("video")
+
+        def embed(start: int, part: Sequence[Any]) -> Tensor:
+            pixels = self._pixels(start, part)[:, None]
+            return branch(pixels, torch.ones(len(pixels), dtype=torch.long, device=self.device))
+
+        return self._in_batches(embed, batch, images)
+
+    def _branch(self, name: str) -> Any:
+        branch = getattr(self.model, name)
+        if branch is None:
+            raise UsageError(f"this model has no {name}: it was trained without")
+        return branch
+
+    def _embed_media(
+        self, kind: str, files: Sequence[MediaInput], spans: Spans | None, batch: int
+    ) -> Tensor:
+        branch = self._branch(kind)
+        count = {"audio": "num_samples", "video": "num_frames"}[kind]
+        clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
+
+        def embed(start: int, part: Sequence[MediaInput], of_part: Spans) -> Tensor:
+            columns = clips.empty(max(1, len(part)))
+            for index, (file, span) in enumerate(zip(part, of_part, strict=True)):
+                _set_clip(clips, columns, index, file, span, kind, start + index)
+                if not columns[count][index]:
+                    raise DataError(f"file {start + index}: it has no {kind}")
+            tensors = {
+                name: torch.from_numpy(each) for name, each in clips.to_batch(columns).items()
+            }
+            return branch(tensors[kind].to(self.device), tensors[count].to(self.device))
+
+        return self._in_batches(
+            embed, batch, files, [None] * len(files) if spans is None else spans
+        )
+
+
+def _set_clip(
+    clips: ClipColumns,
+    columns: dict[str, np.ndarray],
+    index: int,
+    file: MediaInput,
+    span: tuple[float, float] | None,
+    kind: str,
+    number: int,
+) -> None:
+    """Decode the clip of a file into the columns of a batch. Raises DataError with `number`."""
+    try:
+        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        row = Row("", [Media(kind, data)], ["text"], spans=[list(span) if span else None])
+        clips.set_row(columns, index, row, (0, 0), None)
+    except (OSError, BadImage) as error:
+        name = f" ({file})" if isinstance(file, str | Path) else ""
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"file {number}{name}: {reason}") from error

@@ -1,0 +1,63 @@
+"""The recipe `sample-av`, from generated clips to embeddings of the exported model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import mmray
+from mmray.config import Batch, Config, recipes
+from mmray.data.media import sample
+from mmray.errors import DataError
+
+DIRECTIONS = [
+    f"{first}_to_{second}"
+    for first in ("text", "audio", "video")
+    for second in ("text", "audio", "video")
+    if first != second
+]
+
+
+def config_in(folder) -> Config:
+    config = recipes.sample_av()
+    return config.replace(
+        data=config.data.replace(cache=str(folder / "cache")),
+        run=config.run.replace(storage=str(folder), name="run"),
+    )
+
+
+@pytest.mark.slow
+def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
+    metrics = mmray.train(config_in(tmp_path)).metrics
+    assert metrics["rows"] == 200
+    assert all(metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
+
+
+def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample, "NUM_TRAIN", 60)
+    monkeypatch.setattr(sample, "NUM_TEST", 12)
+    config = config_in(tmp_path)
+    config = config.replace(
+        batch=Batch(micro=24, global_=48), train=config.train.replace(steps=30, log_every=10)
+    )
+    run = mmray.train(config)
+    assert (run.metrics["rows"], run.metrics["bad_rows"]) == (24, 0)
+    assert {f"recall_at_1/{direction}" for direction in DIRECTIONS} <= run.metrics.keys()
+    logged = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in logged if "train/loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    model = mmray.load(mmray.export(run.path, tmp_path / "out"))
+    [source] = (tmp_path / "cache" / "sample-av-source").rglob("*.jsonl")
+    rows = [json.loads(line) for line in source.read_text().splitlines()][-6:]
+    files = [source.parent / row["video"] for row in rows]
+    spans = [(row["texts"][0]["t0_s"], row["texts"][0]["t1_s"]) for row in rows]
+    text = model.embed_texts([row["texts"][0]["text"] for row in rows])
+    for embed in (model.embed_audio, model.embed_video):
+        media = embed(files, spans)
+        assert media.shape == text.shape == (6, 64)
+        scores = media @ text.T
+        assert scores.diagonal().mean() > scores.mean() + 0.1
+        assert not (media - embed(files)).allclose(media * 0, atol=1e-3)  # spans matter
+    with pytest.raises(DataError, match="file 1"):
+        model.embed_audio([files[0].read_bytes(), b"no media"])
