@@ -32,7 +32,7 @@ class ExportCommand:
     interpolate: float = 1.0
     """Share of the trained weights; the rest is of those that the run started with (WiSE-FT)."""
     adapters: bool = False
-    """Write only the LoRA adapters and the projector of a vision-language model, for peft."""
+    """Write only the LoRA adapters and the fully trained layers, for peft."""
 
 
 @dataclass(frozen=True, kw_only=True)

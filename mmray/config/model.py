@@ -102,7 +102,7 @@ _KIND = tyro.conf.arg(
 
 
 class Lora(Section, settings_prefix="model.lora"):
-    """Low-rank adapters (LoRA); all other weights are frozen."""
+    """Low-rank adapters (LoRA); all other weights are frozen, except those of `train`."""
 
     rank: int = Field(
         0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained."
@@ -112,6 +112,11 @@ class Lora(Section, settings_prefix="model.lora"):
         ("*.q_proj", "*.v_proj"),
         min_length=1,
         description="Name patterns of the linear layers that get an adapter.",
+    )
+    train: str = Field(
+        "",
+        description="Parts that are trained fully, as `project|head`: modules of this name, or "
+        "patterns of weight names.",
     )
 
 

@@ -80,12 +80,19 @@ class Optimizer(Section, settings_prefix="optimizer"):
         "the last 20%), or your own `package.module:function` of (step, steps).",
     )
     freeze: tuple[str, ...] = Field(
-        (), description="Name patterns of frozen weights, such as `image.tower.*`."
+        (),
+        description="Name patterns of frozen weights, such as `image.tower.*`; `image[:-2]`: a "
+        "branch before its last 2 blocks.",
     )
     lr_multipliers: tuple[Multiplier, ...] = Field(
         (),
         description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the "
         "last match applies.",
+    )
+    layer_decay: tuple[Multiplier, ...] = Field(
+        (),
+        description="Factor of the learning rate from each block of a branch to the block before, "
+        "as `image=0.75`, on top of `lr_multipliers`.",
     )
 
     @field_validator("kind", "schedule")

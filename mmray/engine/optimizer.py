@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +23,14 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from mmray import plugins
 from mmray.engine.collectives import is_dtensor
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
+from mmray.models.protocol import find_blocks
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer as OptimizerConfig
 
 Groups = list[dict[str, Any]]
+LAST_BLOCKS = re.compile(r"(\w+)\[:-(\d+)\]")  # of optimizer.freeze
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
 EPSILON: dict[str, Any] = {
@@ -113,24 +116,74 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
     Args:
         module: The model, changed in place.
-        patterns: Shell patterns of parameter names, such as `image.tower.*`, or names of the
-            model's parts.
+        patterns: Shell patterns of parameter names, such as `image.tower.*`, names of the model's
+            parts, or `image[:-N]` for a branch except its last N blocks and what follows them
+            (LiT, Zhai et al. 2022, arXiv:2111.07991).
 
     Raises:
         UsageError: A pattern has no match, or no trainable parameter is left.
     """
     for pattern in patterns:
-        for name in _matching(module, pattern, "optimizer.freeze"):
+        if matched := LAST_BLOCKS.fullmatch(pattern):
+            layers, num_blocks = _layers(module, matched[1], "optimizer.freeze")
+            last = num_blocks - int(matched[2])
+            if last < 0:
+                raise UsageError(
+                    f"optimizer.freeze: `{pattern}`: the branch has only {num_blocks} blocks"
+                )
+            names = [name for name, layer in layers.items() if layer <= last]
+        else:
+            names = _matching(module, pattern, "optimizer.freeze")
+        for name in names:
             module.get_parameter(name).requires_grad_(False)
     if patterns and not any(weight.requires_grad for weight in module.parameters()):
         raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no trainable parameter")
+
+
+def _layers(module: nn.Module, branch: str, setting: str) -> tuple[dict[str, int], int]:
+    """Number the weights of a branch by layer, as BEiT does (Bao et al. 2022, arXiv:2106.08254).
+
+    Args:
+        module: The model.
+        branch: Name of one of its branches.
+        setting: Name of the setting, for errors.
+
+    Returns:
+        Layer of each weight by name: 0 before the first block, n in block n of L, L + 1 after the
+        last one, such as the projection; and L.
+
+    Raises:
+        UsageError: The model has no such branch, or the branch has no blocks.
+    """
+    branches = module.branches() if hasattr(module, "branches") else {}  # type: ignore[operator]
+    if branch not in branches:
+        raise UsageError(
+            f"{setting}: the model has no branch `{branch}`; {suggest(branch, branches)}"
+        )
+    blocks = list(find_blocks(branches[branch]))
+    if not blocks:
+        raise UsageError(f"{setting}: the branch `{branch}` has no blocks")
+    block_of = {
+        weight: number for number, block in enumerate(blocks, 1) for weight in block.parameters()
+    }
+    names = {weight: name for name, weight in module.named_parameters()}
+    layers = {}
+    layer = 0  # weights are in the order of the forward pass
+    for weight in branches[branch].parameters():
+        if weight in block_of:
+            layer = block_of[weight]
+            layers[names[weight]] = layer
+        else:
+            layers[names[weight]] = len(blocks) + 1 if layer else 0
+    return layers, len(blocks)
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Build the optimizer that `config.kind` names over the trainable parameters.
 
     Weights with two or more dimensions get weight decay. The last `pattern=factor` of
-    `lr_multipliers` that matches a parameter applies to it.
+    `lr_multipliers` that matches a parameter applies to it. With `layer_decay` the learning rate of
+    a block is that of the next block times the factor.
 
     Args:
         module: The model.
@@ -150,6 +203,12 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
         scales |= dict.fromkeys(
             _matching(module, pattern, "optimizer.lr_multipliers"), float(factor)
         )
+    for text in config.layer_decay:
+        branch, _, factor = text.rpartition("=")
+        layers, num_blocks = _layers(module, branch, "optimizer.layer_decay")
+        for name, layer in layers.items():
+            decay = float(factor) ** (num_blocks + 1 - layer)
+            scales[name] = scales.get(name, 1.0) * decay
     hidden = _hidden_matrices(module) if config.kind == "muon" else set()
     by_key: dict[tuple[float, int, bool], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():

@@ -6,32 +6,37 @@ Source: Hu et al. 2021 (arXiv:2106.09685).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
+from mmray.models.weights import save_weights
 from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
     from mmray.config import Lora
+
+ADAPTERS = "adapter_model.safetensors"
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add LoRA adapters to the linear layers that match a pattern, and freeze all other weights.
 
     In a vision-language model only layers of the language model get adapters, and the projector
-    stays trainable.
+    stays trainable. So do the weights that `train` names.
 
     Args:
         model: Changed in place; a new adapter adds zero to the outputs of its layer.
-        lora: The `model.lora` section: `rank`, `alpha`, and `targets`, patterns of layer names such
-            as `*.q_proj`. Frozen layers get no adapter.
+        lora: The `model.lora` section: `rank`, `alpha`, `targets`, patterns of layer names such as
+            `*.q_proj`, and `train`, parts that are trained fully. Frozen layers get no adapter.
 
     Raises:
-        UsageError: A pattern matches no trainable linear layer, or peft is not installed.
+        UsageError: A pattern matches no trainable layer or weight, or peft is not installed.
     """
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
@@ -43,6 +48,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         for weight in map(model.get_parameter, parts.get("projector", ()))
         if weight.requires_grad
     ]
+    trained += _trained_weights(model, lora.train)
     linear = [
         name
         for name, part in model.named_modules()
@@ -65,6 +71,90 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     )
     for weight in trained:
         weight.requires_grad_(True)
+
+
+def _trained_weights(model: nn.Module, patterns: str) -> list[nn.Parameter]:
+    """Return the trainable weights that a text such as `project|head` names."""
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    selected = []
+    for pattern in filter(None, (part.strip() for part in patterns.split("|"))):
+        matching = [
+            weight
+            for name, weight in weights.items()
+            if pattern in name.split(".") or fnmatchcase(name, pattern)
+        ]
+        if not matching:
+            parts = {part for name in weights for part in name.split(".") if not part.isdigit()}
+            raise UsageError(
+                f"model.lora.train: `{pattern}` matches no trainable weight; "
+                f"{suggest(pattern, sorted(parts))}"
+            )
+        selected += matching
+    return selected
+
+
+def save_adapters(
+    net: nn.Module,
+    lora: Mapping[str, Any],
+    base: str,
+    folder: Path,
+    rename: Callable[[str], str] = str,
+) -> None:
+    """Write the adapters and the fully trained layers of a model as peft does.
+
+    Args:
+        net: The model with adapters.
+        lora: The `model.lora` section as JSON values.
+        base: Folder or hub name of the weights that the run started with.
+        folder: Receives adapter_config.json and adapter_model.safetensors.
+        rename: Returns the name in transformers for the name of a weight or module of `net`.
+
+    Raises:
+        UsageError: A trained weight is not one of a module that is trained as a whole, so peft
+            cannot save it.
+    """
+    from peft import LoraConfig
+
+    trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
+    adapters = [name for name in trained if ".lora_" in name]
+    others = {name for name in trained if ".lora_" not in name}
+    # peft saves whole modules, by name.
+    modules = sorted({name.rpartition(".")[0] for name in others})
+    for module in modules:
+        part = net.get_submodule(module)
+        names = {f"{module}.{name}" for name, _ in part.named_parameters()}
+        if not module or not names <= others:
+            bare = ", ".join(sorted(name for name in others if name.rpartition(".")[0] == module))
+            raise UsageError(
+                f"--adapters: peft cannot save {bare} of this model; export the merged model, "
+                "without --adapters"
+            )
+    LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        target_modules=sorted({rename(name.partition(".lora_")[0]) for name in adapters}),
+        modules_to_save=[rename(f"{module}.").rstrip(".") for module in modules] or None,
+        base_model_name_or_path=base,
+    ).save_pretrained(str(folder))
+    state = net.state_dict()
+    weights = {_peft_name(rename(name)): state[name] for name in trained}
+    save_weights(weights, folder / ADAPTERS)
+
+
+def load_adapters(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load what `save_adapters` wrote into a model of transformers with the same adapters.
+
+    Args:
+        net: The model, changed in place.
+        weights: Content of adapter_model.safetensors.
+    """
+    names = {_peft_name(name): name for name, _ in net.named_parameters()}
+    net.load_state_dict({names[name]: each for name, each in weights.items()}, strict=False)
+
+
+def _peft_name(name: str) -> str:
+    """Return the name that peft gives to a weight of the transformers model."""
+    return "base_model.model." + name.replace(".default.", ".")
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ is required.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -115,3 +116,18 @@ class Model(Protocol):
 # {}: random weights in the shape of the settings.
 Architecture = dict[str, Any] | None
 EMBEDDING_METHODS = ("embed_image", "embed_text")
+
+
+def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
+    """Yield the blocks of a module, such as transformer layers.
+
+    They are the children of its outermost ModuleList and Sequential containers.
+
+    Args:
+        module: The module.
+    """
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from find_blocks(child)

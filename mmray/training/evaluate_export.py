@@ -140,8 +140,8 @@ def export_run(
         step: Step of the checkpoint, or `best`; None: the newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
-        adapters_only: Write the adapters of a vision-language model and its projector, without the
-            weights that the run started with.
+        adapters_only: Write the LoRA adapters and the fully trained layers without the weights that
+            the run started with.
 
     Returns:
         The folder that was written.
@@ -152,11 +152,16 @@ def export_run(
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if adapters_only:
-        if not isinstance(config.model, Vlm) or not config.model.lora.rank or interpolate != 1:
+        weights = getattr(config.model, "weights", "none")
+        if weights == "none" or not config.model.lora.rank or interpolate != 1:
             raise UsageError(
-                "--adapters needs a run of model.kind `vlm` with model.lora.rank, and no "
+                "--adapters needs a run with model.weights and model.lora.rank, and no "
                 "--interpolate"
             )
+        if not isinstance(config.model, Vlm):
+            adapted = load_model(config, checkpoint)
+            spec = config.model.model_dump(mode="json")
+            return export(adapted, spec, tokenizer_json, out, adapters_only=True)
         if not has_weights(config.model.weights):
             raise UsageError(
                 f"--adapters: the run started from random weights, because {config.model.weights} "

@@ -96,6 +96,55 @@ def test_invalid_freeze_pattern_is_refused(patterns):
         optimizer.freeze_parameters(toy.Toy(), patterns)
 
 
+class Towers(nn.Module):
+    """Two branches of three and two blocks between an embedding and a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = self._tower(3)
+        self.text = self._tower(2)
+
+    def _tower(self, depth):
+        parts = {
+            "embed": nn.Linear(2, 2, bias=False),
+            "blocks": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(depth)),
+            "project": nn.Linear(2, 2, bias=False),
+        }
+        return nn.ModuleDict(parts)
+
+    def branches(self):
+        return {"image": self.image, "text": self.text}
+
+
+def test_layer_decay_is_that_of_beit_per_branch():
+    model = Towers()
+    section = toy.optimizer_settings(layer_decay=("image=0.5",), lr_multipliers=("image.*=10",))
+    adam = optimizer.build_optimizer(model, section)
+    scales = {
+        weight: group["lr_scale"] for group in adam.param_groups for weight in group["params"]
+    }
+    rates = {name: scales[weight] for name, weight in model.named_parameters()}
+    assert rates == {
+        "image.embed.weight": 10 / 16,
+        "image.blocks.0.weight": 10 / 8,
+        "image.blocks.1.weight": 10 / 4,
+        "image.blocks.2.weight": 10 / 2,
+        "image.project.weight": 10,
+        **{name: 1.0 for name in rates if name.startswith("text.")},
+    }
+    with pytest.raises(UsageError, match=r"layer_decay: .*`imag`; did you mean `image`"):
+        optimizer.build_optimizer(model, toy.optimizer_settings(layer_decay=("imag=0.5",)))
+
+
+def test_last_blocks_of_a_locked_branch_train():
+    model = Towers()
+    optimizer.freeze_parameters(model, ("image[:-1]", "text[:-0]"))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trained == ["image.blocks.2.weight", "image.project.weight", "text.project.weight"]
+    with pytest.raises(UsageError, match=r"`text\[:-3\]`: the branch has only 2 blocks"):
+        optimizer.freeze_parameters(model, ("text[:-3]",))
+
+
 @pytest.mark.parametrize(
     ("schedule", "half", "last"),
     [("cosine", 0.6, 0.2), ("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("cooldown", 1.0, 0.2)],

@@ -53,7 +53,9 @@ def optimizer_settings(**changes) -> SimpleNamespace:
         "betas": (0.9, 0.98),
         "clip_norm": 1.0,
     }
-    return SimpleNamespace(**settings | {"freeze": (), "lr_multipliers": ()} | changes)
+    return SimpleNamespace(
+        **settings | {"freeze": (), "lr_multipliers": (), "layer_decay": ()} | changes
+    )
 
 
 def train_settings(**changes) -> SimpleNamespace:

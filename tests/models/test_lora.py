@@ -5,19 +5,26 @@ model.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import mmray
 from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, Lora, Model
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.build import build
+from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
 from mmray.training.driver import check_classes
 from tests.engine import toy
 from tests.engine.test_step import take
+from tests.made import CAPTIONS
 from tests.models import test_clip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,3 +126,60 @@ def test_invalid_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         build(spec.model_copy(update={"lora": ADAPTERS}), VOCAB)
     with pytest.raises(UsageError, match=r"model.lora.rank: needs peft"):
         check_classes(Config(model=spec.model_copy(update={"lora": ADAPTERS})))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported CLIP with random weights, which also opens in transformers."""
+    torch.manual_seed(0)
+    spec = SPECS["clip"][0]
+    spec = spec.replace(vocab_size=VOCAB, inputs=spec.inputs.replace(max_tokens=16))
+    tokenizer = train_tokenizer(CAPTIONS, VOCAB)
+    folder = tmp_path_factory.mktemp("lora") / "base"
+    export(build(spec, VOCAB), spec.model_dump(mode="json"), tokenizer, folder)
+    return folder
+
+
+def adapted_from(base: Path, train: str) -> tuple[Any, dict[str, Any]]:
+    """A model with random adapters and projections on the weights of a folder, and its settings."""
+    spec = Clip(weights=str(base), lora=ADAPTERS.replace(train=train), vocab_size=VOCAB)
+    spec = spec.replace(inputs=INPUTS.replace(max_tokens=16))
+    model = build(spec, VOCAB)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.3)
+    return model.eval(), spec.model_dump(mode="json")
+
+
+def test_parts_that_train_fully_are_named(base: Path) -> None:
+    model, _ = adapted_from(base, "project|log_scale")
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    others = {name for name in trained if "lora_" not in name}
+    assert others == {"image.project.weight", "text.project.weight", "log_scale"}
+    with pytest.raises(UsageError, match=r"model.lora.train: `projet` .* mean `project`"):
+        adapted_from(base, "projet")
+
+
+def test_exported_adapters_open_in_peft(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import CLIPModel
+
+    model, spec = adapted_from(base, "project")
+    tokenizer = (base / "tokenizer.json").read_text()
+    export(model, spec, tokenizer, tmp_path / "adapters", adapters_only=True)
+    size = (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size
+    assert size < (base / "model.safetensors").stat().st_size / 2
+    batch = synthetic_batch(INPUTS, VOCAB, 3, "cpu", 9)
+    expected = model.embed_image(batch["image"])
+    net: Any = PeftModel.from_pretrained(CLIPModel.from_pretrained(base), tmp_path / "adapters")
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (INPUTS.mean, INPUTS.std))
+    pixels = (batch["image"] / 255 - mean) / std
+    found = net.eval().base_model.model.get_image_features(pixels)
+    found = getattr(found, "pooler_output", found)
+    torch.testing.assert_close(F.normalize(found, dim=1), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UsageError, match="it has adapters only; open it with peft"):
+        mmray.load(tmp_path / "adapters")
+    scaled, spec = adapted_from(base, "log_scale")
+    with pytest.raises(UsageError, match="peft cannot save log_scale"):
+        export(scaled, spec, tokenizer, tmp_path / "other", adapters_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.collectives import Group, is_dtensor
 from mmray.errors import UsageError
-from mmray.models.protocol import EMBEDDING_METHODS
+from mmray.models.protocol import EMBEDDING_METHODS, find_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,21 +117,6 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     return (
         nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
     )
-
-
-def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the blocks of a module, such as transformer layers.
-
-    They are the children of its outermost ModuleList and Sequential containers.
-
-    Args:
-        module: The module.
-    """
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child
-        else:
-            yield from find_blocks(child)
 
 
 @contextmanager

@@ -24,9 +24,10 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from mmray.engine.optimizer import freeze_parameters
-from mmray.engine.parallel.strategy import SHARDED, find_blocks, place_branches, preserve_buffers
+from mmray.engine.parallel.strategy import SHARDED, place_branches, preserve_buffers
 from mmray.errors import UsageError
 from mmray.models.pixels import NormalizePixels
+from mmray.models.protocol import find_blocks
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train

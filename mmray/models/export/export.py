@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import UsageError
+from mmray.models import lora
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
 from mmray.version import VERSION
@@ -71,7 +73,13 @@ labels = classify("photo.jpg", candidate_labels=texts, hypothesis_template="{{}}
 """
 
 
-def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
+def export(
+    model: Any,
+    spec: dict[str, Any],
+    tokenizer_json: str,
+    out: str | AnyPath,
+    adapters_only: bool = False,
+) -> AnyPath:
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
     Args:
@@ -79,12 +87,15 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         spec: Its `model` section as JSON values, with `vocab_size` set.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json.
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
+        adapters_only: Write the adapters and the fully trained layers as peft does, without the
+            weights that the run started with; for a model with `hf_names`.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: The folder contains something else, or is not writable.
+        UsageError: The folder contains something else, or is not writable. The model has trained
+            weights that peft cannot save.
     """
     out = to_path(out)
     architecture = model.architecture() if hasattr(model, "architecture") else None
@@ -101,7 +112,11 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         CONFIG: (hf or {}) | config,
     }
     with replace_export(out) as folder:
-        save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
+        if adapters_only:
+            rename = partial(hf_name, model)
+            lora.save_adapters(model, spec["lora"], spec["weights"], folder, rename)
+        else:
+            save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
         for name, content in files.items():
             if content is not None:
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
@@ -199,6 +214,14 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
             ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id
         )
     return None
+
+
+def hf_name(model: Any, name: str) -> str:
+    """Return the name in transformers of a weight of a model with `hf_names`."""
+    for ours, theirs in model.hf_names:
+        if name.startswith(ours):
+            return str(theirs + name.removeprefix(ours))
+    return name
 
 
 def to_hf_state(model: Any) -> dict[str, Tensor]:

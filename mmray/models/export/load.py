@@ -24,6 +24,7 @@ from mmray.data.stream.collate import token_columns
 from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
+from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import load_vlm, read_spec
@@ -58,6 +59,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
+        if (path / lora.ADAPTERS).exists():
+            raise ValueError("it has adapters only; open it with peft, or export the merged model")
         with local_copy(path / WEIGHTS) as file:
             weights = load_file(file)
         spec = json.loads(

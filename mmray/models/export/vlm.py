@@ -15,11 +15,9 @@ from mmray.data.vlm.encoder import Message
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
-from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
 from mmray.version import VERSION
 
-ADAPTERS = "adapter_model.safetensors"
 VLM_SPEC = "mmray_model"  # key in config.json of the `model` section
 ANSWER_BATCH = 16  # conversations answered at once
 
@@ -82,47 +80,13 @@ def export_vlm(
     with replace_export(folder) as staging:
         model.save_pretrained(str(staging), with_weights=not adapters_only)
         if adapters_only:
-            _save_adapters(model, spec, staging)
+            lora.save_adapters(model.net, spec["lora"], spec["weights"], staging)
         config = json.loads((staging / CONFIG).read_text())
         config |= {EXPORT_MARKER: VERSION, VLM_SPEC: spec}
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if not adapters_only:
             (staging / CARD).write_text(_CARD.format(name=folder.name))
     return folder
-
-
-def _save_adapters(model: Any, spec: dict[str, Any], folder: Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors."""
-    from peft import LoraConfig
-
-    net = model.net
-    trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
-    adapters = [name for name in trained if ".lora_" in name]
-    projector = [name for name in trained if ".lora_" not in name]
-    # peft saves whole modules, by name.
-    modules = sorted({name.rpartition(".")[0] for name in projector})
-    for module in modules:
-        names = {f"{module}.{name}" for name, _ in net.get_submodule(module).named_parameters()}
-        if not names <= set(projector):
-            bare = ", ".join(names & set(projector))
-            raise UsageError(
-                f"--adapters: peft cannot save {bare} of this model; export the merged model, "
-                "without --adapters"
-            )
-    LoraConfig(
-        r=spec["lora"]["rank"],
-        lora_alpha=spec["lora"]["alpha"],
-        target_modules=sorted({name.partition(".lora_")[0] for name in adapters}),
-        modules_to_save=modules or None,
-        base_model_name_or_path=spec["weights"],
-    ).save_pretrained(str(folder))
-    state = net.state_dict()
-    save_weights({_adapter_name(name): state[name] for name in trained}, folder / ADAPTERS)
-
-
-def _adapter_name(name: str) -> str:
-    """Return the name that peft gives to a weight of the transformers model."""
-    return "base_model.model." + name.replace(".default.", ".")
 
 
 class Conversations:
@@ -223,14 +187,11 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
             for file in folder.iterdir():
                 copy_file(file, temporary / file.name)
             folder = temporary
-        has_adapters_only = (folder / ADAPTERS).exists()
+        has_adapters_only = (folder / lora.ADAPTERS).exists()
         if not has_adapters_only:
             spec.weights = str(folder)
         model: Any = Vlm(spec)
         if has_adapters_only:
             lora.add_adapters(model, spec.lora)
-            weights = load_file(folder / ADAPTERS)
-            names = {_adapter_name(name): name for name, _ in model.net.named_parameters()}
-            state = {names[name]: weight for name, weight in weights.items()}
-            model.net.load_state_dict(state, strict=False)
+            lora.load_adapters(model.net, load_file(folder / lora.ADAPTERS))
     return Conversations(model.to(device).eval())

@@ -19,6 +19,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.worker import build_model
+from mmray.models.protocol import find_blocks
 from mmray.storage.ranges import RangeReader
 from tests.engine.ranks import join_group
 
@@ -61,9 +62,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
     weights = list(model.parameters())
     result["full"] = sum(weight.nbytes for weight in weights)
     result["shard"] = sum(strategy.to_local(weight).nbytes for weight in weights)
-    result["block"] = max(
-        sum(w.nbytes for w in block.parameters()) for block in strategy.find_blocks(model)
-    )
+    result["block"] = max(sum(w.nbytes for w in block.parameters()) for block in find_blocks(model))
     result["sum"] = sum(
         float(strategy.to_local(weight.detach()).double().square().sum()) for weight in weights
     )

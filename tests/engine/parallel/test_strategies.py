@@ -14,6 +14,7 @@ from torchvision import models
 from mmray.engine.collectives import Group
 from mmray.engine.parallel import strategy
 from mmray.errors import UsageError
+from mmray.models.protocol import find_blocks
 from tests.engine import ranks, toy
 from tests.engine.conftest import spawn_ranks
 
@@ -133,7 +134,4 @@ def test_hsdp_refuses_ranks_that_alternate_between_nodes():
 def test_blocks_of_sequential_encoders_are_found(name, blocks):
     with torch.device("meta"):
         model = models.get_model(name)
-    assert (
-        sum(next(block.children(), None) is not None for block in strategy.find_blocks(model))
-        == blocks
-    )
+    assert sum(next(block.children(), None) is not None for block in find_blocks(model)) == blocks
