@@ -92,7 +92,7 @@ def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
         # Six legend entries are too wide for a narrow page.
         | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
+        for direction, color in zip(DIRECTIONS, cycle((BLUE, ORANGE, TEAL, ROSE)), strict=False)
     }
 
 
