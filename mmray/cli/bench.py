@@ -57,6 +57,8 @@ class LoaderCommand:
     """Images/s that a device consumes; prints how many decode actors feed it."""
     consumers: int = 0
     """Measure only the stream of this many ranks, with a sleep in place of decoding; 0: compare."""
+    model: str | None = None
+    """Weights of a vision-language model: compare how fast rows of --data are encoded for it."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 
@@ -145,9 +147,21 @@ def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str,
         return result, rows_table(
             result["rows"], {name: (name.replace("_", " "), ",.2f") for name in result["rows"][0]}
         )
+    if command.model is not None:
+        from mmray.bench.encoding import bench_encoding
+
+        if command.data is None:
+            raise UsageError("bench loader --model needs a prepared set of conversations: --data")
+        arguments = command.model, command.data, command.rounds, command.window_s
+        result = bench_encoding(*arguments, console.status)
+        columns = {
+            name: (name.replace("_", " "), "" if name == "arm" else ",.1f")
+            for name in result["rows"][0]
+        }
+        return result, rows_table(result["rows"], columns)
     from mmray.bench.loader import bench_loader
 
-    skipped = ("json", "consumers")
+    skipped = ("json", "consumers", "model")
     given = {name: value for name, value in vars(command).items() if name not in skipped}
     result = bench_loader(console.status, **given)
     columns = {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from mmray import cli
 from mmray.bench import conversations
 from mmray.bench.step import WARMUP_STEPS, bench_step
+from mmray.console.reporter import ConsoleReporter
 from mmray.engine.collectives import Group
 from mmray.models.vlm.model import Vlm
 from tests.models.vlm import token_runs
@@ -38,3 +43,16 @@ def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     for row in result["rows"]:
         assert row["loop_loss"] == pytest.approx(row["padded_loss"], rel=1e-4)
         assert min(row["loop_tokens_per_s"], row["padded_samples_per_s"]) > 0
+
+
+def test_rows_are_encoded_with_and_without_torch(folder_of, tmp_path, capsys):
+    """The process without torch has a fraction of the memory."""
+    token_runs.make_prepared(tmp_path / "set")
+    words = ["--model", str(folder_of("qwen3_vl")), "--data", str(tmp_path / "set")]
+    file = str(tmp_path / "result.json")
+    command = ["bench", "loader", *words, "--rounds", "1", "--window-s", "0.2", "--json", file]
+    assert cli.run(command, ConsoleReporter()) == 0
+    reader, processor = json.loads(Path(file).read_text())["rows"]
+    assert (reader["arm"], processor["arm"]) == ("reader", "processor")
+    assert reader["rows_per_s"] > 0
+    assert reader["peak_mib"] < 0.6 * processor["peak_mib"]

@@ -1,0 +1,141 @@
+"""`mmray bench loader --model`: rows of conversations encoded by a data process, against
+transformers' own processor.
+
+A data process reads, decodes and encodes rows without torch. The other process does so with
+AutoProcessor and its torchvision backend, as the collators of other trainers do.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mmray.data.images.decode import MAX_PIXELS
+from mmray.data.messages import conversations_of
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.vlm.reader import ConversationReader
+from mmray.processes import Channel, ChildProcess
+
+READ_ROWS = 16  # at once
+ARMS = ("reader", "processor")
+
+
+def bench_encoding(
+    weights: str, data: str, rounds: int, window_s: float, notify: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compare the rate at which one process encodes rows of conversations.
+
+    Args:
+        weights: Folder saved by transformers with its processor, or a hub name.
+        data: A prepared set of conversations.
+        rounds: How often each is measured; they take turns.
+        window_s: Approximate seconds of each measurement.
+        notify: Called with lines of progress.
+
+    Returns:
+        `machine` (dict), `ratios` and `spread` of `reader_vs_processor` (rows/s), and `rows`: of
+        each `arm` the medians of `rows_per_s`, `tokens_per_s` and `peak_mib` (of its process).
+
+    Raises:
+        UsageError: The set or the processor cannot be read.
+    """
+    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    for number in range(rounds):
+        for arm in ARMS if number % 2 == 0 else reversed(ARMS):
+            child = ChildProcess(arm, _measure, arm, weights, data, window_s)
+            results[arm].append(child.result())
+            child.close()
+            rate = results[arm][-1]["rows_per_s"]
+            notify(f"round {number + 1} of {rounds}: {arm} {rate:,.1f} rows/s")
+    pairs = [
+        own["rows_per_s"] / other["rows_per_s"]
+        for own, other in zip(*results.values(), strict=True)
+    ]
+    # Not above: the process of the reader imports this module, and no torch.
+    import torch
+
+    from mmray.bench.spawn import describe_machine
+
+    spread = {"min": min(pairs), "max": max(pairs), "pairs": len(pairs)}
+    return {
+        "machine": describe_machine(torch.device("cpu")),
+        "ratios": {"reader_vs_processor": statistics.median(pairs)},
+        "spread": {"reader_vs_processor": spread},
+        "rows": [
+            {"arm": arm}
+            | {name: round(statistics.median(each[name] for each in runs), 1) for name in runs[0]}
+            for arm, runs in results.items()
+        ],
+    }
+
+
+def _measure(
+    _channel: Channel, arm: str, weights: str, data: str, window_s: float
+) -> dict[str, float]:
+    """Encode rows in turn for some seconds, in a process of its own with one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    prepared = PreparedSet.open(data, "train")
+    inputs = SimpleNamespace(max_tokens=2**30, max_pixels=None, min_pixels=None, question="")
+    spec: Any = SimpleNamespace(weights=weights, inputs=inputs)
+    reader = ConversationReader(prepared, spec, MAX_PIXELS)
+    encode = _reader(reader) if arm == "reader" else _processor(reader, weights)
+    rows = _rows(prepared)
+    encode(next(rows))  # loads the processor
+    num_rows = num_tokens = 0
+    start_s = time.perf_counter()
+    while time.perf_counter() < start_s + window_s:
+        num_tokens += encode(next(rows))
+        num_rows += 1
+    took_s = time.perf_counter() - start_s
+    return {
+        "rows_per_s": num_rows / took_s,
+        "tokens_per_s": num_tokens / took_s,
+        "peak_mib": _peak_mib(),
+    }
+
+
+def _peak_mib() -> float:
+    """Return the peak memory of this process, without that of its parent (as getrusage has)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def _rows(prepared: PreparedSet) -> Iterator[Row]:
+    """Yield the rows of a set, again and again."""
+    while True:
+        for first in range(0, prepared.num_rows, READ_ROWS):
+            numbers = np.arange(first, min(first + READ_ROWS, prepared.num_rows))
+            yield from prepared.read(numbers)
+
+
+def _reader(reader: ConversationReader) -> Callable[[Row], int]:
+    return lambda row: len(reader.encode_row(row).input_ids)
+
+
+def _processor(reader: ConversationReader, weights: str) -> Callable[[Row], int]:
+    """Return a function that encodes a row with transformers; images are decoded as by mmray."""
+    import torch
+    from transformers import AutoProcessor
+
+    torch.set_num_threads(1)
+    processor = AutoProcessor.from_pretrained(weights)
+
+    def encode(row: Row) -> int:
+        images = reader.images_of(row)
+        text = processor.apply_chat_template(conversations_of(row, reader.question)[0])
+        inputs = processor(
+            text=[text],
+            images=[images] if images else None,
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        return int(inputs["input_ids"].shape[1])
+
+    return encode
