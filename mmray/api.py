@@ -190,6 +190,7 @@ def prepare(
     retry_quarantined: bool = False,
     address: str | None = None,
     wait_for_nodes: bool = False,
+    queue_timeout_s: float = 3600.0,
     reporter: RunReporter | None = None,
     **settings: Any,
 ) -> Manifest:
@@ -204,6 +205,7 @@ def prepare(
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         wait_for_nodes: skip the capacity check and wait for nodes to be added.
+        queue_timeout_s: limit for the wait for a free CPU.
         reporter: receives messages and progress; None: they are shown.
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
 
@@ -216,7 +218,9 @@ def prepare(
         ResourceError: storage or cluster failed, maybe temporarily.
     """
     checked = Prepare.model_validate(_plain(settings))
-    cluster = Cluster(address=address, wait_for_nodes=wait_for_nodes)
+    cluster = Cluster(
+        address=address, wait_for_nodes=wait_for_nodes, queue_timeout_s=queue_timeout_s
+    )
     start_s = time.monotonic()
     with _shown(reporter, "starting") as shown:
         from mmray.cluster.connect import data_session

@@ -30,6 +30,8 @@ class PrepareCommand:
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     wait_for_nodes: bool = False
     """Skip the capacity check and wait for nodes to be added."""
+    queue_timeout_s: float = 3600.0
+    """Limit for the wait for a free CPU of a cluster, in seconds."""
 
 
 def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
@@ -57,6 +59,7 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
             retry_quarantined=command.retry_quarantined,
             address=command.address,
             wait_for_nodes=command.wait_for_nodes,
+            queue_timeout_s=command.queue_timeout_s,
             reporter=console,
             **dict(command.settings),
         )

@@ -78,28 +78,22 @@ def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> It
     """Context manager that connects to Ray for tasks of `mmray prepare`, if the settings ask for
     it.
 
-    Otherwise these tasks run in child processes. If the cluster cannot grow, it waits until a CPU
-    is free.
+    Otherwise these tasks run in child processes.
 
     Args:
         cluster_config: The `cluster` section.
-        log: Called with a line and its label, while it waits.
+        log: Called with a line and its label, while tasks wait for a CPU.
 
     Raises:
-        ResourceError: The cluster cannot be reached, can never have a CPU for data, or has none
-            within `cluster.queue_timeout_s`.
+        ResourceError: The cluster cannot be reached, or can never have a CPU for data.
     """
     if not needs_ray(cluster_config):
         yield
         return
-    with ray_session(cluster_config):
-        from mmray.cluster import placement
-        from mmray.cluster.waiting import wait_until_free
+    with ray_session(cluster_config, log=log):
+        from mmray.cluster.placement import check_data_capacity
 
-        placement.check_data_capacity(cluster_config)
-        if not cluster_config.wait_for_nodes and not placement.autoscaling_pools():
-            demand = placement.data_demand(cluster_config)
-            wait_until_free(demand, cluster_config.queue_timeout_s, log)
+        check_data_capacity(cluster_config)
         yield
 
 
@@ -108,6 +102,7 @@ def ray_session(
     cluster_config: Cluster,
     decode_actors: int = 1,
     while_starting: Callable[[], None] | None = None,
+    log: Callable[[str, str], None] = lambda _, __: None,
 ) -> Iterator[None]:
     """Context manager that connects to a Ray cluster, or starts Ray on this machine, and
     disconnects at the end.
@@ -121,6 +116,7 @@ def ray_session(
             started here, it gets CPUs for them.
         while_starting: Runs in a thread while Ray starts; its errors are raised. It must not import
             Ray.
+        log: Called with a line and its label, while tasks of Ray Data wait for a CPU.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.
@@ -134,7 +130,9 @@ def ray_session(
 
     from mmray.cluster.placement import set_data_placement
     from mmray.cluster.ray_internals import ENVIRONMENT
+    from mmray.cluster.waiting import set_data_jobs
 
+    set_data_jobs(cluster_config, log)
     for name, value in {**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
 from mmray.cluster.capacity import Demand, Resources, fits, format_resources
-from mmray.cluster.placement import alive_nodes, free_nodes
+from mmray.cluster.placement import alive_nodes, data_demand, free_nodes
 from mmray.cluster.ray_internals import running_jobs
 from mmray.errors import ResourceError
+
+if TYPE_CHECKING:
+    from mmray.config import Cluster
 
 FIRST_LINE_S, LINE_INTERVAL_S = 10.0, 60.0
 POLL_INTERVAL_S = 0.5
@@ -79,22 +82,51 @@ def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> 
     return {name: sum(each.get(name, 0.0) for each in resources) for name in names}
 
 
-def wait_until_free(demand: Demand, timeout_s: float, log: Log) -> None:
-    """Wait until the resources that a command needs are free in the cluster.
+class _DataJobs(NamedTuple):
+    """What jobs of Ray Data of this process wait for."""
+
+    cluster_config: Cluster
+    log: Log
+
+
+_data_jobs: _DataJobs | None = None
+
+
+def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
+    """Define what `wait_for_data_cpu` waits for in this process.
 
     Args:
-        demand: The resources that the command needs.
-        timeout_s: Seconds after which the command gives up, `cluster.queue_timeout_s`.
-        log: Called with a line and its label, if the wait takes longer.
+        cluster_config: The `cluster` section, with `data_label` and `queue_timeout_s`.
+        log: Called with a line and its label, while a job waits.
+    """
+    global _data_jobs
+    _data_jobs = _DataJobs(cluster_config, log)
+
+
+def wait_for_data_cpu() -> None:
+    """Wait until a CPU of a data node is free, because Ray Data would wait silently and forever.
+
+    The CPU is requested by a placement group, so an autoscaler adds a node, and runs give back CPUs
+    that they can do without. Without effect outside of a `ray_session`.
 
     Raises:
-        ResourceError: They were not free in time.
+        ResourceError: No CPU was free within `cluster.queue_timeout_s`.
     """
-    wait = ResourceWait(demand, timeout_s, log)
-    while not fits(demand, free_nodes()):
-        wait.poll()
-        wait.check_limit()
-        time.sleep(POLL_INTERVAL_S)
+    if _data_jobs is None:
+        return
+    demand = data_demand(_data_jobs.cluster_config)
+    if fits(demand, free_nodes()):
+        return
+    wait = ResourceWait(demand, _data_jobs.cluster_config.queue_timeout_s, _data_jobs.log)
+    selector = [demand.data_label_selector] if demand.data_label_selector else None
+    group = ray.util.placement_group([{"CPU": 1.0}], bundle_label_selector=selector)
+    try:
+        reserved = group.ready()
+        while not ray.wait([reserved], timeout=POLL_INTERVAL_S)[0]:
+            wait.poll()
+            wait.check_limit()
+    finally:
+        ray.util.remove_placement_group(group)
 
 
 def pending_reservations() -> dict[str, list[Resources]]:

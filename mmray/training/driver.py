@@ -112,7 +112,7 @@ def train(
     timeline.status("starting Ray")
     actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
-    with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
+    with ray_session(config.cluster, actors, partial(check_classes, config), reporter.log):
         from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train
 
         outcome = _train(config, timeline, RayBackend(check_storage), should_stop)

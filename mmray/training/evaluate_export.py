@@ -320,7 +320,8 @@ def _evaluate(
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))
-    with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
+    on_ray = needs_ray(config.cluster)
+    with ray_session(config.cluster, log=reporter.log) if on_ray else nullcontext():
         if on_ray:
             from mmray.training.ray_backend import check_capacity
 
@@ -369,7 +370,6 @@ def _score_on_ray(
     import ray.train
 
     from mmray.cluster.placement import alive_nodes
-    from mmray.cluster.waiting import ResourceWait, is_reserved
     from mmray.training import ray_backend
 
     config = config.with_cluster(workers=ray_backend.num_free_workers(config))
@@ -378,12 +378,9 @@ def _score_on_ray(
     coordinator, num_received = ray_backend.start_coordinator(set()), 0
     demand = ray_backend.resource_demand(config, with_data=False)
     queue_timeout_s = config.cluster.queue_timeout_s
-    wait = ResourceWait(demand, queue_timeout_s, reporter.log)
 
     def poll() -> None:
         nonlocal num_received
-        if not is_reserved(demand):
-            wait.poll()
         messages, _ = ray.get(coordinator.drain.remote(num_received))
         num_received += len(messages)
         for message in messages:
@@ -397,8 +394,7 @@ def _score_on_ray(
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:
-        result: Any = ray_backend.run_in_thread(trainer.fit, poll)
-        return dict(result.return_value)
+        return dict(ray_backend.run_group(trainer, demand, queue_timeout_s, reporter.log, poll))
     except ray.train.TrainingFailedError as error:
         raise ray_backend.start_timeout_error(error) or TrainingError(
             f"the evaluation failed: {error}"

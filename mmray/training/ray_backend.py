@@ -364,6 +364,36 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     return done.result()
 
 
+def run_group(
+    trainer: TorchTrainer,
+    demand: Demand,
+    queue_timeout_s: float,
+    log: Callable[[str, str], None],
+    poll: Callable[[], None],
+) -> Any:
+    """Run a worker group to its end; log what it waits for until it has its resources.
+
+    Args:
+        trainer: The trainer, from `torch_trainer`.
+        demand: The resources of its workers.
+        queue_timeout_s: Seconds for which the trainer waits for them.
+        log: Called with a line and its label.
+        poll: Called several times per second. Its errors are raised at once.
+
+    Returns:
+        What rank 0 returned.
+    """
+    wait = ResourceWait(demand, queue_timeout_s, log)
+
+    def poll_both() -> None:
+        if not is_reserved(demand):
+            wait.poll()
+        poll()
+
+    result: Any = run_in_thread(trainer.fit, poll_both)
+    return result.return_value
+
+
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that made a worker fail.
 

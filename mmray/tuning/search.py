@@ -84,7 +84,7 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
                 "--search optuna: give --samples N, because lists without a range are a grid"
             )
     os.environ.update(ENVIRONMENT)
-    with ray_session(largest_cluster(corners)):
+    with ray_session(largest_cluster(corners), log=reporter.log):
         feasible, data = prepare_data(corners, request.goal, reporter)
         plan = build_plan(request, feasible, data)
         identity = {

@@ -21,7 +21,7 @@ from mmray.training.ray_backend import (
     RayBackend,
     is_worker_lost,
     resource_demand,
-    run_in_thread,
+    run_group,
     start_timeout_error,
     torch_trainer,
 )
@@ -49,7 +49,9 @@ class ShapeGroup:
             self.workers = backend.choose_world_size(self.config)
         finally:
             backend.autoscaler.cancel()
-        self._scratch, self._groups = scratch, 0
+        self._scratch = scratch
+        self._log = reporter.log
+        self._groups = 0
 
     def run(self, task: ShapeTask, on_message: Callable[[dict[str, Any]], None]) -> Measurements:
         """Start a new worker group that measures batch shapes, and wait for its result.
@@ -77,12 +79,14 @@ class ShapeGroup:
             .remote(set())
         )
         config = task.config.with_cluster(workers=self.workers)
+        demand = resource_demand(config, with_data=False)
+        queue_timeout_s = config.cluster.queue_timeout_s
         trainer = torch_trainer(
             _measure_in_worker,
             config,
             self._scratch,
-            resource_demand(config, with_data=False),
-            config.cluster.queue_timeout_s,
+            demand,
+            queue_timeout_s,
             name=f"shapes-{self._groups}",
             train_loop_config={"task": task, "coordinator": coordinator},
         )
@@ -96,8 +100,8 @@ class ShapeGroup:
                 on_message(message)
 
         try:
-            result: Any = run_in_thread(trainer.fit, poll)
-            return result.return_value
+            measured: Measurements = run_group(trainer, demand, queue_timeout_s, self._log, poll)
+            return measured
         except ray.train.TrainingFailedError as error:
             raise _find_cause(error) from error
         finally:

@@ -186,7 +186,7 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
         check_classes(config)
         task = replace(task, config=_with_vocab(resolve_on_this_machine(config)))
         return measure_in_groups(task, _run_locally, reporter)
-    with ray_session(config.cluster):
+    with ray_session(config.cluster, log=reporter.log):
         from mmray.tuning.shape_group import ShapeGroup  # imports Ray Train
 
         check_classes(config)

@@ -4,7 +4,7 @@ import pytest
 
 from mmray.cluster import waiting
 from mmray.cluster.capacity import Demand, Node
-from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, wait_until_free
+from mmray.cluster.waiting import Contention, ResourceWait, is_reserved
 from mmray.errors import ResourceError
 
 TWO_WORKERS = Demand(2, {"CPU": 2.0}, 0)
@@ -17,7 +17,6 @@ def cluster(monkeypatch):
     """
     clock, groups = [0.0], {}
     monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(waiting.time, "sleep", lambda _: clock.append(clock.pop() + 1.0))
     nodes = [Node({"CPU": 2.0}), Node({"CPU": 2.0}), Node({"memory": 1.0})]
     monkeypatch.setattr(waiting, "alive_nodes", lambda: nodes)
     monkeypatch.setattr(waiting, "free_nodes", lambda: [Node({"CPU": 1.0}), Node({})])
@@ -44,13 +43,14 @@ def test_lines_come_after_ten_seconds_and_each_minute(cluster):
     )
 
 
-def test_wait_ends_when_resources_are_free_or_at_its_limit(cluster):
-    lines = []
-    wait_until_free(Demand(0, {}, 1), 30.0, lambda *line: lines.append(line))
-    assert lines == []
+def test_wait_ends_at_its_limit(cluster):
+    clock, _ = cluster
+    wait = ResourceWait(Demand(0, {}, 3), 30.0, lambda *_: None)
+    clock[0] = 29.0
+    wait.check_limit()
+    clock[0] = 30.0
     with pytest.raises(ResourceError, match="3 CPUs for data: not free within 30 s"):
-        wait_until_free(Demand(0, {}, 3), 30.0, lambda *line: lines.append(line))
-    assert len(lines) == 1
+        wait.check_limit()
 
 
 def test_own_reservation_is_distinguished_from_those_of_other_jobs(cluster):

@@ -51,7 +51,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
 
     Raises:
         MmrayError: A call failed; the type is that of its error if it is one of mmray.
-        ResourceError: Workers died too often.
+        ResourceError: Workers died too often, or the cluster had no free CPU in time.
     """
     if not items:
         return
@@ -88,7 +88,9 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
     import ray.exceptions
 
     from mmray.cluster.placement import available_cores_if_local
+    from mmray.cluster.waiting import wait_for_data_cpu
 
+    wait_for_data_cpu()
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
     tasks, local_cores = min(len(rows), MAX_TASKS), available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores.

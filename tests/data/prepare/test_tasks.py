@@ -1,14 +1,17 @@
 """Number of concurrent tasks where Ray counts more CPUs than there are cores; errors of a task."""
 
+import threading
 import time
 from functools import partial
 
 import pytest
 import ray
 
-from mmray.cluster import placement
+from mmray.cluster import placement, waiting
+from mmray.cluster.connect import ray_session
+from mmray.config import Cluster
 from mmray.data.prepare.tasks import map_tasks
-from mmray.errors import MmrayError
+from mmray.errors import MmrayError, ResourceError
 
 
 def task(folder, at_once, item):
@@ -52,3 +55,31 @@ def test_task_that_cannot_start_is_not_a_dead_worker(local_ray, monkeypatch):
     monkeypatch.setattr(ray.data.Dataset, "iter_rows", rows)
     with pytest.raises(ray.exceptions.RayTaskError):
         list(map_tasks(faulty, [{}]))
+
+
+def echo(item):
+    return item
+
+
+@pytest.fixture
+def busy_ray(local_ray):
+    """All CPUs are reserved."""
+    group = ray.util.placement_group([{"CPU": 1.0}] * int(ray.cluster_resources()["CPU"]))
+    ray.get(group.ready())
+    yield group
+    ray.util.remove_placement_group(group)
+
+
+def test_tasks_that_wait_for_a_cpu_are_logged_and_give_up_or_start(busy_ray, monkeypatch):
+    """Also those of train, evaluate and tune, which prepare raw sources first."""
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
+    lines = []
+    gives_up = pytest.raises(ResourceError, match="1 CPU for data: not free within 1 s")
+    with ray_session(Cluster(queue_timeout_s=1.0), log=lambda *line: lines.append(line)), gives_up:
+        list(map_tasks(echo, [{}]))
+    assert len(lines) == 1
+    text, label = lines[0]
+    assert label == "waiting" and "s for 1 CPU for data" in text and "free: 0 CPU of" in text
+    with ray_session(Cluster(queue_timeout_s=60.0)):
+        threading.Timer(0.5, ray.util.remove_placement_group, [busy_ray]).start()
+        assert list(map_tasks(echo, [{}])) == [{}]
