@@ -6,100 +6,31 @@ run many of them. Measured are the rate and the CPU time of each kind of process
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from operator import sub
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 import torch
 
 from mmray.bench.spawn import describe_machine
+from mmray.bench.stream_ranks import BLOCK_ROWS, SIDE, RankGroup
 from mmray.cluster.connect import ray_session
+from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster
-from mmray.data.stream.actors import rank_blocks
-from mmray.data.stream.blocks import Block
-from mmray.data.stream.order import ResumePoint, SamplePlan
-from mmray.data.stream.pool_size import DecoderLimits
-from mmray.engine.prefetch import check_positions
+from mmray.data.stream.order import SamplePlan
 
-BLOCK_ROWS, SIDE = 128, 32
-DECODE_S = 0.25  # of a block: 500 images/s for each process
+MIN_DECODE_S = 0.25  # of a block: 512 images/s for each process
+# Of all ranks: with more, blocks take longer, so that the CPU time of a block is not that of a
+# machine without free cores.
+MAX_BLOCKS_PER_S = 32
 RANKS_PER_PROCESS = 8
 ENDLESS = 10**6  # steps of a plan that no window finishes
 START_TIMEOUT_S = 300.0
 ROLES = {"DecodeActor": "decoder", "RankGroup": "rank", "gcs_server": "head", "raylet": "raylet"}
-
-
-class SleepingReader:
-    """A reader of rows that decodes nothing, to measure the stream alone.
-
-    It has the method of RowReader that decode actors (processes that read and decode rows) call.
-    """
-
-    row_bytes = 3 * SIDE**2
-    subprocess_decoder = None
-
-    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
-        """Sleep for DECODE_S (0.25) seconds in place of decoding, and return undefined pixels.
-
-        Args:
-            plan: Unused.
-            positions: Positions of the rows in the sample order, int64 [B].
-
-        Returns:
-            `image` uint8 [B, 3, 32, 32] and `pos`, the positions.
-        """
-        time.sleep(DECODE_S)
-        return {"image": np.empty((len(positions), 3, SIDE, SIDE), np.uint8), "pos": positions}
-
-
-class RankGroup:
-    """A process with several ranks, one in each thread, which receive rows until `stop`.
-
-    Args:
-        plan: Order and number of the rows.
-        ranks: The ranks of this process.
-    """
-
-    def __init__(self, plan: SamplePlan, ranks: range) -> None:
-        self._plan = plan
-        self._blocks = [0] * len(ranks)
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._consume, args=(index, rank), daemon=True)
-            for index, rank in enumerate(ranks)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _consume(self, index: int, rank: int) -> None:
-        reader: Any = SleepingReader()
-        start = ResumePoint(self._plan, 0)
-        limits = DecoderLimits(1, 1, 1)
-        world = self._plan.world_size
-        block_mb = BLOCK_ROWS * reader.row_bytes / 1e6
-        with closing(rank_blocks(reader, start, rank, world, block_mb, limits, print)) as blocks:
-            for step, block in enumerate(blocks):
-                check_positions(block["pos"], self._plan.positions(step, rank), step, rank)
-                self._blocks[index] += 1
-                if self._stop.is_set():
-                    return
-
-    def counts(self) -> list[int]:
-        """Return how many blocks (rows that are read together) each rank of this process has
-        received.
-        """
-        return list(self._blocks)
-
-    def stop(self) -> None:
-        """Stop the ranks after their next block, and wait for them."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
 
 def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
@@ -124,15 +55,18 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
         seed=0,
         steps=ENDLESS,
     )
+    decode_s = max(MIN_DECODE_S, consumers / MAX_BLOCKS_PER_S)
     with ray_session(Cluster(workers=2)), ExitStack() as stack:
         group_class: Any = ray.remote(num_cpus=0)(RankGroup)
         groups = [
-            group_class.remote(plan, range(first, min(consumers, first + RANKS_PER_PROCESS)))
+            group_class.remote(
+                plan, range(first, min(consumers, first + RANKS_PER_PROCESS)), decode_s
+            )
             for first in range(0, consumers, RANKS_PER_PROCESS)
         ]
         stack.callback(lambda: ray.get([group.stop.remote() for group in groups]))
         start_s = time.monotonic()
-        _wait_for_first_blocks(groups)
+        _wait_for_first_blocks(groups, consumers)
         first_s = time.monotonic() - start_s
         blocks, cpu_s, at_s = sum(_counts(groups)), _cpu_times(), time.monotonic()
         time.sleep(window_s)
@@ -142,14 +76,14 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "consumers": consumers,
         "images_per_s": round(blocks * BLOCK_ROWS / took_s, 1),
-        "expected": round(consumers * BLOCK_ROWS / DECODE_S, 1),
+        "expected": round(consumers * BLOCK_ROWS / decode_s, 1),
         "first_s": round(first_s, 1),
     }
     for role in ROLES.values():
         row[f"{role}_ms"] = round(1000 * used_s.get(role, 0.0) / blocks, 2)
     row["head_cores"] = round(used_s.get("head", 0.0) / took_s, 3)
     notes = [
-        f"blocks of {BLOCK_ROWS} rows of {SIDE} pixels; decoding is a sleep of {DECODE_S} s",
+        f"blocks of {BLOCK_ROWS} rows of {SIDE} pixels; decoding is a sleep of {decode_s} s",
         "ms: CPU time of a block, by process; head: gcs_server, the driver does nothing",
     ]
     return {"machine": describe_machine(torch.device("cpu")), "rows": [row], "notes": notes}
@@ -160,11 +94,16 @@ def _counts(groups: list[Any]) -> list[int]:
     return [count for group in counts for count in group]
 
 
-def _wait_for_first_blocks(groups: list[Any]) -> None:
+def _wait_for_first_blocks(groups: list[Any], num_actors: int) -> None:
+    """Wait until all decode actors run and each rank has received two blocks of them."""
     end_s = time.monotonic() + START_TIMEOUT_S
-    while min(_counts(groups)) < 2:
+    first: list[int] | None = None  # when all actors ran; before, ranks decode late blocks
+    while first is None or min(map(sub, _counts(groups), first)) < 2:
         if time.monotonic() > end_s:
             raise TimeoutError(f"some ranks received no block within {START_TIMEOUT_S:g} s")
+        states = [state for state, *_ in actors_of_job("DecodeActor")]
+        if first is None and states.count("ALIVE") == num_actors:
+            first = _counts(groups)
         time.sleep(0.5)
 
 
