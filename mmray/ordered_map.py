@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -162,12 +163,29 @@ class OrderedMap(Generic[Item, Result]):
         # Workers with a late item, and no result since.
         self._stalled: set[Worker[Item, Result]] = set()
         self._interrupted = False
+        self._lock = threading.Lock()  # held while the next result is requested
         self._submit()
 
     def __iter__(self) -> OrderedMap[Item, Result]:
         return self
 
     def __next__(self) -> Result:
+        with self._lock:
+            return self._wait_for_next()
+
+    def update_pool(self) -> None:
+        """Start or end processes while the caller does other work; may be called from another
+        thread.
+
+        Without effect while a thread requests the next result, because that does the same.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._pool.update(self.waited_s)
+            finally:
+                self._lock.release()
+
+    def _wait_for_next(self) -> Result:
         start_s = last_s = time.monotonic()
         while True:
             self._pool.update(self.waited_s)

@@ -17,6 +17,7 @@ import ray.train
 import ray.train.torch
 
 from mmray.data.stream.actors import rank_blocks
+from mmray.data.stream.stream import RankBlocks
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
@@ -43,6 +44,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     this_worker = ray.get_runtime_context()
     stop = threading.Event()
     must_yield = threading.Event()
+    streams: list[RankBlocks] = []  # that of this rank, once it has started
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         """Send a heartbeat, and read the driver's requests (none, if the coordinator does not
@@ -58,6 +60,8 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             stop.set()
         if yield_requested:
             must_yield.set()
+            for stream in streams:
+                stream.update_pool()  # the rank may be evaluating
         else:
             must_yield.clear()
         return bool(stacks_requested)
@@ -88,6 +92,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             lambda text: coordinator.push.remote({"note": text, "label": "data"}),
             must_yield.is_set,
         )
+        streams.append(blocks)
         with heartbeat.running(start.step), closing(blocks):
             driver.stage(IMPORTING)
             device = ray.train.torch.get_device()

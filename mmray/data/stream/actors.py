@@ -79,7 +79,7 @@ def rank_blocks(
     size_mb = min(block_mb, share_bytes / MIN_BLOCKS / 1e6)
     blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, size_mb)
     decoder = BlockDecoder(reader, blocks)
-    pool = ActorPool(decoder, limits, own_node, share_bytes, notify, must_yield)
+    pool = ActorPool(decoder, limits, own_node, share_bytes, notify, must_yield, rank)
     return RankBlocks(blocks, rank, pool, LATE_S)
 
 
@@ -153,8 +153,10 @@ class ActorPool:
         share_bytes: float,
         notify: Callable[[str], None],
         must_yield: Callable[[], bool],
+        rank: int,
     ) -> None:
         self._here = decoder
+        self._rank = rank
         self._decoder = ray.put(decoder)
         self._limits = limits
         self._own_node = own_node
@@ -244,7 +246,12 @@ class ActorPool:
             return
         self._next_update_s = now_s + UPDATE_S
         self._check_started(now_s)
-        self._size.update(now_s, waited_s, len(self.workers), self._must_yield())
+        before = self._size.target
+        must_yield = self._must_yield()
+        self._size.update(now_s, waited_s, len(self.workers), must_yield)
+        if self._size.target != before and self._rank == 0:
+            reason = ", because others wait for CPUs" * must_yield
+            self._notify(f"decode actors of rank 0: {self._size.target}, was {before}{reason}")
         self._retire_surplus()
         if now_s >= self._retry_s:
             for _ in range(self._size.target - len(self._actors)):

@@ -12,6 +12,7 @@ GROWTH = 0.5  # processes to add, relative to those there are
 # Shrink by this share if the rank has hardly waited in the window, which is doubled each time the
 # number had to grow again.
 SHRINK_WINDOW_S, SHRINK_SHARE, SHRINKAGE = 60.0, 0.01, 0.25
+IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait because it reads nothing
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class PoolSize:
         self._shrink_window = _Window(now_s, 0.0)
         self._shrink_window_s = SHRINK_WINDOW_S
         self._has_shrunk = False
+        self._updated_s = now_s
 
     def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
         """Choose `target`, the number of processes that read and decode rows for the rank, again.
@@ -78,9 +80,13 @@ class PoolSize:
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.
         """
+        was_idle = now_s - self._updated_s > IDLE_S
+        self._updated_s = now_s
         if must_yield:
             self.target = self._minimum
-        if must_yield or num_running < self.target:
+        if must_yield or was_idle:
+            self._shrink_window = _Window(now_s, waited_s)
+        if must_yield or was_idle or num_running < self.target:
             # A window that starts now: what is measured before they run says nothing about them.
             self._grow_window = _Window(now_s, waited_s)
             return

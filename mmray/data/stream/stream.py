@@ -44,6 +44,12 @@ class RankBlocks:
             self._map.careful |= decoded.crashed
             yield decoded.block
 
+    def update_pool(self) -> None:
+        """Start or end data processes while the rank requests no blocks; may be called from another
+        thread.
+        """
+        self._map.update_pool()
+
     def interrupt(self) -> None:
         """Kill the processes that decode rows, and end the iteration; may be called from another
         thread.

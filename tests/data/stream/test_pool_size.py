@@ -55,3 +55,11 @@ def test_all_above_the_minimum_are_given_back_while_others_wait():
     assert rank.train(0.5, 0.5, must_yield=True) == 2
     assert rank.train(20, 0.5, must_yield=True) == 2
     assert rank.train(11, 0.5) > 2
+
+
+def test_number_does_not_shrink_because_of_an_evaluation():
+    rank = Rank(2, 16)
+    rank.train(30, 0.5)
+    rank.now_s += 600  # the rank requests no blocks
+    assert rank.train(50, 0.0) == 16
+    assert rank.train(11, 0.0) == 12
