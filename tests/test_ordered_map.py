@@ -206,3 +206,29 @@ def test_process_lost_between_two_checks_is_replaced():
         pool.iterates = True
         assert list(results) == [0, 1, 4, 9, 16]
     assert first.taken == [0] and first not in pool.workers
+
+
+def test_pool_is_updated_while_no_result_is_requested():
+    """A thread may do it while the caller does other work, but not while the caller waits."""
+    may_finish = threading.Event()
+    updating = []
+
+    def work(item, careful):
+        assert item == 0 or may_finish.wait(30)
+        return item
+
+    pool = ThreadPool([ThreadWorker(work)], max_in_flight=1)
+    pool.update = lambda waited_s: updating.append(threading.current_thread())
+    results = OrderedMap(pool, range(2))
+    assert next(results) == 0
+    other = ThreadPoolExecutor(1)
+    updating.clear()
+    other.submit(results.update_pool).result()
+    assert len(updating) == 1 and updating[0] is not threading.current_thread()
+    waiting = ThreadPoolExecutor(1).submit(next, results)
+    while updating[-1] is updating[0]:
+        time.sleep(0.01)  # until the caller waits
+    other.submit(results.update_pool).result()
+    may_finish.set()
+    assert waiting.result() == 1
+    assert updating.count(updating[0]) == 1
