@@ -643,7 +643,7 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     )
     assert logged == [] and config.model.vocab_size == ROWS
     scores = evaluate_export._score(
-        config, tokenizer_json, held_out, None, progress.append, torch.device("cpu")
+        config, tokenizer_json, {"": held_out}, None, progress.append, torch.device("cpu")
     )
     assert (
         sum(progress) == 7 == scores["rows"]
