@@ -130,3 +130,6 @@ HF_TEXT_TYPES = (
     "distilbert",
 )
 """Values of `model_type` of transformers that `model.text.weights` takes."""
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Backends of torch.distributed by type of the training device; NCCL cannot reduce on the host."""

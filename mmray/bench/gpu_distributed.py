@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mmray.bench import device_checks
 from mmray.bench.device_checks import TOLERANCE, compare
+from mmray.builtin import BACKENDS
 from mmray.engine.checkpoint.state_io import HostStager
-from mmray.engine.collectives import BACKENDS, Group, is_dtensor
+from mmray.engine.collectives import Group, is_dtensor
 from mmray.engine.parallel import strategy
 from mmray.models.synthetic import synthetic_batch
 

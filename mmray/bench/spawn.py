@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mmray.engine.collectives import BACKENDS, Group
+from mmray.builtin import BACKENDS
+from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 from mmray.machine import LOOPBACK, cores, set_network_interface

@@ -22,6 +22,7 @@ from mmray.cli.export import export
 from mmray.cli.prepare import prepare
 from mmray.cli.report import report
 from mmray.cli.runs import runs
+from mmray.cli.submit import logs, status, submit
 from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.console.reporter import ConsoleReporter
@@ -29,7 +30,20 @@ from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, Usag
 from mmray.machine import process_age_s
 from mmray.version import VERSION
 
-_FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
+_FUNCTIONS = (
+    train,
+    prepare,
+    tune,
+    evaluate,
+    export,
+    report,
+    runs,
+    bench,
+    doctor,
+    submit,
+    status,
+    logs,
+)
 COMMANDS: dict[str, Callable[[Sequence[str], ConsoleReporter], int]] = {
     each.__name__: each for each in _FUNCTIONS
 }
@@ -47,6 +61,9 @@ USAGE = {
     "runs": "[FOLDER] [--json FILE]",
     "bench": "step|loader|strategies [--json FILE]",
     "doctor": "[--address A] [--storage runs], or --recipe R --gpus N",
+    "submit": "[--address A] [--detach] COMMAND ...",
+    "status": "[--address A] [--json FILE]",
+    "logs": "RUN [--address A]",
 }
 
 

@@ -16,6 +16,7 @@ from mmray.cli.export import ExportCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
+from mmray.cli.submit import LogsCommand, StatusCommand, SubmitCommand
 from mmray.cli.tune import TuneCommand
 from mmray.config import Config, recipes
 
@@ -28,6 +29,9 @@ PARSED = {
     "report": ReportCommand,
     "runs": RunsCommand,
     "doctor": DoctorCommand,
+    "submit": SubmitCommand,
+    "status": StatusCommand,
+    "logs": LogsCommand,
 }
 
 

@@ -40,6 +40,12 @@ S3_ENV = (
 )
 # Each decides how Ray finds the token of a cluster; otherwise it is stored in HOME.
 _AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+# Messages of Ray that are not shown. The run reports lost workers and nodes itself; the log of
+# another node's raylet, and the number of processes that runs start together, need no action.
+_HIDDEN_MESSAGES = (
+    "A worker died or was killed|Raylet is terminated|worker processes have been started"
+    "|has been marked dead"
+)
 INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
 CONNECT_TIMEOUT_S = 5.0
 
@@ -122,9 +128,8 @@ def ray_session(
         ResourceError: Ray cannot be reached or started, or fails in the block.
         UsageError: The address is one of Ray Client.
     """
-    # Read when Ray is imported. The run reports a lost worker itself; Ray's driver prints it
-    # whatever `_start` sets.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    # Read when Ray is imported: Ray's driver prints these messages whatever `_start` sets.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _HIDDEN_MESSAGES)
     import ray.data  # here: `mmray --help` must not import Ray
     import ray.exceptions
 
@@ -171,7 +176,11 @@ def ray_session(
 def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> None:
     import ray
 
-    from mmray.cluster.ray_internals import ENVIRONMENT, PRELOAD_VARIABLE
+    from mmray.cluster.ray_internals import (
+        ENVIRONMENT,
+        PRELOAD_VARIABLE,
+        STATE_TRACKING_VARIABLE,
+    )
 
     log_options: dict[str, Any] = {
         "log_to_driver": False,
@@ -181,9 +190,9 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
     try:
         if address:
             check_reachable(address)
-            env_vars = {
-                name: os.environ[name] for name in (*ENVIRONMENT, *S3_ENV) if name in os.environ
-            }
+            os.environ.setdefault(STATE_TRACKING_VARIABLE, "1")
+            names = (*ENVIRONMENT, STATE_TRACKING_VARIABLE, *S3_ENV)
+            env_vars = {name: os.environ[name] for name in names if name in os.environ}
             # A submitted job has the variables of its runtime environment here too; equal names are
             # no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")

@@ -14,6 +14,9 @@ TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
 JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitted jobs
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
+# Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
+# has no dashboard.
+STATE_TRACKING_VARIABLE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 START_TIMEOUT_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENVIRONMENT = {
     # Ray's 2 s delay each report and the detection of each failure
@@ -173,6 +176,14 @@ def request_nodes(
         else:
             answer = coordinator.cancel_request.remote(requester_id=requester)
     ray.get(answer, timeout=timeout_s)
+
+
+def torch_framework() -> Any:
+    """Return Ray Train's name for torch, for its dashboard; it does not import torch."""
+    with _checked("the name of torch in Ray Train"):
+        from ray.train.v2._internal.util import TrainingFramework
+
+        return TrainingFramework.TORCH
 
 
 def is_train_error(error: BaseException | None, name: str) -> bool:

@@ -20,10 +20,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Of torch.distributed, by the type of the training device. One group has both: NCCL cannot reduce
-# on the host.
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
 
 @dataclass(frozen=True)
 class Group:

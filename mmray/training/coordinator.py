@@ -34,8 +34,8 @@ class Coordinator:
         Args:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
-                line for the console; or {"batch_shape": BatchShape}, the micro-batch that was
-                searched before the first step.
+                line for the console; {"batch_shape": BatchShape}, the micro-batch that was searched
+                before the first step; or {"bad_rows": number of unreadable rows so far}.
         """
         self._messages.append(message)
 
@@ -91,6 +91,7 @@ class Coordinator:
         if row in self._bad_rows:
             return 0
         self._bad_rows.add(row)
+        self.push({"bad_rows": len(self._bad_rows)})
         return len(self._bad_rows)
 
     def request_stop(self) -> None:

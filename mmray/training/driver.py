@@ -4,6 +4,7 @@ train, finalize.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, TrainingError
+from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
@@ -104,6 +105,12 @@ def train(
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate.validate_settings(config)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError(
+            "torchrun started several drivers of this run: start one, `mmray train ... "
+            "--cluster.workers N`, which starts the workers; torchrun is for scripts that call "
+            "mmray.engine (mmray/engine/README.md)"
+        )
     if local or not needs_ray(config.cluster):
         timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:

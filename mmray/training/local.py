@@ -223,6 +223,8 @@ class LocalWorkers:
             ]
         return f"processes of the worker: {format_counts(states)}"
 
+    def export_metrics(self, metrics: dict[str, Any]) -> None: ...
+
     def close(self) -> None:
         self._process.kill()
 

@@ -154,6 +154,13 @@ class Workers(Protocol):
         wait for rows.
         """
 
+    def export_metrics(self, metrics: dict[str, Any]) -> None:
+        """Export a logged line of metrics to the monitoring of the cluster, if it has one.
+
+        Args:
+            metrics: Values by name, with the totals `run/restarts` and `run/bad_rows`.
+        """
+
     def close(self) -> None:
         """Release the processes and actors of the workers."""
 
@@ -276,6 +283,8 @@ class RunProgress:
         wasted_steps: Steps that were taken again after restarts.
         step_s: Newest seconds of a step; 0: unknown.
         checkpoint_s: Newest seconds of a save; 0: unknown.
+        bad_rows: Rows that could not be read.
+        restarts: Restarts of the workers.
         all_processes_peak_gib: Largest sum of the memory of the run's processes in GiB; 0: unknown.
     """
 
@@ -284,6 +293,8 @@ class RunProgress:
     wasted_steps: int = 0
     step_s: float = 0.0
     checkpoint_s: float = 0.0
+    bad_rows: int = 0
+    restarts: int = 0
     all_processes_peak_gib: float = 0.0
 
     def update(self, message: dict[str, Any]) -> None:
@@ -291,12 +302,13 @@ class RunProgress:
 
         Args:
             message: May have `step` (the number of a logged step), `time/step_s` (seconds of a
-                step), `checkpoint_s` (seconds of a save) and `wasted_steps` (steps that were taken
-                again); other keys are ignored.
+                step), `checkpoint_s` (seconds of a save), `wasted_steps` (steps that were taken
+                again) and `bad_rows` (rows that could not be read so far); other keys are ignored.
         """
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
+        self.bad_rows = message.get("bad_rows", self.bad_rows)
         if "step" in message:
             self.last_step, self.logged = message["step"], True
 
@@ -450,6 +462,9 @@ class AttemptMonitor:
                 peak_gib = self.progress.all_processes_peak_gib
                 memory = {"memory/all_processes_peak_gib": peak_gib} if peak_gib else {}
                 self.reporter.step(message | memory, self.total_steps)
+                totals = {"run/restarts": self.progress.restarts}
+                totals |= {"run/bad_rows": self.progress.bad_rows}
+                self.workers.export_metrics(message | totals)
 
     def _sample_memory(self, now_s: float) -> None:
         """Measure the memory of all processes of the run, if the driver started them all."""

@@ -1,5 +1,5 @@
 """Workers on a Ray cluster: the resources that a run requests; each attempt is a new
-`TorchTrainer`.
+`DataParallelTrainer`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import ray
 import ray.exceptions
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util import get_node_ip_address
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mmray.builtin import BACKENDS
 from mmray.cluster import placement, shared_storage
 from mmray.cluster.capacity import (
     NODE_GROUP,
@@ -41,7 +41,6 @@ from mmray.cluster.waiting import Contention, ResourceWait, is_reserved
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import BatchShape
-from mmray.engine.collectives import BACKENDS
 from mmray.errors import (
     DeviceError,
     MmrayError,
@@ -50,10 +49,12 @@ from mmray.errors import (
     TrainingError,
     first_line,
 )
-from mmray.machine import LOOPBACK, cores, free_memory, set_network_interface
+from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.training.coordinator import Coordinator
+from mmray.training.process_group import ProcessGroupConfig
+from mmray.training.ray_metrics import RayMetrics
 from mmray.training.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attemp
 STABLE_POLLS, MAX_POLLS = 4, 20
 FREE_WAIT_S = 4.0
 ACTOR_GIB, BLOCKS_PER_ACTOR = 0.5, 4  # memory of a decode actor
+# Memory of a run on the node of its driver: the driver, Ray Train's controller and the coordinator.
+DRIVER_GIB = 0.7
 MAX_DECODERS = 1024  # of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
@@ -83,7 +86,8 @@ class RayBackend:
     in `Backend`.
 
     Args:
-        check_storage: Check before the run that all nodes can use `run.storage`.
+        check_storage: Check before the run that all nodes can use `run.storage`, and the memory of
+            the driver's node. A sweep has done so for its trials.
     """
 
     errors: tuple[type[Exception], ...] = (
@@ -100,12 +104,14 @@ class RayBackend:
         # at the last choice of the number of workers
         self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
+        self._metrics: RayMetrics | None = None  # of all attempts of the run
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         if warning := version_warning():
             reporter.log(warning, "warning")
         check_capacity(config)
         if self._check_storage:
+            check_driver_memory(free_memory() / 2**30, is_single_node(config))
             check_storage(config)
 
     def resolve(self, config: Config) -> Config:
@@ -169,7 +175,9 @@ class RayBackend:
 
     def start(self, attempt: Attempt) -> RayWorkers:
         assert self._nodes is not None, "choose_world_size comes before"
-        return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler)
+        if self._metrics is None:
+            self._metrics = RayMetrics(attempt.folder.name)
+        return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler, self._metrics)
 
     def exclude_node(self, config: Config, node: str) -> bool:
         try:
@@ -220,6 +228,7 @@ class RayWorkers:
         nodes: Nodes on which workers can start.
         excluded: IDs of nodes on which a device failed.
         autoscaler: The run's request for nodes.
+        metrics: The run's metrics in Ray.
     """
 
     def __init__(
@@ -228,6 +237,7 @@ class RayWorkers:
         nodes: placement.SchedulableNodes,
         excluded: frozenset[str],
         autoscaler: placement.AutoscalerRequest,
+        metrics: RayMetrics,
     ) -> None:
         self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
         self.world = attempt.config.cluster.max_workers
@@ -244,13 +254,14 @@ class RayWorkers:
         )
         limits = decoder_limits(self.config, demand)
         is_fixed = limits.minimum == limits.maximum
+        self._metrics = metrics
         self.trainer = torch_trainer(
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
             demand,
             self._queue_timeout_s,
-            name=f"attempt-{attempt.fencing_token}",
+            name=f"{attempt.folder.name}-attempt-{attempt.fencing_token}",
             label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
             train_loop_config={
                 "context": attempt.worker_context(
@@ -312,6 +323,9 @@ class RayWorkers:
     def describe_data(self) -> str:
         return f"decode actors: {format_counts(placement.actor_states('DecodeActor'))}"
 
+    def export_metrics(self, metrics: dict[str, Any]) -> None:
+        self._metrics.update(metrics)
+
     def close(self) -> None:
         self.autoscaler.cancel()
         ray.kill(self.coordinator)
@@ -365,7 +379,7 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 
 
 def run_group(
-    trainer: TorchTrainer,
+    trainer: DataParallelTrainer,
     demand: Demand,
     queue_timeout_s: float,
     log: Callable[[str, str], None],
@@ -572,6 +586,25 @@ def num_free_workers(config: Config) -> int:
     return max(num_workers_that_fit(demand, free), minimum.workers)
 
 
+def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
+    """Check that this machine, usually the head, has memory for the processes of another run.
+
+    Args:
+        free_gib: Free memory of this machine in GiB.
+        is_single_node: Whether workers run here too. Their memory is not known, so nothing is
+            checked.
+
+    Raises:
+        ResourceError: It has less than the driver and Ray Train's controller need.
+    """
+    if free_gib < DRIVER_GIB and not is_single_node:
+        raise ResourceError(
+            f"{free_gib:.2f} GiB of memory are free on the node of the driver (the head, for a "
+            f"submitted job), and a run needs {DRIVER_GIB:g} GiB there. Wait until another run has "
+            "ended, or use a larger head"
+        )
+
+
 def check_storage(config: Config) -> None:
     """Check that the run's folder will be kept, and that all training nodes share it.
 
@@ -629,27 +662,6 @@ def ray_storage(folder: AnyPath) -> dict[str, Any]:
     return {"storage_path": str(folder)}
 
 
-class ProcessGroupConfig(TorchConfig):
-    """Ray's process group, on the network interface that Ray uses, or the loopback if all workers
-    are on one node.
-    """
-
-    @property
-    def backend_cls(self) -> type[Any]:
-        return _Backend
-
-
-class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        ips = worker_group.execute(get_node_ip_address)
-        worker_group.execute(_set_network_interface, loopback=len(set(ips)) == 1)
-        super().on_start(worker_group, backend_config)
-
-
-def _set_network_interface(loopback: bool) -> None:
-    set_network_interface(LOOPBACK if loopback else get_node_ip_address())
-
-
 def torch_trainer(
     loop: Callable[..., Any],
     config: Config,
@@ -659,7 +671,7 @@ def torch_trainer(
     name: str | None = None,
     label_selector: LabelSelector | None = None,
     **trainer_options: Any,
-) -> TorchTrainer:
+) -> DataParallelTrainer:
     """Build Ray Train's trainer for a loop, without retries.
 
     Args:
@@ -670,7 +682,7 @@ def torch_trainer(
         queue_timeout_s: Seconds for which the trainer waits for these resources.
         name: Name of Ray's run; None: a random one.
         label_selector: Labels of the nodes for workers; None: those of `demand`.
-        trainer_options: Further arguments of TorchTrainer, such as `train_loop_config`.
+        trainer_options: Further arguments of the trainer, such as `train_loop_config`.
     """
     # Ray would wait forever
     os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
@@ -681,10 +693,9 @@ def torch_trainer(
     }
     # missing in Ray's stub
     selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
-    return TorchTrainer(
+    return DataParallelTrainer(
         loop,
-        # With a timeout, which neither gloo nor NCCL has by default.
-        torch_config=ProcessGroupConfig(
+        backend_config=ProcessGroupConfig(
             backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
             timeout_s=math.ceil(config.cluster.group_timeout_s),
         ),

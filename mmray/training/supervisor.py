@@ -185,6 +185,7 @@ class Supervisor:
         A storage that fails between two attempts is retried.
         """
         self.attempts += 1
+        self.progress.restarts = self.attempts - 1
         pauses_s = iter(STORAGE_RETRIES_S if self.attempts > 1 else ())
         while True:
             try:

@@ -10,15 +10,18 @@ from mmray.cluster.capacity import Demand, Node, Pool, fits, max_cluster, max_co
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config
-from mmray.training.ray_backend import is_single_node, min_decoders, resource_demand
+from mmray.training.ray_backend import (
+    DRIVER_GIB,
+    is_single_node,
+    min_decoders,
+    resource_demand,
+)
 from mmray.tuning.trials import TrialResources
 
 # Decode actors of ended trials release their CPUs with a delay.
 FREE_WAIT_S = 10.0
 MAX_CONCURRENT = 64
 MAX_DATA_NODES = 1000  # that are counted, of a pool without a limit
-# Memory of the driver process of a trial, on the head node.
-DRIVER_GIB = 1.0
 
 
 def apply_trial_resources(config: Config, resources: TrialResources) -> Config:

@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mmray.builtin import BACKENDS
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.collectives import BACKENDS, Group
+from mmray.engine.collectives import Group
 from tests.engine import toy
 
 

@@ -13,7 +13,10 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
+from mmray import api
+from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
+from mmray.errors import UsageError
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
 from tests.training.runs import TRAINS, config, make_data, marks
@@ -97,21 +100,46 @@ def ended(client, job_id, within_s=300):
     )
 
 
-def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
+def test_submitted_commands_keep_their_exit_codes(head, data, tmp_path, monkeypatch):
+    """`mmray submit` has the exit code and the last message of its command; recipe files that are
+    not tracked are uploaded.
+    """
+    monkeypatch.chdir(ROOT)
     (tmp_path / "empty.jsonl").write_text("")
-    typo = submit(head, "train", "sample", "--train.stepz", "3")
-    empty = submit(head, "prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out"))
-    impossible = submit(
-        head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu"
-    )
-    for job_id, code, text in [
-        (typo, 2, "stepz"),
-        (empty, 5, "empty.jsonl has no rows"),
-        (impossible, 4, "99 training workers of 1 CPU and 1 GPU each"),
-    ]:
-        status, exit_code, log = ended(client, job_id)
-        assert (status, exit_code) == (JobStatus.FAILED, code), log
-        assert text in log and "Traceback" not in log
+    failing = config(data, tmp_path, "failing", callbacks=("tests.training.faults:Raise",), steps=2)
+    (tmp_path / "failing.yaml").write_text(to_yaml(failing))
+    commands = {
+        2: ["train", "sample", "--train.stepz", "3"],
+        3: ["train", str(tmp_path / "failing.yaml")],
+        4: ["train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu"],
+        5: ["prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out")],
+        0: ["train", "sample", "--print-config"],
+    }
+    texts = {
+        2: "stepz",
+        3: "raised by the test",
+        4: "99 training workers of 1 CPU and 1 GPU each",
+        5: "empty.jsonl has no rows",
+        0: "model:",
+    }
+    jobs = {code: api.submit(command, address=head.url) for code, command in commands.items()}
+    for code, job in jobs.items():
+        shown = []
+        assert (job.follow(shown.append), code) == (code, code), "".join(shown)
+        log = "".join(shown)
+        assert texts[code] in log and log.count("Running entrypoint") == 1
+        assert code == 3 or "Traceback" not in log
+
+
+def test_submit_refuses_large_folders_and_names_the_biggest(tmp_path):
+    (tmp_path / "large.bin").write_bytes(bytes(51 << 20))
+    (tmp_path / "other.bin").write_bytes(bytes(7 << 20))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert files_to_upload(tmp_path, ["train", "other.bin"]) == ["other.bin"]
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    files = files_to_upload(tmp_path, ["train"])
+    with pytest.raises(UsageError, match=r"58 MiB.* other.bin \(7.0 MiB\), large.bin \(51.0 MiB\)"):
+        check_upload_size(tmp_path, files)
 
 
 @pytest.mark.parametrize("shipped", [True, False])

@@ -87,6 +87,20 @@ class RaiseAtStepThree:
             raise KeyError("label")
 
 
+class Raise:
+    """A bug in a user's callback, in each attempt."""
+
+    def on_step(self, step, metrics):
+        raise RuntimeError("raised by the test")
+
+
+class Print:
+    """A user's callback that prints on each rank."""
+
+    def on_step(self, step, metrics):
+        print(f"printed at step {step}")
+
+
 def _sleeping(name, seconds):
     """A callback that makes each step this much slower."""
     return type(name, (), {"on_step": lambda self, step, metrics: time.sleep(seconds)})

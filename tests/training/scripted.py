@@ -61,6 +61,8 @@ class ScriptedWorkers:
     def waits_for_resources(self, log) -> bool:
         return False
 
+    def export_metrics(self, metrics) -> None: ...
+
     def share_resources(self) -> None:
         pass
 

@@ -255,6 +255,8 @@ class FakeWorkers:
             self.coordinator.push(message)
         self.coordinator.heartbeat(vars(replace(beat(0), pid=pid)) | {"where": "loop.py:1 in run"})
 
+    def export_metrics(self, metrics): ...
+
     def share_resources(self):
         pass
 

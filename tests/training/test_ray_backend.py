@@ -2,12 +2,12 @@
 workers.
 """
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
 from mmray.cluster.capacity import NODE_GROUP, Node, Pool, num_workers_that_fit
@@ -15,12 +15,13 @@ from mmray.cluster.placement import ROLE_LABEL, AutoscalerRequest, SchedulableNo
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
-from mmray.training import ray_backend
+from mmray.training import process_group, ray_backend
 from mmray.training.driver import describe_idle
 from mmray.training.ray_backend import (
     MAX_DECODERS,
     RayBackend,
     check_capacity,
+    check_driver_memory,
     decoder_limits,
     num_free_workers,
     resource_demand,
@@ -221,11 +222,6 @@ def test_evaluation_takes_free_workers(cluster, monkeypatch):
 BOTH = "cpu:gloo,cuda:nccl"
 
 
-class TwoWorkers(SimpleNamespace):
-    def __len__(self):
-        return 2
-
-
 @pytest.mark.parametrize(
     ("accelerator", "backend"), [("gpu", BOTH), ("auto", BOTH), ("cpu", "gloo")]
 )
@@ -234,30 +230,23 @@ class TwoWorkers(SimpleNamespace):
 def test_process_group_has_backend_timeout_and_interface(
     cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds, ips
 ):
-    """Arguments that reach init_process_group from our TorchConfig through Ray; the loopback if
-    there is one node.
-    """
+    """The arguments of init_process_group in each worker; the loopback if there is one node."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
-    monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     trainer = torch_trainer(lambda: None, config, tmp_path, resource_demand(config), 600.0)
     calls, groups, selected = [], [], []
-    monkeypatch.setattr(ray_backend, "get_node_ip_address", own_ip := lambda: ips[1])
-    monkeypatch.setattr(ray_backend, "set_network_interface", selected.append)
-
-    def execute(call, **arguments):
-        """The result of each worker; the second runs our functions."""
-        if call is own_ip:
-            return ips
-        return call(**arguments) if call.__module__ == ray_backend.__name__ else None
-
-    workers = TwoWorkers(
-        get_resources_per_worker=lambda: trainer.scaling_config.resources_per_worker,
-        execute=execute,
+    monkeypatch.setattr(process_group, "get_node_ip_address", lambda: ips[1])
+    monkeypatch.setattr(process_group, "set_network_interface", selected.append)
+    monkeypatch.setattr(process_group.ray, "get", lambda _: None)
+    one = SimpleNamespace(
+        get_local_rank=lambda: 0, get_local_world_size=lambda: 2, get_node_rank=lambda: 0
+    )
+    monkeypatch.setattr(process_group.ray.train, "get_context", lambda: one)
+    workers = SimpleNamespace(
+        execute=lambda _: ips,
         execute_single=lambda *_: ("127.0.0.1", 1),
         execute_single_async=lambda _, call, **arguments: calls.append((call, arguments)),
     )
-    monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
     monkeypatch.setattr(
         dist,
         "init_process_group",
@@ -292,3 +281,10 @@ def test_process_group_has_backend_timeout_and_interface(
 )
 def test_idle_cores_and_gpus_are_named_with_their_flag(settings, num_local, said):
     assert describe_idle(Config(cluster=Cluster(**settings)), num_local) == said
+
+
+def test_head_without_memory_for_another_run_is_refused():
+    check_driver_memory(0.71, is_single_node=False)
+    check_driver_memory(0.1, is_single_node=True)
+    with pytest.raises(ResourceError, match=r"0.50 GiB of memory are free .* needs 0.7 GiB there"):
+        check_driver_memory(0.5, is_single_node=False)

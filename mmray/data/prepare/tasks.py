@@ -110,6 +110,8 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
             max_retries=MAX_RETRIES,
             concurrency=concurrency,
         )
+    work = getattr(run_item, "args", (run_item,))[0]
+    results.set_name(f"prepare {getattr(work, 'func', work).__name__}")  # for Ray's dashboard
     try:
         for row in results.iter_rows():
             yield orjson.loads(row["result"])

@@ -1,0 +1,297 @@
+"""Commands of mmray as jobs of a Ray cluster: submit, list, and follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from mmray.errors import INTERRUPTED, ResourceError, TrainingError, UsageError
+from mmray.storage.paths import temp_dir
+
+MAX_UPLOAD_MIB = 50
+NUM_LISTED_FILES = 5
+RETRY_S, MAX_SILENCE_S = 1.0, 600.0  # of a head that does not answer
+STATUS_INTERVAL_S = 0.5
+# The first line of a command's log about its run, as the console prints it.
+RUN_LINE = re.compile(r"^run +(\S+)$", re.MULTILINE)
+ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+Print = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the cluster.
+
+    Args:
+        name: Submission ID of Ray.
+        command: Its command, such as `mmray train clip`.
+        status: `pending`, `running`, `stopped`, `succeeded` or `failed`.
+        run: Folder of the run that its log names; empty before, and for other commands.
+        start_s: Start time in seconds since the epoch; 0: not started.
+        exit_code: Exit code of the command; None: it has not ended.
+    """
+
+    name: str
+    command: str
+    status: str
+    run: str = ""
+    start_s: float = 0.0
+    exit_code: int | None = None
+
+
+def connect(address: str | None) -> JobSubmissionClient:
+    """Return a client of the jobs of a cluster.
+
+    Args:
+        address: Address of the dashboard, such as `http://10.0.0.5:8265`; None:
+            RAY_API_SERVER_ADDRESS, otherwise RAY_ADDRESS.
+
+    Raises:
+        ResourceError: It cannot be reached.
+    """
+    logging.getLogger("ray").setLevel(logging.WARNING)  # of the packages that it uploads
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        raise ResourceError(
+            f"cannot reach the jobs of the cluster: {str(error).splitlines()[0]}. Give the address "
+            "of the dashboard, such as --address http://HEAD:8265, or set RAY_API_SERVER_ADDRESS; "
+            "RAY_AUTH_MODE must be as on the head"
+        ) from error
+
+
+def submit(client: JobSubmissionClient, words: Sequence[str], folder: Path) -> str:
+    """Start a command of mmray as a job, with the tracked files of a folder as working directory.
+
+    Args:
+        client: Client of the cluster.
+        words: The command after `mmray`, such as `["train", "clip"]`.
+        folder: Folder of a git repository. Files that the command names are uploaded too. Outside
+            a repository only these are.
+
+    Returns:
+        The submission ID of the job.
+
+    Raises:
+        UsageError: The files are over 50 MiB.
+    """
+    name = f"{words[0]}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() % 1000:03}"
+    with _upload_folder(folder, words) as upload:
+        return client.submit_job(
+            entrypoint=shlex.join(["python", "-m", "mmray", *words]),
+            submission_id=name,
+            runtime_env={"working_dir": str(upload)},
+            metadata={"mmray": shlex.join(words)},
+        )
+
+
+@contextmanager
+def _upload_folder(folder: Path, words: Sequence[str]) -> Iterator[Path]:
+    """Yield a temporary folder with copies of the files to upload."""
+    files = files_to_upload(folder, words)
+    check_upload_size(folder, files)
+    with temp_dir() as upload:
+        for file in files:
+            (upload / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / file, upload / file)
+        yield upload
+
+
+def files_to_upload(folder: Path, words: Sequence[str]) -> list[str]:
+    """Return the tracked files of a folder, and those that a command names, as relative paths.
+
+    Args:
+        folder: Folder of a git repository, or another one.
+        words: Arguments of the command, such as a recipe file.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    tracked = listed.stdout.split("\0") if listed.returncode == 0 else []
+    named = [word for word in words if not Path(word).is_absolute() and ".." not in word]
+    return sorted({file for file in (*tracked, *named) if file and (folder / file).is_file()})
+
+
+def untracked_modules(folder: Path) -> list[str]:
+    """Return the Python files of a git repository that are neither tracked nor ignored, and so are
+    not uploaded.
+
+    Args:
+        folder: Folder of the repository.
+    """
+    words = ["git", "ls-files", "-z", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    return [file for file in listed.stdout.split("\0") if file]
+
+
+def check_upload_size(folder: Path, files: Sequence[str]) -> None:
+    """Raise UsageError if files are over 50 MiB, with the biggest.
+
+    Args:
+        folder: Their folder.
+        files: Relative paths.
+    """
+    sizes = sorted(((folder / file).stat().st_size / 2**20, file) for file in files)
+    total = sum(size for size, _ in sizes)
+    if total > MAX_UPLOAD_MIB:
+        biggest = ", ".join(f"{file} ({size:.1f} MiB)" for size, file in sizes[-NUM_LISTED_FILES:])
+        raise UsageError(
+            f"the tracked files of {folder} have {total:.0f} MiB, and a job uploads at most "
+            f"{MAX_UPLOAD_MIB} MiB; the biggest: {biggest}. Put data on storage that all nodes "
+            "share, and run `git rm --cached` for files that are none of the code"
+        )
+
+
+def list_jobs(client: JobSubmissionClient) -> list[Job]:
+    """Return the jobs of the cluster that were submitted, the last one first.
+
+    Args:
+        client: Client of the cluster.
+    """
+    details = [each for each in client.list_jobs() if each.submission_id]
+    details.sort(key=lambda each: each.start_time or 0, reverse=True)
+    return [_to_job(client, each) for each in details]
+
+
+def find_job(client: JobSubmissionClient, name: str) -> Job:
+    """Return the newest job with a submission ID, or whose run has a name.
+
+    Args:
+        client: Client of the cluster.
+        name: Submission ID, or name or folder of a run.
+
+    Raises:
+        UsageError: There is none.
+    """
+    jobs = list_jobs(client)
+    for job in jobs:
+        if name in (job.name, job.run, job.run.rstrip("/").rpartition("/")[2]):
+            return job
+    known = ", ".join(job.name for job in jobs[:NUM_LISTED_FILES]) or "none"
+    raise UsageError(f"no job or run `{name}` on the cluster; the newest jobs: {known}")
+
+
+def _to_job(client: JobSubmissionClient, details: JobDetails) -> Job:
+    name = str(details.submission_id)
+    run = RUN_LINE.search(client.get_job_logs(name))
+    words = (details.metadata or {}).get("mmray")
+    return Job(
+        name=name,
+        command=f"mmray {words}" if words else str(details.entrypoint),
+        status=details.status.value.lower(),
+        run=run[1] if run else "",
+        start_s=(details.start_time or 0) / 1000,
+        exit_code=details.driver_exit_code,
+    )
+
+
+def follow(client: JobSubmissionClient, name: str, show: Print) -> int:
+    """Show the log of a job until it ends; a lost connection is restored.
+
+    Ctrl-C stops the job, which may write a checkpoint; the log is shown to its end. A second one
+    leaves it.
+
+    Args:
+        client: Client of the cluster.
+        name: Submission ID of the job.
+        show: Called with pieces of the log.
+
+    Returns:
+        The exit code of the command; 130 if it was stopped.
+
+    Raises:
+        ResourceError: The head did not answer for ten minutes.
+        TrainingError: The job ended without an exit code, because its node was lost.
+    """
+    log = _LogFollower(client, name, show)
+    try:
+        status = log.wait()
+    except KeyboardInterrupt:
+        show("\nstopping the job at a checkpoint; Ctrl-C again leaves it\n")
+        client.stop_job(name)
+        status = log.wait()
+    if status == JobStatus.STOPPED:
+        return INTERRUPTED
+    details = client.get_job_info(name)
+    if details.driver_exit_code is not None:
+        return details.driver_exit_code
+    if status == JobStatus.SUCCEEDED:
+        return 0
+    raise TrainingError(f"job {name} failed: {details.message}")
+
+
+@dataclass
+class _LogFollower:
+    client: JobSubmissionClient
+    name: str
+    show: Print
+    num_shown: int = 0  # characters
+
+    def wait(self) -> JobStatus:
+        """Show the log until the job ends, and return its status."""
+        last_answer_s = time.monotonic()
+        while True:
+            try:
+                asyncio.run(self._tail())
+                status = self.client.get_job_status(self.name)
+                if status in ENDED:
+                    self._show_rest(self.client.get_job_logs(self.name))
+                    return status
+                last_answer_s = time.monotonic()
+                time.sleep(STATUS_INTERVAL_S)
+            except (OSError, RuntimeError, requests.RequestException) as error:
+                if time.monotonic() - last_answer_s > MAX_SILENCE_S:
+                    raise ResourceError(
+                        f"no answer from the head for {MAX_SILENCE_S:.0f} s ({error}); the job "
+                        f"may still run. Follow it with `mmray logs {self.name}`"
+                    ) from error
+                time.sleep(RETRY_S)
+
+    async def _tail(self) -> None:
+        """Show the log as it grows, from the first character that was not shown."""
+        position = 0
+        async for piece in self.client.tail_job_logs(self.name):
+            new = piece[max(0, self.num_shown - position) :]
+            position += len(piece)
+            if new:
+                self.num_shown = position
+                self.show(new)
+
+    def _show_rest(self, log: str) -> None:
+        if rest := log[self.num_shown :]:
+            self.num_shown = len(log)
+            self.show(rest)
+
+
+def cluster_status(client: JobSubmissionClient) -> list[Job]:
+    """Return the jobs that run or wait, and the last ended ones.
+
+    Args:
+        client: Client of the cluster.
+    """
+    jobs = list_jobs(client)
+    active = [job for job in jobs if job.status in ("running", "pending")]
+    return active + [job for job in jobs if job not in active][:NUM_LISTED_FILES]
+
+
+def as_rows(jobs: Sequence[Job], now_s: float) -> list[dict[str, Any]]:
+    """Return jobs as rows of a table, with the age in seconds.
+
+    Args:
+        jobs: The jobs.
+        now_s: Present time in seconds since the epoch.
+    """
+    return [vars(job) | {"age_s": now_s - job.start_s if job.start_s else None} for job in jobs]
