@@ -469,6 +469,7 @@ def _evaluate_fn(
         def save_examples(examples: dict[str, Any]) -> None:
             assert log is not None
             log.write_file(EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
+            log.write_images(step, examples)
 
         driver.phase("evaluating")
         weights = strategy.gather_full_weights(model) if gathers_weights else nullcontext()

@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mmray import plugins
 from mmray.config import flatten
 from mmray.errors import ForceExit, UsageError, first_line
+from mmray.evaluation import EXAMPLES
+from mmray.evaluation.shown_images import ShownImage, shown_images
+from mmray.report.run import read_json
 from mmray.storage.paths import AnyPath, write_atomic
 from mmray.training.run_dir import redact, redact_text
 
@@ -36,6 +40,7 @@ BUILT_IN = {
     "mlflow": "mmray.training.trackers:MlflowTracker",
     "wandb": "mmray.training.trackers:WandbTracker",
 }
+Entry = dict[str, float] | list[ShownImage]  # values of a step by name, or images
 MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
 MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
 POLL_S = 0.1  # how often a thread without lines checks whether the run has ended
@@ -65,6 +70,14 @@ class Tracker(Protocol):
         Args:
             step: Number of the step, higher than in the call before.
             metrics: Finite values by name, such as `train/loss`.
+        """
+
+    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
+        """Log hits, misses or generated answers of an evaluation, with their images. Optional.
+
+        Args:
+            step: Number of the evaluated step; later steps may have been logged already.
+            images: At most 24 images, each with title and caption.
         """
 
     def finish(self, success: bool) -> None:
@@ -123,6 +136,8 @@ class TrackingReporter:
         self.phase = reporter.phase
         self.prepare_progress = reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
+        self._examples = folder / EXAMPLES
+        self._awaited_step: int | None = None  # an evaluated step whose examples are not sent yet
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         """Send a line of metrics to the trackers, without waiting, and to the other reporter.
@@ -138,8 +153,25 @@ class TrackingReporter:
         }
         for thread in self.threads:
             thread.put(metrics["step"], numbers)
+        self._send_images()
+        if any(name.startswith("evaluate/") for name in metrics):
+            self._awaited_step = metrics["step"]
+            self._send_images()
         self._log_warnings()
         self.reporter.step(metrics, total_steps)
+
+    def _send_images(self) -> None:
+        """Send the images of the last evaluated step, once its worker has written them."""
+        if self._awaited_step is None or not self.threads:
+            return
+        examples = read_json(self._examples)
+        if examples.get("step") != self._awaited_step:
+            return
+        self._awaited_step = None
+        images = shown_images(examples)
+        for thread in self.threads:
+            if images:
+                thread.put(examples["step"], images)
 
     def __enter__(self) -> TrackingReporter:
         return self
@@ -149,6 +181,7 @@ class TrackingReporter:
         wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
         deadline_s = time.monotonic() + wait_s
         success = self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt
+        self._send_images()
         for thread in self.threads:
             thread.end(success)
         for thread in self.threads:
@@ -184,22 +217,22 @@ class TrackerThread(threading.Thread):
         self._run_info = run_info
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
-        self._queue: queue.Queue[tuple[int, dict[str, float]]] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[int, Entry]] = queue.Queue(MAX_QUEUED)
         self._ended = threading.Event()
         self._success = False
         self._dropped = False
         self.start()
 
-    def put(self, step: int, metrics: dict[str, float]) -> None:
-        """Queue a line of metrics; a line that does not fit into the queue is dropped with a
+    def put(self, step: int, entry: Entry) -> None:
+        """Queue a line of metrics, or images; what does not fit into the queue is dropped with a
         warning.
 
         Args:
             step: Number of the step.
-            metrics: Finite values by name.
+            entry: Finite values by name, or images of an evaluation.
         """
         try:
-            self._queue.put_nowait((step, metrics))
+            self._queue.put_nowait((step, entry))
             self._dropped = False
         except queue.Full:
             if not self._dropped:
@@ -236,17 +269,22 @@ class TrackerThread(threading.Thread):
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not start, so nothing of this run is sent", error)
             return
-        for step, metrics in iter(self._next_line, None):
-            if step <= last_step:  # logged before a restart
+        logged_before = last_step
+        for step, entry in iter(self._next_line, None):
+            is_line = isinstance(entry, dict)
+            if step <= (last_step if is_line else logged_before):  # logged before a restart
                 continue
             try:
-                tracker.log(step, metrics)
+                if isinstance(entry, dict):
+                    tracker.log(step, entry)
+                elif hasattr(tracker, "log_images"):  # a user's may lack it
+                    tracker.log_images(step, entry)
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 num_errors += 1
                 if num_errors % 100 == 1:
                     self._warn(f"did not accept step {step}", error)
                 continue
-            last_step = step
+            last_step = max(step, last_step)
             with suppress(OSError):  # a resumed run then sends some steps twice
                 write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         try:
@@ -254,7 +292,7 @@ class TrackerThread(threading.Thread):
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not finish the run", error)
 
-    def _next_line(self) -> tuple[int, dict[str, float]] | None:
+    def _next_line(self) -> tuple[int, Entry] | None:
         """Wait for the next line; None after the last one of the run."""
         while True:
             try:
@@ -305,10 +343,21 @@ class WandbTracker:
                 console="off", silent=True, save_code=False, x_save_requirements=False, **private
             ),
         )
+        self._last_step = 0
         return run_id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+        self._last_step = step
+
+    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
+        import wandb
+
+        by_title: dict[str, list[Any]] = defaultdict(list)
+        for title, caption, image in images:
+            by_title[f"examples/{title}"].append(wandb.Image(image, caption=caption))
+        # W&B drops steps that are lower than the last one.
+        self._run.log({**by_title, "examples/step": step}, step=max(step, self._last_step))
 
     def finish(self, success: bool) -> None:
         self._run.finish(exit_code=0 if success else 1)
@@ -356,6 +405,14 @@ class MlflowTracker:
         self._client.log_batch(
             self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()]
         )
+
+    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
+        lines = []
+        for number, (title, caption, image) in enumerate(images):
+            key = f"examples/{title}/{number}"
+            self._client.log_image(self._run_id, image, key=key, step=step, synchronous=True)
+            lines.append(f"{key}: {caption}\n")
+        self._client.log_text(self._run_id, "".join(lines), f"examples/step-{step}.txt")
 
     def finish(self, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")

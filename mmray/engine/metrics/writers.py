@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmray.errors import StorageError, TrainingError
+from mmray.evaluation.shown_images import shown_images
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_atomic
 
 Metrics = dict[str, Any]
@@ -102,6 +104,24 @@ class MetricsLog:
             text: Its content; an existing file is replaced.
         """
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
+
+    def write_images(self, step: int, examples: Mapping[str, Any]) -> None:
+        """Write the images of an evaluation to TensorBoard, in the thread.
+
+        Args:
+            step: Number of the step.
+            examples: Content of examples.json.
+        """
+        self._last = self._thread.submit(self._write_images, step, examples)
+
+    def _write_images(self, step: int, examples: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the images are in examples.json, too
+            self._write_tensorboard({"step": step})  # opens the file
+            assert self._events is not None
+            for number, (title, caption, image) in enumerate(shown_images(examples)):
+                tag = f"{title}/{number}"
+                self._events.add_image(tag, np.asarray(image), step, dataformats="HWC")
+                self._events.add_text(tag, caption, step)
 
     def flush(self) -> None:
         """Wait until the thread has written all pending lines and files, or has failed to."""
