@@ -33,21 +33,21 @@ def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
         named(tmp_path / "one", {"1": "cat"}),
         named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False),
     )
-    assert with_region_labels(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
+    assert with_region_labels(MODEL, [one, two], []).region_labels == ("", "cat", "", "", "dog")
     given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
-    assert with_region_labels(given, [one], two).region_labels == ("sky", "sea")
+    assert with_region_labels(given, [one], [two]).region_labels == ("sky", "sea")
     plain = Fusion()
-    assert with_region_labels(plain, [one], None) is plain
+    assert with_region_labels(plain, [one], []) is plain
 
 
 def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
     one = named(tmp_path / "one", {"1": "cat"})
     with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
-        with_region_labels(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
+        with_region_labels(MODEL, [one], [named(tmp_path / "other", {"1": "dog"})])
     with pytest.raises(UsageError, match=r"with --model\.region-labels$"):
-        with_region_labels(MODEL, [named(tmp_path / "nameless", {})], None)
+        with_region_labels(MODEL, [named(tmp_path / "nameless", {})], [])
     with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
-        with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
+        with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], [])
 
 
 @pytest.mark.parametrize(
