@@ -107,5 +107,23 @@ def test_killed_run_resumes_with_equal_weights(
     assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
 
 
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_two_workers_on_ray_take_the_rows_and_losses_of_one_after_a_kill(
+    local_ray, calm, folder_of, prepared, tmp_path
+):
+    """One worker process is killed after step 5."""
+    config = token_runs.config_of(
+        folder_of("qwen3_vl"),
+        prepared,
+        tmp_path / "run",
+        callbacks=("tests.training.faults:KillRankOneOnce",),
+    )
+    outcome = driver.train(config.with_cluster(workers=2), Silent())
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert marks(outcome.path) == marks(calm)
+    assert losses(outcome.path) == pytest.approx(losses(calm), rel=1e-4)
+
+
 def final_weights(folder):
     return state_io.load_weights(folder / "checkpoints" / f"step-{token_runs.STEPS}")
