@@ -17,7 +17,7 @@ from mmray.config import Config, recipes
 PACKAGE = Path(__file__).parent.parent / "mmray"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
 OTHER = {
-    # tar, hf download, docker run, ray start, pip, ray get-auth-token
+    # tar, hf download, docker run, ray start, pip, ray get-auth-token, git ls-files, git rm
     *(
         "--sort",
         "--local-dir",
@@ -25,6 +25,9 @@ OTHER = {
         "--node-ip-address",
         "--force-reinstall",
         "--generate",
+        "--others",
+        "--exclude-standard",
+        "--cached",
     ),
     # handled before tyro
     *("--print-config", "--tyro-print-completion", "--version"),

@@ -208,10 +208,10 @@ def _split_spans(
     spans = []
     for text in texts:
         span = of_row
-        if isinstance(text, dict):
+        if isinstance(text, dict) and "text" in text:
             names = next((each for each in _SPAN_FIELDS if each[0] in text), SPAN_COLUMNS)
             span = _parse_span(text, names) or of_row
-            text = text.get("text")
+            text = text["text"]
         plain.append(text)
         spans.append(span)
     return tuple(plain), tuple(spans) if any(spans) else ()

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
+from mmray.builtin import HF_TEXT_TYPES
 from mmray.config import TextTower
 from mmray.errors import UsageError
-from mmray.models.encoders.text import FAMILIES, POSITIONS_AFTER_PAD, HfTextTower, build_text_tower
+from mmray.models.encoders.text import POSITIONS_AFTER_PAD, HfTextTower, build_text_tower
 
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
@@ -58,7 +59,7 @@ def test_random_bert_of_an_earlier_version_is_rebuilt() -> None:
     assert isinstance(tower, HfTextTower) and tower.width == 24
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HF_TEXT_TYPES)
 def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
     """Equal to transformers with its own mask; the padding id does not matter; language tokens get
     new rows.

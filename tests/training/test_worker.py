@@ -41,6 +41,7 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: None)
     made = Coordinator(set())
     made.heartbeat = SimpleNamespace(remote=made.heartbeat)
+    made.push = SimpleNamespace(remote=made.push)
     return made
 
 

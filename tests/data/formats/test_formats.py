@@ -474,7 +474,7 @@ def test_only_a_manifest_of_mmray_marks_a_prepared_set(tmp_path):
     prepared(csv_source(tmp_path / "raw"), tmp_path / "out")
     with pytest.raises(
         DataError,
-        match=r"/out is already prepared: use it as it is, for example --data\.train /.*/out",
+        match=r"/out is already prepared: use it as it is: mmray train --data\.train /.*/out",
     ):
         detect_source(str(tmp_path / "out"))
     (tmp_path / "other").mkdir()
