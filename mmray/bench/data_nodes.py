@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import dataclass
-from itertools import islice
 
-from mmray.bench.synthetic_images import synthetic_photos
+from mmray.bench.synthetic_images import photos_per_s
 from mmray.config import Config
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import transform
 
-NUM_PHOTOS, DECODE_S = 16, 2.0
+DECODE_S = 2.0
 STEP_WINDOW_S = 2.0
 HEADROOM = 1.25  # more than the mean rate: images differ, and nodes are lost
 
@@ -75,13 +73,7 @@ def measure_decoding(config: Config) -> float:
     Args:
         config: The recipe, with the size of its images.
     """
-    photos = [data for data, _ in islice(synthetic_photos(NUM_PHOTOS), NUM_PHOTOS)]
-    transform(decode(photos[0]), config.model.inputs)
-    count, start_s = 0, time.monotonic()
-    while (elapsed_s := time.monotonic() - start_s) < DECODE_S:
-        transform(decode(photos[count % NUM_PHOTOS]), config.model.inputs)
-        count += 1
-    return count / elapsed_s
+    return photos_per_s(lambda data: transform(decode(data), config.model.inputs), DECODE_S)
 
 
 def measure_step(config: Config) -> tuple[float, str]:

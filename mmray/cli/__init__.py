@@ -60,7 +60,7 @@ USAGE = {
     "report": "RUN [--out FILE]",
     "runs": "[FOLDER] [--json FILE]",
     "bench": "step|loader|strategies [--json FILE]",
-    "doctor": "[--address A] [--storage runs], or --recipe R --gpus N",
+    "doctor": "[--address A] [--storage runs] [--cluster], or --recipe R --gpus N",
     "submit": "[--address A] [--detach] COMMAND ...",
     "status": "[--address A] [--json FILE]",
     "logs": "RUN [--address A]",

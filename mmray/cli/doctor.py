@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rich.text import Text
 
@@ -25,6 +26,8 @@ class DoctorCommand:
     """Ray address; None: RAY_ADDRESS if set, otherwise a temporary cluster on this machine."""
     storage: str = "runs"
     """Folder for runs."""
+    cluster: bool = False
+    """Also measure each node of the cluster and the links between nodes: takes a minute."""
     recipe: str | None = None
     """Only print how many CPUs for data this recipe needs with --gpus."""
     gpus: int = 8
@@ -57,7 +60,12 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
 
     findings = []
     with console.show_progress("checking"):
-        for finding in run_checks(command.address, command.storage):
+        checks = run_checks(command.address, command.storage)
+        if command.cluster:
+            from mmray.bench.preflight import check_cluster
+
+            checks = chain(checks, check_cluster(command.address, command.storage))
+        for finding in checks:
             findings.append(finding)
             icon, style = ICONS[finding.level]
             name = f"{finding.name:<22} "

@@ -32,6 +32,7 @@ MIN_DISK_GIB = 5.0
 MIN_SHM_SHARE = 0.25
 MIN_OPEN_FILES = 4096
 PROBE_MB = 8
+Level = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Finding:
         fix: Remedy for a warning or an error; empty if `ok`.
     """
 
-    level: Literal["ok", "warning", "error"]
+    level: Level
     name: str
     observed: str
     fix: str = ""
