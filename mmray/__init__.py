@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         export,
         export_weights,
         prepare,
+        result_grid,
         train,
         tune,
     )
@@ -35,6 +36,7 @@ __all__ = [
     "export_weights",
     "load",
     "prepare",
+    "result_grid",
     "train",
     "tune",
 ]

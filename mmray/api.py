@@ -29,6 +29,7 @@ from mmray.storage.paths import AnyPath, RemotePath, remove_tree, to_path
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint as RayCheckpoint
+    from ray.tune import ResultGrid
 
     from mmray.data.store.manifest import Manifest
     from mmray.training import RunReporter
@@ -516,6 +517,32 @@ def tune(
         sweep = _run_trials(request, reporter)
     _check_recommendation(sweep)
     return sweep
+
+
+def result_grid(sweep: SweepRecord) -> ResultGrid:
+    """Return the trials of a sweep as Ray Tune's `ResultGrid`, such as for `get_dataframe()`.
+
+    Ray Tune gets the stored values of each trial, which takes some seconds; nothing is trained. It
+    joins RAY_ADDRESS if set, otherwise it starts Ray on this machine.
+
+    Args:
+        sweep: the sweep that `tune` returned.
+
+    Returns:
+        A result for each measured trial: `config["trial"]` has its name and settings, `metrics` the
+        `value` of the goal after its last rung, the `samples` until then, and `folder`, its run.
+        `metrics_dataframe` has a row for each rung.
+
+    Raises:
+        UsageError: no trial of the sweep was measured.
+        ResourceError: Ray cannot be reached or started.
+    """
+    from mmray.cluster.connect import ray_session
+
+    with ray_session(Cluster()):
+        from mmray.tuning.ray_tune import replay_trials
+
+        return replay_trials(sweep)
 
 
 class SubmittedJob:
