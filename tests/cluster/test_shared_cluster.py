@@ -14,6 +14,7 @@ from mmray.cluster import waiting
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster, Inputs
 from mmray.data.store.prepared_set import hash_key
+from mmray.data.stream import pool_size
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
@@ -88,7 +89,49 @@ class Consumer:
 
 
 def nodes_of_actors():
-    return {node for state, node, _ in actors_of_job("DecodeActor") if state == "ALIVE"}
+    return [node for state, node, _ in actors_of_job("DecodeActor") if state == "ALIVE"]
+
+
+def slow_reader(folder):
+    grays = [png(gray, SIDE) for gray in range(8)]
+    prepared = make_set(folder, [row(number, grays[number % 8]) for number in range(ROWS)])
+    inputs = Inputs(image_side=SIDE, fit="squash", max_tokens=12)
+    return SlowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+
+
+def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_path, monkeypatch):
+    """Two decode actors have all CPUs, which are reserved while the rank requests no blocks."""
+    nodes.reset([(2, 1)])
+    monkeypatch.setattr(pool_size, "GROW_WINDOW_S", 0.5)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    notes = []
+    try:
+        plan = SamplePlan(ROWS, 64, 1, seed=3, steps=10**5)
+        start, limits = ResumePoint(plan, 0), DecoderLimits(1, 1, 3)
+        must_yield = waiting.Contention().must_yield
+        blocks = rank_blocks(
+            slow_reader(tmp_path), start, 0, 1, 24.0, limits, notes.append, must_yield
+        )
+        with closing(blocks):
+            positions = []
+            taken = iter(blocks)
+            end_s = time.monotonic() + 120
+            while len(nodes_of_actors()) < 3:
+                assert time.monotonic() < end_s, notes
+                positions.append(next(taken)["pos"])
+            pending_s = time.monotonic()
+            reserved = ray.util.placement_group([{"CPU": 2.0}]).ready()
+            while not ray.wait([reserved], timeout=0.5)[0] and time.monotonic() < pending_s + 60:
+                blocks.update_pool()
+            waited_s = time.monotonic() - pending_s
+            positions += [next(taken)["pos"] for _ in range(10)]
+    finally:
+        ray.shutdown()
+    print(f"reserved after {waited_s:.1f} s; {notes}")
+    assert waited_s < 30
+    assert "decode actors of rank 0: 1, was 3, because others wait for CPUs" in notes
+    rows = np.concatenate(positions)
+    assert rows.tolist() == list(range(len(rows)))
 
 
 @pytest.mark.slow  # a minute; run by hand
@@ -101,17 +144,14 @@ def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
     nodes.workers += [own, lost, kept]
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     try:
-        grays = [png(gray, SIDE) for gray in range(8)]
-        prepared = make_set(tmp_path, [row(number, grays[number % 8]) for number in range(ROWS)])
-        inputs = Inputs(image_side=SIDE, fit="squash", max_tokens=12)
-        reader = SlowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+        reader = slow_reader(tmp_path)
         plan = SamplePlan(ROWS, 64, 1, seed=3, steps=10**5)
         here = NodeAffinitySchedulingStrategy(own.node_id, soft=False)
         selector = {"ray.io/node-id": f"!in({own.node_id})"}
         limits = DecoderLimits(1, 5, 5, selector)
         consumer = Consumer.options(scheduling_strategy=here).remote()
         stream = consumer.run.remote(reader, plan, limits)
-        wait_for(lambda: {lost.node_id, kept.node_id} <= nodes_of_actors())
+        wait_for(lambda: {lost.node_id, kept.node_id} <= set(nodes_of_actors()))
         nodes.remove(lost)
         added_s = time.time()
         added = add(num_cpus=2, object_store_memory=STORE_BYTES)

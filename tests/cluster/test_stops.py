@@ -12,21 +12,26 @@ import ray
 from ray._private.state import actors
 
 from mmray.config import to_yaml
-from tests.training.runs import TRAINS, config, expected_marks, marks
+from mmray.training.driver import train
+from tests.made import png
+from tests.training.runs import TRAINS, Silent, config, expected_marks, make_data, marks
 
-# two minutes; run by hand
+# two minutes each; run by hand
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain
-COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
+COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()"]
 
 
-def start(recipe):
-    """The command in a new process; its output is in the file `log`."""
+def start(recipe, *words):
+    """The command (`train` with this recipe, or the given words) in a new process; its output is in
+    the file `log`.
+    """
     secrets = {"AWS_SECRET_ACCESS_KEY": CANARY, "WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
     log = recipe.with_name(f"{time.time_ns()}.log")
+    words = words or ("train", str(recipe))
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*COMMAND, str(recipe)], env=os.environ | secrets, stdout=file, stderr=subprocess.STDOUT
+            [*COMMAND, *words], env=os.environ | secrets, stdout=file, stderr=subprocess.STDOUT
         )
     process.log = log
     return process
@@ -129,3 +134,42 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
         file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()
     ]
     assert not kept and CANARY not in output
+
+
+def test_waiting_commands_end_within_five_seconds(nodes, tmp_path):
+    """After Ctrl-C, or the SIGTERM of `ray job stop`, while someone else has all CPUs."""
+    nodes.reset([(2, 2)])
+    prepared = make_data(tmp_path / "set")
+    local = config(prepared, tmp_path, "trained", steps=3).with_cluster(workers=1)
+    trained = train(local, Silent())
+    waits = config(prepared, tmp_path, "waits", (), nodes.address)
+    recipe = tmp_path / "waits.yaml"
+    recipe.write_text(to_yaml(waits))
+    (tmp_path / "raw.csv").write_text("image,text\na.png,a\n")
+    (tmp_path / "a.png").write_bytes(png(3))
+    at = ("--address", nodes.address)
+    commands = {
+        "train": (),
+        "tune": ("tune", str(recipe), "--run.name", "sweep"),
+        "evaluate": ("evaluate", str(trained.path), "--workers", "2", *at),
+        "prepare": ("prepare", str(tmp_path / "raw.csv"), str(tmp_path / "out"), *at),
+    }
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.get(ray.util.placement_group([{"CPU": 2.0}]).ready())
+        for number, (name, words) in enumerate(commands.items()):
+            process = start(recipe, *words)
+            end_s = time.monotonic() + 120
+            while "waiting " not in process.log.read_text():
+                assert process.poll() is None and time.monotonic() < end_s, process.log.read_text()
+                time.sleep(0.2)
+            process.send_signal((signal.SIGINT, signal.SIGTERM)[number % 2])
+            stopped_s = time.monotonic()
+            process.wait(timeout=60)
+            took_s = time.monotonic() - stopped_s
+            print(f"{name}: ended after {took_s:.1f} s")
+            output = process.log.read_text()
+            assert process.returncode == 130 and "Traceback" not in output, output
+            assert took_s < 5, (name, output)
+    finally:
+        ray.shutdown()
