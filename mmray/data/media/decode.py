@@ -160,8 +160,11 @@ def read_frames(
         BadMedia: It cannot be decoded.
     """
     with _open(data) as container:
+        from av.video.reformatter import VideoReformatter
+
         _read_header(container, "video", max_pixels)
         stream = _video(container)
+        stream.codec_context.thread_count = 1  # a decode process has one CPU
         shown: list[Any] = []
         if times_s[0] > _PREROLL_S:
             container.seek(math.floor(times_s[0] / stream.time_base), stream=stream)
@@ -176,12 +179,13 @@ def read_frames(
         times = np.array([frame.time for frame in shown])
         size = (shown[0].height, shown[0].width)
         pixels = []
+        reformatter = VideoReformatter()  # its setup takes longer than a small frame
         for frame in shown:
             if frame.height * frame.width > max_pixels:
                 raise BadMedia("too-large", f"{frame.width} x {frame.height} pixels")
             # A stream may change its size, but a clip has one.
-            rgb = frame.to_ndarray(format="rgb24", width=size[1], height=size[0])
-            pixels.append(np.rot90(rgb, round(frame.rotation / 90)))
+            rgb = reformatter.reformat(frame, width=size[1], height=size[0], format="rgb24")
+            pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90)))
         return np.stack(pixels), times
 
 
