@@ -12,6 +12,7 @@ from mmray.errors import ResourceError
 
 TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
+WAITING = "mmray-waiting"  # namespace of Ray's key-value store
 JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitted jobs
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
 # Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
@@ -113,6 +114,36 @@ def running_jobs() -> list[str]:
             for job in jobs()
             if not job["IsDead"] and job["JobID"] != own
         ]
+
+
+def list_as_waiting(run: str, priority: int, is_waiting: bool) -> None:
+    """Add a run of this job to the waiting runs of the cluster, or remove it.
+
+    Args:
+        run: Name of the run, unique in the job.
+        priority: Its `cluster.priority`.
+        is_waiting: Whether the workers of the run have not started yet.
+    """
+    with _checked("the waiting runs"):
+        from ray.experimental import internal_kv
+
+        key = f"{ray.get_runtime_context().get_job_id()}/{run}/{priority}"
+        if is_waiting:
+            internal_kv._internal_kv_put(key, b"", namespace=WAITING)
+        else:
+            internal_kv._internal_kv_del(key, namespace=WAITING)
+
+
+def waiting_priorities() -> list[int]:
+    """Return the priority of each waiting run of the jobs that are alive."""
+    with _checked("the waiting runs"):
+        from ray._private.state import jobs
+        from ray.experimental import internal_kv
+
+        keys = [key.decode() for key in internal_kv._internal_kv_list("", namespace=WAITING)]
+        # A driver that was killed has not removed its runs.
+        alive = {job["JobID"] for job in jobs() if not job["IsDead"]} if keys else set()
+        return [int(key.split("/")[2]) for key in keys if key.split("/")[0] in alive]
 
 
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:

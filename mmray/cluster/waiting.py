@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
 from mmray.cluster.capacity import Demand, Resources, fits, format_resources
 from mmray.cluster.placement import alive_nodes, data_demand, free_nodes
@@ -43,13 +45,18 @@ class ResourceWait:
         self._start_s = time.monotonic()
         self._next_line_s = FIRST_LINE_S
 
-    def poll(self) -> None:
-        """Log which resources the command waits for, first after 10 s and then every 60 s."""
+    def poll(self, has_turn: bool = True) -> None:
+        """Log what the command waits for, first after 10 s and then every 60 s.
+
+        Args:
+            has_turn: No run of a higher priority waits.
+        """
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
             self._next_line_s = waited_s + LINE_INTERVAL_S
             text = f"{waited_s:.0f} s for {self._demand}; {self._describe_use()}"
-            self._log(f"{text}; gives up after {self._limit}", "waiting")
+            turn = "" if has_turn else "; runs of a higher cluster.priority start first"
+            self._log(f"{text}{turn}; gives up after {self._limit}", "waiting")
 
     def check_limit(self) -> None:
         """Raise ResourceError if the wait has taken `timeout_s` or longer."""
@@ -156,13 +163,29 @@ def is_reserved(demand: Demand) -> bool:
     Args:
         demand: The resources of the workers; CPUs for data are not compared.
     """
+    return not _own_pending(demand)
+
+
+def withdraw_reservation(demand: Demand) -> None:
+    """Remove the placement groups of this job for the workers of a demand that wait for resources.
+
+    Args:
+        demand: The resources of the workers; CPUs for data are not compared.
+    """
+    for group in _own_pending(demand):
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+
+
+def _own_pending(demand: Demand) -> list[str]:
+    """Return the IDs of the waiting placement groups of this job for the workers of a demand."""
     job = own_job()
     bundles = [dict(demand.per_worker)] * demand.workers
     # The ID of a placement group ends with the ID of its job.
-    return not any(
-        name.endswith(job) and pending == bundles
-        for name, pending in pending_reservations().items()
-    )
+    return [
+        group
+        for group, pending in pending_reservations().items()
+        if group.endswith(job) and pending == bundles
+    ]
 
 
 class Contention:

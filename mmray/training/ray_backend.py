@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,8 +37,14 @@ from mmray.cluster.capacity import (
     missing_capacity,
     num_workers_that_fit,
 )
-from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
-from mmray.cluster.waiting import Contention, ResourceWait, is_reserved
+from mmray.cluster.ray_internals import (
+    START_TIMEOUT_VARIABLE,
+    is_train_error,
+    list_as_waiting,
+    version_warning,
+    waiting_priorities,
+)
+from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, withdraw_reservation
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import BatchShape
@@ -255,7 +262,10 @@ class RayWorkers:
         limits = decoder_limits(self.config, demand)
         is_fixed = limits.minimum == limits.maximum
         self._metrics = metrics
-        self.trainer = torch_trainer(
+        self._is_listed = False  # among the waiting runs of the cluster
+        self._is_held_back = False  # while runs of a higher priority wait
+        self._build_trainer = partial(
+            torch_trainer,
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
@@ -278,8 +288,36 @@ class RayWorkers:
         )
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        result: Any = run_in_thread(self.trainer.fit, poll)
-        return dict(result.return_value)
+        self._set_listed(True)
+        while True:
+            while self._must_wait():
+                self._set_held_back(True)
+                poll()
+                time.sleep(POLL_INTERVAL_S)
+            self._set_held_back(False)
+            start_s = time.monotonic()
+            try:
+                result: Any = run_in_thread(self._build_trainer().fit, poll)
+                return dict(result.return_value)
+            except ray.train.TrainingFailedError as error:
+                # Otherwise the reservation was withdrawn for a run of a higher priority.
+                waited_s = time.monotonic() - start_s
+                if start_timeout_error(error) is None or waited_s >= self._queue_timeout_s:
+                    raise
+
+    def _must_wait(self) -> bool:
+        """Return whether a run of a higher priority waits."""
+        return any(each > self.config.cluster.priority for each in waiting_priorities())
+
+    def _set_held_back(self, is_held_back: bool) -> None:
+        if is_held_back != self._is_held_back:
+            self._is_held_back = is_held_back
+            self._wait = None  # the limits of time differ
+
+    def _set_listed(self, is_listed: bool) -> None:
+        if is_listed != self._is_listed:
+            list_as_waiting(self.autoscaler.name, self.config.cluster.priority, is_listed)
+            self._is_listed = is_listed
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         try:
@@ -287,6 +325,8 @@ class RayWorkers:
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             # the next call returns them; if Ray is shutting down, the attempt itself raises
             return [], []
+        if heartbeats:
+            self._set_listed(False)
         return messages, heartbeats
 
     def request_stop(self) -> None:
@@ -304,11 +344,20 @@ class RayWorkers:
         return placement.draining_nodes()
 
     def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+        if not self._is_held_back:
+            if is_reserved(self._demand):
+                return False
+            if self._must_wait():
+                self._set_held_back(True)
+                withdraw_reservation(self._demand)
         if self._wait is None:
-            self._wait = ResourceWait(self._demand, self._queue_timeout_s, log)
-        if is_reserved(self._demand):
-            return False
-        self._wait.poll()
+            limit_s = self._queue_timeout_s
+            if self._is_held_back:
+                limit_s = self.config.cluster.queue_timeout_s
+            self._wait = ResourceWait(self._demand, limit_s, log)
+        if self._is_held_back:
+            self._wait.check_limit()
+        self._wait.poll(has_turn=not self._is_held_back)
         return True
 
     def share_resources(self) -> None:
@@ -327,6 +376,7 @@ class RayWorkers:
         self._metrics.update(metrics)
 
     def close(self) -> None:
+        self._set_listed(False)
         self.autoscaler.cancel()
         ray.kill(self.coordinator)
 

@@ -77,6 +77,16 @@ def test_request_for_nodes_is_accepted_and_cancelled(local_ray):
         )
 
 
+def test_waiting_runs_are_listed_until_they_are_removed(local_ray):
+    for run, priority in (("a", 0), ("b", 7)):
+        ray_internals.list_as_waiting(run, priority, True)
+    assert sorted(ray_internals.waiting_priorities()) == [0, 7]
+    ray_internals.list_as_waiting("b", 7, False)
+    assert ray_internals.waiting_priorities() == [0]
+    ray_internals.list_as_waiting("a", 0, False)
+    assert ray_internals.waiting_priorities() == []
+
+
 def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):
     sent, clock = [], [100.0]
     monkeypatch.setattr(

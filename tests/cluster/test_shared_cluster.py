@@ -28,31 +28,41 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SIDE, STORE_BYTES, ROWS = 160, 80 * 10**6, 3200
 
 
-def test_two_runs_that_do_not_fit_together_follow_each_other(nodes, data, tmp_path, monkeypatch):
-    """Each needs the four CPUs: two workers, and a decode actor for each."""
+def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
+    """Each needs the four CPUs: two workers, and a decode actor for each. The last one submitted
+    has a higher priority than the one that waits already.
+    """
     nodes.reset([(2, 2), (2, 2)])
     monkeypatch.setattr(waiting, "FIRST_LINE_S", 1.0)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
-    reporters = [Silent(), Silent()]
+    reporters = [Silent(), Silent(), Silent()]
     outcomes = {}
 
     def run(number):
         wanted = config(data, tmp_path, f"run-{number}", steps=3, checkpoint_every=0)
-        cluster = Cluster(workers=2, address=nodes.address)
+        cluster = Cluster(workers=2, address=nodes.address, priority=number // 2)
         outcomes[number] = train(wanted.replace(cluster=cluster), reporters[number])
 
+    def waits():
+        return [n for n, each in enumerate(reporters) if "waiting" in dict(each.notes)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     try:
-        threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
-        for thread in threads:
+        for thread in threads[:2]:
             thread.start()
+        wait_for(waits)
+        threads[2].start()
+        (low,) = waits()
         for thread in threads:
             thread.join()
     finally:
         ray.shutdown()
-    for number in (0, 1):
+    assert list(outcomes) == [1 - low, 2, low]  # in the order of their ends
+    for number in outcomes:
         assert outcomes[number].result["status"] == "finished"
+        assert outcomes[number].result["restarts"] == 0
         assert marks(outcomes[number].path) == list(expected_marks(3))
-    lines = [text for each in reporters for label, text in each.notes if label == "waiting"]
+    lines = [text for label, text in reporters[low].notes if label == "waiting"]
     assert lines and "s for 2 training workers of 2 CPU each" in lines[0]
     assert "CPU on 2 nodes" in lines[0] and "gives up after 3600 s" in lines[0]
 
