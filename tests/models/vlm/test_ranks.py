@@ -35,3 +35,14 @@ def test_gradient_of_two_ranks_equals_that_of_one(family, parallel, results, fol
         difference = (rank[f"{family} {parallel}"] - expected).abs().max()
         assert difference < tolerance * expected.abs().max()
     assert torch.equal(results[0][f"{family} {parallel}"], results[1][f"{family} {parallel}"])
+
+
+@pytest.mark.slow  # two minutes
+@pytest.mark.timeout(900)
+def test_no_rank_waits_in_200_steps_in_which_it_often_has_no_image(folder_of, tmp_path):
+    weights = str(folder_of("qwen3_vl"))
+    results = spawn_ranks(two_ranks.main, tmp_path, 2, {"qwen3_vl": (weights, 200)})
+    expected = two_ranks.gradient(weights, Group(), "ddp")
+    for rank in results:
+        for found in rank.values():
+            assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
