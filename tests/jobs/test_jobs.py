@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,30 +14,33 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
-from mmray import api
+from mmray import api, cli
 from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
-from mmray.errors import UsageError
+from mmray.console.reporter import ConsoleReporter
+from mmray.errors import INTERRUPTED, UsageError
+from mmray.training.ray_metrics import COUNTERS, GAUGES
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
-from tests.training.runs import TRAINS, config, make_data, marks
+from tests.training.runs import config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-STEPS = 8
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """A separate head: its `url` for jobs, and the `env` of commands."""
-    port, dashboard, agent = free_ports(3)
+    port, dashboard, agent, metrics = free_ports(4)
     url, path = (
         f"http://127.0.0.1:{dashboard}",
         f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     )
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path, "RAY_API_SERVER_ADDRESS": url}
     env["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
+    env["RAY_metrics_report_interval_ms"] = "500"
     # jobs ship the repository: they must import the shipped copy
     for name in ("PYTHONPATH", "RAY_ADDRESS"):
         env.pop(name, None)
@@ -46,6 +50,7 @@ def head(tmp_path_factory):
         f"--dashboard-port={dashboard}",
     ]
     options += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=6"]
+    options.append(f"--metrics-export-port={metrics}")
 
     def is_ready():
         try:
@@ -55,7 +60,7 @@ def head(tmp_path_factory):
         return True
 
     with ray_head(tmp_path_factory.mktemp("head"), port, options, env, is_ready):
-        yield SimpleNamespace(url=url, env=env)
+        yield SimpleNamespace(url=url, env=env, metrics=f"http://127.0.0.1:{metrics}/metrics")
 
 
 @pytest.fixture(scope="module")
@@ -160,26 +165,40 @@ def test_mmray_is_imported_from_working_dir_or_installation(head, client, shippe
     assert all(("working_dir_files" in place) is shipped for place in found.values())
 
 
-def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data, tmp_path):
+def test_stopped_training_cleans_up_and_same_command_resumes(
+    head, client, data, tmp_path, monkeypatch, capsys
+):
+    """Ctrl-C in `mmray submit` writes a checkpoint and exits 130. Before, the run is listed, its
+    metrics are scraped, and the prints of its workers are in the log with their ranks.
+    """
+    monkeypatch.chdir(ROOT)
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        to_yaml(
-            config(data, tmp_path, "run", callbacks=("tests.training.faults:Slower",), steps=STEPS)
-        )
-    )
-    first = submit(head, "train", str(recipe))
-    steps = tmp_path / "run" / "metrics.jsonl"
-    until = time.monotonic() + 300
-    while not (steps.exists() and TRAINS.search(client.get_job_logs(first))):
-        assert time.monotonic() < until, client.get_job_logs(first)
-        time.sleep(0.2)
-    client.stop_job(first)  # as `ray job stop`
-    status, _, log = ended(client, first)
-    assert status == JobStatus.STOPPED, log
+    faults = ("tests.training.faults:Slower", "tests.training.faults:Print")
+    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=faults, steps=STEPS)))
+    first = api.submit(["train", str(recipe)], address=head.url)
+    shown = []
+    seen = {}
+
+    def show(text):
+        shown.append(text)
+        if not seen and "printed at step 2" in text:
+            seen["jobs"] = api.jobs(address=head.url)
+            seen["metrics"] = scrape(head)
+            raise KeyboardInterrupt
+
+    assert first.follow(show) == INTERRUPTED == 130
+    log = "".join(shown)
     stopped = json.loads((tmp_path / "run" / "result.json").read_text())
     assert stopped["status"] == "stopped" and 0 < stopped["steps"] < STEPS
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['steps']}" / "SHA256SUMS").exists()
     assert "run the same command to resume from step" in log
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} +printed at step 2$", log, re.M), log
+    assert not re.search("raylet|Ignoring upload|worker processes", log), log
+    (job,) = [each for each in seen["jobs"] if each["name"] == first.name]
+    assert (job["status"], job["run"]) == ("running", str(tmp_path / "run"))
+    assert job["command"] == f"mmray train {recipe}"
+    assert seen["metrics"] == dict.fromkeys(CPU_METRICS, "run")
     assert left_behind(head) == []
 
     status, code, log = ended(client, submit(head, "train", str(recipe)))
@@ -188,6 +207,36 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     assert [mark[0] for mark in marks(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert "\x1b" not in log and "\r" not in log  # plain lines, because a log is not a terminal
     assert f"{STEPS}/{STEPS}" in log and "recall" not in log.splitlines()[0]
+    # The log of the newest job of a run, by the name of the run.
+    assert cli.run(["logs", "--address", head.url, "run"], ConsoleReporter()) == 0
+    assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
+
+
+# Gauges of a run on CPUs, which has no restart and no row that cannot be read.
+CPU_METRICS = {
+    f"ray_{name}" for name, _ in GAUGES.values() if "gpu" not in name and "mfu" not in name
+}
+
+
+def scrape(head, within_s=5):
+    """The label `run` of each metric of mmray on the node, by name, once all are exported."""
+    until = time.monotonic() + within_s
+    while True:
+        with urllib.request.urlopen(head.metrics, timeout=5) as answer:
+            text = answer.read().decode()
+        found = {}
+        for name, labels in re.findall(r"^(ray_mmray_\w+)\{(.*)\}", text, re.M):
+            found[name] = re.search(r'\brun="([^"]*)"', labels)[1]
+        if found.keys() >= CPU_METRICS or time.monotonic() > until:
+            return found
+        time.sleep(0.5)
+
+
+def test_dashboard_shows_each_metric():
+    text = (ROOT / "jobs" / "deploy" / "grafana" / "mmray_dashboard.json").read_text()
+    shown = set(re.findall(r"ray_mmray_\w+", text))
+    gauges = {f"ray_{name}" for name, _ in GAUGES.values()}
+    assert shown == gauges | {f"ray_{name}_total" for name, _ in COUNTERS.values()}
 
 
 def left_behind(head, within_s=60):
