@@ -125,6 +125,7 @@ def slurm(tmp_path):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow  # two starts of a cluster, three minutes
 @pytest.mark.timeout(400)
 def test_slurm_job_writes_a_checkpoint_at_term_and_resumes(slurm, tmp_path):
     """SIGTERM to the batch script at half-time, as Slurm sends it before the limit of time."""
