@@ -139,8 +139,7 @@ class EvalBatches:
         The ranks get contiguous parts of the set, or of its first `limit` rows if a limit is set.
         Their sizes differ by at most one.
         """
-        limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
-        return np.array_split(np.arange(limit), self.world_size)[self.rank]
+        return rows_of_rank(self.data.prepared, self.limit, self.rank, self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches with at least one row each."""
@@ -227,6 +226,21 @@ class EvalBatches:
                 "text_hash": torch.tensor([hash_key(text) for text in texts]),
             }
         )
+
+
+def rows_of_rank(
+    prepared: PreparedSet, limit: int | None, rank: int, world_size: int
+) -> np.ndarray:
+    """Return the indices of a rank's contiguous part of a set, int64, ascending.
+
+    Args:
+        prepared: The set.
+        limit: Only its first `limit` rows are divided; None: all.
+        rank: The rank.
+        world_size: Number of ranks; the sizes of their parts differ by at most one.
+    """
+    num_rows = min(prepared.num_rows, limit or prepared.num_rows)
+    return np.array_split(np.arange(num_rows), world_size)[rank]
 
 
 def _image_hash(record: Row) -> int:

@@ -15,13 +15,11 @@ from mmray.data.store.prepared_set import ROW_ERRORS, Row, hash_key, read_each
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset
-from mmray.evaluation.embeddings import eval_mode
+from mmray.evaluation.batches import EvalDataset, rows_of_rank
+from mmray.evaluation.embeddings import Group, RowFile, eval_mode, gather_rows
 from mmray.evaluation.evaluator import compute_ranks_in_parallel
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
-
-Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
 class ClipEvaluator(EvalDataset):
@@ -64,33 +62,35 @@ class ClipEvaluator(EvalDataset):
         with eval_mode(model):
             # A rank without rows needs the names and the widths, too.
             outputs = model(synthetic_batch(self.inputs, 1, 2, group.device))
-            modalities = [
-                name.removesuffix("_embed") for name in outputs if name.endswith("_embed")
-            ]
-            parts = {name: [outputs[f"{name}_embed"][:0].float().cpu()] for name in modalities}
-            hashes = [torch.zeros(0, dtype=torch.int64)]
+            files = {
+                name.removesuffix("_embed"): RowFile(embed.shape[1])
+                for name, embed in outputs.items()
+                if name.endswith("_embed")
+            }
+            hashes = RowFile(1, np.int64)
             for batch in self._batches(group, skipped):
                 on_device = {name: column.to(group.device) for name, column in batch.items()}
                 outputs = model(on_device)
-                for name in modalities:
-                    parts[name].append(outputs[f"{name}_embed"].float().cpu())
-                hashes.append(batch["text_hash"])
-                embeds = {name: gather_rows(torch.cat(part), group) for name, part in parts.items()}
-        text_hash = gather_rows(torch.cat(hashes), group)
-        bad_rows = int(gather_rows(torch.tensor([len(skipped)]), group).sum())
+                for name, file in files.items():
+                    file.write(outputs[f"{name}_embed"].float().cpu())
+                hashes.write(batch["text_hash"])
+        # After the loop, because the ranks may have different numbers of batches.
+        embeds = {name: gather_rows(file, group) for name, file in files.items()}
+        text_hash = gather_rows(hashes, group).flatten()
+        bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
         if not len(text_hash):
             raise DataError(
                 f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}"
             )
         metrics: dict[str, float] = {}
-        for query, gallery in permutations(modalities, 2):
+        for query, gallery in permutations(embeds, 2):
             ranks = _ranks(embeds[query], embeds[gallery], text_hash, group, query, gallery)
             if len(ranks):
                 metrics |= retrieval.retrieval_metrics(ranks, f"{query}_to_{gallery}")
         recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
         if not recalls:
             raise DataError(
-                f"no clip of {self.prepared.folder} has two of {', '.join(modalities)}, which are "
+                f"no clip of {self.prepared.folder} has two of {', '.join(embeds)}, which are "
                 "to be compared"
             )
         return metrics | {
@@ -102,8 +102,7 @@ class ClipEvaluator(EvalDataset):
     def _batches(self, group: Group, skipped: list[str]) -> Iterator[Batch]:
         """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
         settings = self.settings
-        limit = min(self.prepared.num_rows, settings.limit or self.prepared.num_rows)
-        numbers = np.array_split(np.arange(limit), group.world_size)[group.rank]
+        numbers = rows_of_rank(self.prepared, settings.limit, group.rank, group.world_size)
         for first in range(0, len(numbers), settings.batch):
             part = numbers[first : first + settings.batch]
             rows = read_each(self.prepared, part)
@@ -148,15 +147,6 @@ class ClipEvaluator(EvalDataset):
                 "valid": torch.ones(len(clips), dtype=torch.bool),
             }
         )
-
-
-def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """Gather rows of all ranks to the CPU, a chunk at a time."""
-    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
-    starts = range(0, max(1, longest), retrieval.CHUNK)
-    parts = (rows[start : start + retrieval.CHUNK] for start in starts)
-    chunks = [group.all_gather_variable(part).cpu() for part in parts]
-    return torch.cat(chunks)
 
 
 def _ranks(

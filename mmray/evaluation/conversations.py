@@ -26,6 +26,7 @@ from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
+from mmray.evaluation.batches import rows_of_rank
 from mmray.evaluation.embeddings import Group, eval_mode
 
 if TYPE_CHECKING:
@@ -163,8 +164,7 @@ class ConversationEvaluator:
 
     def _batches(self, group: Group, limit: int | None) -> Iterator[list[HeldOutRow]]:
         """Yield the readable rows of each batch of this rank's part of the first `limit` rows."""
-        num_rows = min(self.prepared.num_rows, limit or self.prepared.num_rows)
-        numbers = np.array_split(np.arange(num_rows), group.world_size)[group.rank]
+        numbers = rows_of_rank(self.prepared, limit, group.rank, group.world_size)
         size = min(READ_ROWS, self.settings.batch)
         for first in range(0, len(numbers), size):
             part = numbers[first : first + size]

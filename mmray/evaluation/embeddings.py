@@ -142,11 +142,11 @@ def embed_dataset(
                 texts.write(text)
                 for name in CAPTION_COLUMNS:
                     columns[name].write(batch[name])
-    gathered = {name: _gather(column, group).flatten() for name, column in columns.items()}
+    gathered = {name: gather_rows(column, group).flatten() for name, column in columns.items()}
     return _merge_equal(
         gathered,
-        _gather(images, group),
-        _gather(texts, group),
+        gather_rows(images, group),
+        gather_rows(texts, group),
         heads={
             name: HeadHits(
                 group.all_gather_variable(hits[name][None]).sum(0).cpu(),
@@ -229,8 +229,17 @@ def embed_texts(
     return torch.cat([part.float().cpu() for part in parts]) if parts else torch.zeros(0, 0)
 
 
-def _gather(local: RowFile, group: Group) -> Tensor:
-    """Return the rows of all ranks in rank order, which is that of the rows in the set."""
+def gather_rows(local: RowFile, group: Group) -> Tensor:
+    """Gather the rows of all ranks; a collective call.
+
+    Args:
+        local: The rows of this rank.
+        group: The ranks.
+
+    Returns:
+        All rows [N, D] on the CPU, mapped from a file, in rank order, which is that of the rows in
+        the set.
+    """
     rows = local.tensor()
     if group.world_size == 1:
         return rows
