@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mmray.config import Siglip as SiglipModelConfig
     from mmray.config.model import EmbeddingModel
 
+MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
+
 
 class DualEncoder(nn.Module):
     """An image and a text branch with one embedding space and a learned temperature.
@@ -42,7 +44,7 @@ class DualEncoder(nn.Module):
         logit_bias: Learned bias of the logits of the sigmoid loss; None: none.
     """
 
-    max_log_scale: float | None = math.log(100)  # CLIP's bound: above it training is unstable
+    max_log_scale: float | None = MAX_LOG_SCALE
     logit_bias: nn.Parameter | None
 
     def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:

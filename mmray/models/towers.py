@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.clip import l2_normalize
+from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import (
@@ -26,7 +26,7 @@ from mmray.models.encoders.text import (
 )
 from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
-from mmray.models.two_tower import TextBranch
+from mmray.models.two_tower import TextBranch, tower_configs
 
 if TYPE_CHECKING:
     from mmray.config.model import ClipInputs, FrameTransformer
@@ -187,17 +187,13 @@ class Towers(nn.Module):
     @torch.no_grad()
     def clamp_parameters(self) -> None:
         """Limit the temperature to 0.01..1 after an optimizer step."""
-        self.log_scale.clamp_(min=0.0, max=math.log(100))
+        self.log_scale.clamp_(min=0.0, max=MAX_LOG_SCALE)
 
     def architecture(self) -> dict[str, Any]:
         """Return the transformers configs of the towers that have one, as JSON values by `text` and
         `image`.
         """
-        towers: dict[str, Any] = {"text": self.text.tower}
+        towers: dict[str, nn.Module] = {"text": self.text.tower}
         if self.video is not None:
             towers["image"] = self.video.tower
-        configs = {
-            name: getattr(getattr(tower, "net", None), "config", None)
-            for name, tower in towers.items()
-        }
-        return {name: config.to_dict() for name, config in configs.items() if config is not None}
+        return tower_configs(towers)

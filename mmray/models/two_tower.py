@@ -119,9 +119,16 @@ class TwoTower(DualEncoder):
 
         They are enough to build the model without its pretrained files.
         """
-        towers = {"text": self.text.tower, "image": self.image.tower}
-        configs = {
-            name: getattr(getattr(tower, "net", None), "config", None)
-            for name, tower in towers.items()
-        }
-        return {name: config.to_dict() for name, config in configs.items() if config is not None}
+        return tower_configs({"text": self.text.tower, "image": self.image.tower})
+
+
+def tower_configs(towers: dict[str, nn.Module]) -> dict[str, Any]:
+    """Return the transformers configs of the towers that have one, as JSON values by name.
+
+    Args:
+        towers: Encoders by name; a wrapper of a transformers model has it as `net`.
+    """
+    configs = {
+        name: getattr(getattr(tower, "net", None), "config", None) for name, tower in towers.items()
+    }
+    return {name: config.to_dict() for name, config in configs.items() if config is not None}

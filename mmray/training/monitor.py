@@ -329,7 +329,7 @@ class AttemptMonitor:
         total_steps: Number of steps of the run.
         start_step: Step from which the workers start.
         progress: Progress of the run, which is updated.
-        retried_errors: Errors of checks of the cluster after which training goes on.
+        retried_errors: Errors of checks of the cluster after which training continues.
         failed_resizes: How often the run was restarted with more than this number of workers, and
             no larger group started.
         should_stop: Returns True if the caller wants the run to stop at a checkpoint.

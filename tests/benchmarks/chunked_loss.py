@@ -1,4 +1,4 @@
-"""Peak memory of the chunked cross-entropy beside the plain one: the table in
+"""Peak memory of the chunked cross-entropy compared with the plain one: the table in
 mmray/models/README.md.
 
 Run `python -m tests.benchmarks.chunked_loss`. Each measurement is in a process of its own, with a

@@ -1,4 +1,4 @@
-"""Training speed of a vision-language model beside TRL: the table in mmray/bench/README.md.
+"""Training speed of a vision-language model compared with TRL: the table in mmray/bench/README.md.
 
 Run `PYTHONPATH=FOLDER python -m tests.benchmarks.compare_trl`, where FOLDER has TRL
 (`pip install --target FOLDER --no-deps trl==1.16.0 accelerate datasets multiprocess dill xxhash`).

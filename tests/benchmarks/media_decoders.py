@@ -77,9 +77,9 @@ def _compare_audio(name: str, read: AudioReader, suffix: str, data: bytes) -> No
     draw = random.Random(0)
     starts = [draw.uniform(0, DURATION_S - CLIP_S) for _ in range(NUM_CLIPS)]
     try:
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         clips = [read(data, start, start + CLIP_S) for start in starts]
-        elapsed = time.perf_counter() - begin
+        elapsed = time.perf_counter() - start_s
     except Exception as error:  # noqa: BLE001 - a format that it does not read
         print(f"{name:10} {suffix:5} {type(error).__name__}: {str(error)[:80]}")
         return
@@ -101,9 +101,9 @@ def _compare_video(name: str, read: FrameReader, label: str, data: bytes) -> Non
         for _ in range(NUM_CLIPS):
             start = draw.uniform(0, DURATION_S - 4)
             times = [start + 0.5 * index for index in range(8)]
-            begin = time.perf_counter()
+            start_s = time.perf_counter()
             frames = read(data, times)
-            elapsed.append(time.perf_counter() - begin)
+            elapsed.append(time.perf_counter() - start_s)
             errors += [
                 abs(read_clock(frame) / 1000 + 0.02 - at)
                 for frame, at in zip(frames, times, strict=True)

@@ -309,7 +309,7 @@ def _check_wav_size(data: bytes) -> None:
 
 
 def _video(container: Any) -> Any:
-    """Return the first video stream that is not a cover picture; None if there is none."""
+    """Return the first video stream that is not a cover image; None if there is none."""
     import av
 
     cover = av.stream.Disposition.attached_pic

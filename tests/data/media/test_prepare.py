@@ -240,7 +240,7 @@ def test_subtitles_keep_hours_lines_and_entities() -> None:
 
 
 def damaged_files(count: int) -> list[tuple[str, bytes]]:
-    """Truncated, bit-flipped, mislabelled and empty files, and files whose header lies."""
+    """Truncated, bit-flipped, mislabelled and empty files, and files with a wrong header."""
     draw = random.Random("damaged")
     originals = {
         suffix: encode_audio(suffix, 0.5, 48000 if suffix == "ogg" else 24000)
