@@ -155,17 +155,6 @@ def check_upload_size(folder: Path, files: Sequence[str]) -> None:
         )
 
 
-def list_jobs(client: JobSubmissionClient) -> list[Job]:
-    """Return the jobs of the cluster that were submitted, the last one first.
-
-    Args:
-        client: Client of the cluster.
-    """
-    details = [each for each in client.list_jobs() if each.submission_id]
-    details.sort(key=lambda each: each.start_time or 0, reverse=True)
-    return [_to_job(client, each) for each in details]
-
-
 def find_job(client: JobSubmissionClient, name: str) -> Job:
     """Return the newest job with a submission ID, or whose run has a name.
 
@@ -176,15 +165,28 @@ def find_job(client: JobSubmissionClient, name: str) -> Job:
     Raises:
         UsageError: There is none.
     """
-    jobs = list_jobs(client)
-    for job in jobs:
-        if name in (job.name, job.run, job.run.rstrip("/").rpartition("/")[2]):
+    submitted = _submitted_jobs(client)
+    for details in submitted:
+        if details.submission_id == name:
+            return _to_job(client, details)
+    for details in submitted:
+        job = _to_job(client, details)
+        if name in (job.run, job.run.rstrip("/").rpartition("/")[2]):
             return job
-    known = ", ".join(job.name for job in jobs[:NUM_LISTED_FILES]) or "none"
-    raise UsageError(f"no job or run `{name}` on the cluster; the newest jobs: {known}")
+    newest = [str(details.submission_id) for details in submitted[:NUM_LISTED_FILES]]
+    raise UsageError(
+        f"no job or run `{name}` on the cluster; the newest jobs: {', '.join(newest) or 'none'}"
+    )
+
+
+def _submitted_jobs(client: JobSubmissionClient) -> list[JobDetails]:
+    """Return the jobs that were submitted, the last one first."""
+    submitted = [each for each in client.list_jobs() if each.submission_id]
+    return sorted(submitted, key=lambda each: each.start_time or 0, reverse=True)
 
 
 def _to_job(client: JobSubmissionClient, details: JobDetails) -> Job:
+    """Return a job, with the run that its log names; this reads the log."""
     name = str(details.submission_id)
     run = RUN_LINE.search(client.get_job_logs(name))
     words = (details.metadata or {}).get("mmray")
@@ -282,9 +284,10 @@ def cluster_status(client: JobSubmissionClient) -> list[Job]:
     Args:
         client: Client of the cluster.
     """
-    jobs = list_jobs(client)
-    active = [job for job in jobs if job.status in ("running", "pending")]
-    return active + [job for job in jobs if job not in active][:NUM_LISTED_FILES]
+    submitted = _submitted_jobs(client)
+    active = [details for details in submitted if details.status not in ENDED]
+    ended = [details for details in submitted if details.status in ENDED]
+    return [_to_job(client, details) for details in active + ended[:NUM_LISTED_FILES]]
 
 
 def as_rows(jobs: Sequence[Job], now_s: float) -> list[dict[str, Any]]:
