@@ -67,12 +67,12 @@ class ModelKind(NamedTuple):
 
 
 KINDS = {
-    "two_tower": ModelKind("mmray.config.model:TwoTower", "mmray.models.two_tower:TwoTower"),
-    "clip": ModelKind("mmray.config.model:Clip", "mmray.models.clip:Clip", "clip"),
-    "siglip": ModelKind("mmray.config.model:Siglip", "mmray.models.clip:Siglip", "siglip"),
-    "fusion": ModelKind("mmray.config.model:Fusion", "mmray.models.fusion:Fusion"),
-    "towers": ModelKind("mmray.config.model:Towers", "mmray.models.towers:Towers"),
-    "vlm": ModelKind("mmray.config.model:Vlm", "mmray.models.vlm.model:Vlm"),
+    "two_tower": ModelKind("mmray.config.model_kinds:TwoTower", "mmray.models.two_tower:TwoTower"),
+    "clip": ModelKind("mmray.config.model_kinds:Clip", "mmray.models.clip:Clip", "clip"),
+    "siglip": ModelKind("mmray.config.model_kinds:Siglip", "mmray.models.clip:Siglip", "siglip"),
+    "fusion": ModelKind("mmray.config.model_kinds:Fusion", "mmray.models.fusion:Fusion"),
+    "towers": ModelKind("mmray.config.model_kinds:Towers", "mmray.models.towers:Towers"),
+    "vlm": ModelKind("mmray.config.model_kinds:Vlm", "mmray.models.vlm.model:Vlm"),
 }
 """Model kinds (`model.kind`) by name.
 

@@ -10,9 +10,10 @@ from PIL import Image
 
 from mmray.data.images.decode import header_size
 from mmray.data.images.formats import detect_format
-from mmray.data.prepare.pack import open_shard
 from mmray.data.store.manifest import TOKENIZER, Manifest, fingerprint, write_manifest
-from mmray.data.store.prepared_set import Media, PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.shard_writer import open_shard
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.paths import to_path, write_atomic
 

@@ -13,7 +13,7 @@ import mmray
 from mmray import api, cli
 from mmray.cli.args import parse_config
 from mmray.config import Batch, Prepare, recipes, to_yaml
-from mmray.config.model import Clip
+from mmray.config.model_kinds import Clip
 from mmray.config.search_space import DEFAULT_SAMPLES, Range
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.store.manifest import Manifest

@@ -19,7 +19,8 @@ import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS
 from mmray.data.messages import conversations_of
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.data.vlm.reader import ConversationReader
 from mmray.processes import Channel, ChildProcess
 

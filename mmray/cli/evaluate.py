@@ -9,7 +9,8 @@ from typing import Literal
 from mmray import api
 from mmray.cli.args import RunPath, flag_values, parse_args, require_positive, write_json
 from mmray.config import Config, EvalSettings
-from mmray.config.model import AnyModel, TwoTower
+from mmray.config.model import AnyModel
+from mmray.config.model_kinds import TwoTower
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import scores_tables
 from mmray.errors import UsageError

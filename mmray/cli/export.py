@@ -10,7 +10,8 @@ from typing import Literal
 
 from mmray import api
 from mmray.cli.args import OutPath, RunPath, flag_values, parse_args
-from mmray.config.model import AnyModel, TwoTower
+from mmray.config.model import AnyModel
+from mmray.config.model_kinds import TwoTower
 from mmray.console.reporter import ConsoleReporter, relative_paths
 from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath

@@ -15,29 +15,23 @@ from pydantic import Field
 from mmray.config.base import Section
 from mmray.config.cluster import Cluster, Run
 from mmray.config.data import Augment, Data, Prepare
-from mmray.config.model import (
-    AnyModel,
+from mmray.config.model import AnyModel, CustomModel, Inputs, Lora, Model, Objective, model_section
+from mmray.config.model_kinds import (
     AudioTower,
     Clip,
     ClipImage,
     ClipInputs,
     ClipText,
     CrossAttention,
-    CustomModel,
     FrameTransformer,
     Fusion,
     ImageTower,
-    Inputs,
-    Lora,
-    Model,
-    Objective,
     Siglip,
     TextTower,
     Towers,
     TwoTower,
     Vlm,
     VlmInputs,
-    model_section,
 )
 from mmray.config.training import Batch, EvalSettings, Evaluate, Optimizer, Train
 from mmray.errors import UsageError

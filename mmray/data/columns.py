@@ -17,7 +17,7 @@ from mmray.data.media.clips import ClipColumns
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
-    from mmray.data.store.prepared_set import Row
+    from mmray.data.store.stored_row import Row
     from mmray.data.stream.blocks import Block
 
 

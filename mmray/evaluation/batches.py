@@ -22,7 +22,9 @@ from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
+from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.data.stream.reader import RowReader

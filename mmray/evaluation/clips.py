@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.images.decode import BadImage
-from mmray.data.store.prepared_set import ROW_ERRORS, Row, hash_key, read_each
+from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval

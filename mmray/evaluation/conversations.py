@@ -21,7 +21,9 @@ from torch import nn
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import thumbnail
 from mmray.data.messages import Message, conversations_of, message_text
-from mmray.data.store.prepared_set import PreparedSet, Row, read_each
+from mmray.data.store.mixture import read_each
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError

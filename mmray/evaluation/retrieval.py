@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import thumbnail
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 
 TIE = 1e-6  # ten times the rounding error of a float32 dot product of unit vectors
 RECALL_AT = (1, 5, 10)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmray.config import Clip as ClipModelConfig
     from mmray.config import Inputs
     from mmray.config import Siglip as SiglipModelConfig
-    from mmray.config.model import EmbeddingModel
+    from mmray.config.model_kinds import EmbeddingModel
 
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 

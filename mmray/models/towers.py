@@ -29,8 +29,8 @@ from mmray.models.protocol import Architecture
 from mmray.models.two_tower import TextBranch, tower_configs
 
 if TYPE_CHECKING:
-    from mmray.config.model import ClipInputs, FrameTransformer
-    from mmray.config.model import Towers as TowersConfig
+    from mmray.config.model_kinds import ClipInputs, FrameTransformer
+    from mmray.config.model_kinds import Towers as TowersConfig
 
 
 class AudioBranch(nn.Module):

@@ -16,7 +16,7 @@ from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
-    from mmray.config.model import TowerModel
+    from mmray.config.model_kinds import TowerModel
 
 
 class ImageBranch(nn.Module):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mmray.config import Config, Vlm
-from mmray.data.store.prepared_set import PreparedMixture
+from mmray.data.store.mixture import PreparedMixture
 from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.data.stream.shuffle import WORKERS_PER_NODE

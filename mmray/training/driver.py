@@ -17,7 +17,7 @@ from mmray import plugins
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
-from mmray.data.store.prepared_set import PreparedMixture
+from mmray.data.store.mixture import PreparedMixture
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely

@@ -19,7 +19,8 @@ from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.languages import add_language_tokens, build_encoder

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, SAMPLE_VLM
 from mmray.config.data import Mixture
-from mmray.config.model import Lora, Towers, Vlm, model_section
+from mmray.config.model import Lora, model_section
+from mmray.config.model_kinds import Towers, Vlm
 from mmray.config.recipes import RECIPES
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape

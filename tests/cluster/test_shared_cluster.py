@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mmray.cluster import waiting
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster, Inputs
-from mmray.data.store.prepared_set import hash_key
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream import pool_size
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.order import ResumePoint, SamplePlan

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mmray.config import Inputs
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row

@@ -1,6 +1,6 @@
 """An example of a model kind: its settings and its torch module.
 
-In the package, the settings are in mmray/config/model.py, which does not import torch.
+In the package, the settings are in mmray/config/model_kinds.py, which does not import torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmray.config.model import EmbedDim, EmbeddingModel
+from mmray.config.model_kinds import EmbedDim, EmbeddingModel
 from mmray.models.clip import DualEncoder, l2_normalize
 from mmray.models.protocol import Architecture
 

@@ -22,7 +22,7 @@ from mmray.config import (
     Train,
 )
 from mmray.config import TwoTower as Model
-from mmray.data.store.prepared_set import hash_key
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.engine.checkpoint import state_io
 from mmray.engine.metrics.meters import rows_sha

@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config.data import FULL_SHUFFLE
-from mmray.data.store.prepared_set import MixtureComponent
+from mmray.data.store.mixture import MixtureComponent
 from mmray.errors import UsageError
 from mmray.training.driver import train
 from mmray.training.resolve import resolve_run

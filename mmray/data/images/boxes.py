@@ -21,7 +21,7 @@ from mmray.data.images.transform import (
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
-    from mmray.data.store.prepared_set import Row
+    from mmray.data.store.stored_row import Row
 
 # A box is dropped if less than this fraction of its area is inside the square.
 MIN_VISIBLE_FRACTION = 0.1

@@ -17,8 +17,8 @@ from mmray.data.media.decode import BadMedia, read_audio, read_frames, read_head
 
 if TYPE_CHECKING:
     from mmray.config import Augment
-    from mmray.config.model import ClipInputs
-    from mmray.data.store.prepared_set import Media, Row
+    from mmray.config.model_kinds import ClipInputs
+    from mmray.data.store.stored_row import Media, Row
 
 # Random numbers of a clip: those of the augmentation of its frames, the place of the window in the
 # span, and the place of the frames in the window.

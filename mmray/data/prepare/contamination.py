@@ -30,7 +30,8 @@ from mmray.data.prepare.assemble import NO_ROW, DedupResult, PackedRows, first_o
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.manifest import Manifest
-from mmray.data.store.prepared_set import PreparedSet, read_each
+from mmray.data.store.mixture import read_each
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import AnyPath, list_names, open_output, to_path, write_atomic

@@ -13,13 +13,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import orjson
-import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.grouped import GroupedSource
@@ -28,20 +27,14 @@ from mmray.data.images.decode import BadImage, decode, exif_orientation, header_
 from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
-from mmray.data.media.decode import MediaInfo, read_header, verify_media
+from mmray.data.media.decode import read_header, verify_media
+from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
-from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS
-from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Media, Row
-from mmray.data.store.shard_table import Shard
+from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS
+from mmray.data.store.shard_writer import ShardWriter, open_shard
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.text.tokenizer import clean_caption
-from mmray.storage.paths import (
-    AnyPath,
-    RemotePath,
-    file_size,
-    open_output,
-    to_path,
-    write_atomic,
-)
+from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path, write_atomic
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -52,10 +45,6 @@ PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
-# of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
-MAX_ASPECT_RATIO = 200
-# Subtitles may end a moment after their video.
-MAX_OVERHANG_S = 0.5
 _RECORD_VERSION = 14
 _PACK_SETTINGS = (
     "image_side",
@@ -73,111 +62,10 @@ _PACK_SETTINGS = (
     "follow_links",
     "link_folders",
 )
-# tolerated fraction outside the image, because annotations may exceed the edge by a pixel
-_BOX_SLACK = 0.01
-_DIGEST_COLUMNS = (
-    "key",
-    "texts",
-    "label",
-    "split",
-    "language",
-    "boxes",
-    "box_labels",
-)
 
 
 Requests = list[Future[bytes] | None]  # of the images of a row
 Fetch = Callable[[ImageRef], Future[bytes] | None]
-
-
-class ShardWriter:
-    """Writes a shard (a file of a prepared set) row by row; memory holds at most one record batch.
-
-    `open_shard` creates it.
-
-    Args:
-        folder: Folder of the set.
-        name: Path of the shard in it.
-        split: Split of its rows; None: none.
-        stream: The open file.
-        writer: Arrow IPC writer on the stream.
-    """
-
-    def __init__(
-        self, folder: AnyPath, name: str, split: str | None, stream: pa.NativeFile, writer: Any
-    ) -> None:
-        self._folder = folder
-        self._name = name
-        self._split = split
-        self._stream = stream
-        self._writer = writer
-        self._digest = hashlib.sha256()
-        self._num_rows = 0
-        self._batch: list[Row] = []
-        self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
-
-    def append(self, row: Row) -> None:
-        """Add a row, and write a record batch if RECORD_BATCH_ROWS (8) rows are waiting."""
-        self._batch.append(row)
-        self._num_rows += 1
-        values = [getattr(row, name) for name in _DIGEST_COLUMNS]
-        values += [[media.kind, media.sha256, media.ref] for media in row.media]
-        values += [row.messages] if row.messages else []
-        values += [row.spans] if row.spans else []
-        self._digest.update(orjson.dumps(values))
-        if len(self._batch) == RECORD_BATCH_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the waiting rows as a record batch, if there are any."""
-        if self._batch:
-            columns = []
-            for field in SCHEMA:
-                values = [getattr(row, field.name) for row in self._batch]
-                if field.name == "media":
-                    values = [[vars(media) for media in each] for each in values]
-                # Most rows have no boxes, messages, ...: pa.nulls takes a tenth of the time.
-                is_empty = all(value is None for value in values)
-                columns.append(
-                    pa.nulls(len(values), field.type) if is_empty else pa.array(values, field.type)
-                )
-            self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-            self._offsets.append(self._stream.tell())
-            self._batch.clear()
-
-    def entry(self) -> Shard:
-        """Return the manifest's entry of the finished shard.
-
-        It has the file name, split, number of rows, size in bytes, digest of the rows and byte
-        offsets of the record batches.
-        """
-        return Shard(
-            self._name,
-            self._split,
-            self._num_rows,
-            (self._folder / self._name).stat().st_size,
-            self._digest.hexdigest(),
-            batches=" ".join(map(str, self._offsets)),
-        )
-
-
-@contextmanager
-def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator[ShardWriter]:
-    """Context manager that opens a shard for writing; the file appears when the block ends without
-    an error.
-
-    Args:
-        folder: Folder of the set.
-        name: Path of the shard in it.
-        split: Split of all its rows; None: none.
-
-    Yields:
-        The writer, to which rows are appended.
-    """
-    with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
-        shard = ShardWriter(folder, name, split, stream, writer)
-        yield shard
-        shard.flush()
 
 
 @dataclass(frozen=True)
@@ -519,7 +407,7 @@ class _ChunkPacker:
             else:
                 media, digest = self._read_audio_or_video(image, request, row)
             if row.messages:
-                _check_aspect_ratio(image.name, size)
+                check_aspect_ratio(image.name, size)
             row.media.append(media)
             digests.append(digest)
         image_digest = digests[0] if len(digests) == 1 else _sha256("".join(digests).encode())
@@ -530,7 +418,7 @@ class _ChunkPacker:
             # The document states the size before the rotation, so its boxes are those before it.
             if parsed.image_size == size[::-1] != size and not parsed.images[0].url:
                 orientation = exif_orientation(self._read(parsed.images[0]))
-            row.boxes = _relative_boxes(parsed, size, orientation)
+            row.boxes = relative_boxes(parsed, size, orientation)
             row.box_labels = list(parsed.box_labels)
         if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the
@@ -583,7 +471,7 @@ class _ChunkPacker:
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{medium.name}: {bad.detail}") from None
         if info.duration_s:
-            _check_spans(row, medium.name, info)
+            check_spans(row, medium.name, info)
             media.duration = info.duration_s
         media.rate = info.rate
         media.channels = info.channels
@@ -647,83 +535,6 @@ def _media_kinds(row: Row) -> str:
     return " ".join(kinds) if set(kinds) - {"image"} else ""
 
 
-def _check_spans(row: Row, name: str, info: MediaInfo) -> None:
-    """Raise BadRow for a text whose span is not in its medium; cut an overhang of at most
-    MAX_OVERHANG_S.
-    """
-    for number, span in enumerate(row.spans or []):
-        if span is None:
-            continue
-        start = max(span[0], info.start_s)
-        end = min(span[1], info.end_s)
-        overhang = max(start - span[0], span[1] - end)
-        if overhang > MAX_OVERHANG_S or start >= end:
-            raise BadRow(
-                "columns",
-                "span",
-                f"text {number + 1} is at {span[0]:.2f} to {span[1]:.2f} s, and {name} has "
-                f"{info.start_s:.2f} to {info.end_s:.2f} s",
-            )
-        span[:] = [start, end]
-
-
-def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
-    """Raise BadRow for an image of a conversation that no vision-language model accepts."""
-    if max(size) > MAX_ASPECT_RATIO * min(size):
-        raise BadRow(
-            "decode",
-            "aspect-ratio",
-            f"{name} has {size[0]} x {size[1]} pixels; vision-language models accept a ratio of "
-            f"up to {MAX_ASPECT_RATIO}",
-        )
-
-
 def _to_utf8(text: str) -> str:
     """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _relative_boxes(
-    parsed: SourceRow, size: tuple[int, int], orientation: int
-) -> list[list[float]]:
-    """Convert boxes to (left, top, right, bottom) in fractions of the upright image.
-
-    Args:
-        parsed: A row with boxes.
-        size: Width and height of the upright image.
-        orientation: EXIF orientation, if the boxes are in the pixels before the rotation, else 1.
-
-    Raises:
-        BadRow: A box exceeds the image, or the size of the document is of another image.
-    """
-    if not size[0]:
-        raise BadRow(
-            "columns", "boxes", "boxes need the image size: prepare with --check full or header"
-        )
-    width, height = parsed.image_size or size
-    stored = size if orientation == 1 else size[::-1]
-    if abs(width * stored[1] - height * stored[0]) > _BOX_SLACK * stored[0] * height:
-        raise BadRow(
-            "columns",
-            "boxes",
-            f"the document states {width} x {height} pixels, and the image has "
-            f"{size[0]} x {size[1]}: are its boxes those of another image?",
-        )
-    out = [
-        [x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes
-    ]
-    if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
-        raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
-    out = [_rotate_box(box, orientation) for box in out]
-    return [[min(1.0, max(0.0, number)) for number in box] for box in out]
-
-
-def _rotate_box(box: list[float], orientation: int) -> list[float]:
-    """Return a box of the stored image in the upright one; orientations 5 to 8 swap the axes."""
-    left, top, right, bottom = box
-    if orientation < 5:
-        return box
-    # columns of the upright image are rows of the stored one
-    columns = (1 - bottom, 1 - top) if orientation in (6, 7) else (top, bottom)
-    rows = (1 - right, 1 - left) if orientation in (7, 8) else (left, right)
-    return [columns[0], rows[0], columns[1], rows[1]]

@@ -20,8 +20,10 @@ import numpy as np
 from mmray.data.images.decode import BadImage, header_size
 from mmray.data.prepare.tasks import Result, map_tasks
 from mmray.data.store.manifest import Manifest
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, read_each
+from mmray.data.store.mixture import PreparedMixture, read_each
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
+from mmray.data.store.stored_row import Row
 from mmray.errors import ResourceError
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.storage.requests import iter_parallel

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.errors import UsageError
 

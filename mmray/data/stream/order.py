@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from mmray.data.store.prepared_set import MixtureComponent
+    from mmray.data.store.mixture import MixtureComponent
 
 PADDING = -1
 _ROUNDS = 8

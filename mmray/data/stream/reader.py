@@ -19,7 +19,9 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
 from mmray.data.media.clips import NUM_CLIP_UNIFORMS, ClipColumns
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
+from mmray.data.store.mixture import PreparedMixture, read_each
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform

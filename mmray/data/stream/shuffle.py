@@ -13,7 +13,8 @@ import numpy as np
 
 from mmray.data.store.cache import AUTO, ShardCache
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
+from mmray.data.store.mixture import ROW_ERRORS
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockShuffle
 from mmray.errors import UsageError
 from mmray.storage.paths import RemotePath

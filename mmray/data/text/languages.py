@@ -20,7 +20,7 @@ from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
-    from mmray.data.store.prepared_set import Row
+    from mmray.data.store.stored_row import Row
 
 MAX_LANGUAGES = 1000  # a column with more values is not a language column
 

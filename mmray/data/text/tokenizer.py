@@ -21,7 +21,7 @@ from mmray.data.rows import BadRow
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
-    from mmray.data.store.prepared_set import Row
+    from mmray.data.store.stored_row import Row
 
 MAX_CAPTION_BYTES = 64 * 1024
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4

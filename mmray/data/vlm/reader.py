@@ -16,7 +16,9 @@ from PIL import Image
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.messages import conversations_of
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_choice
 from mmray.data.stream.reader import SetReader, row_columns

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from mmray.data.messages import conversations_of
 from mmray.data.prepare.token_counts import RowCounter
-from mmray.data.store.prepared_set import Row
+from mmray.data.store.stored_row import Row
 from mmray.data.vlm.encoder import ProcessorEncoder
 
 

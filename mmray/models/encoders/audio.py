@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmray.models.encoders.text import INIT_STD, TransformerLayer
 
 if TYPE_CHECKING:
-    from mmray.config.model import AudioTower
+    from mmray.config.model_kinds import AudioTower
 
 NUM_MELS = 64
 WINDOW_S = 0.025

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmray.data.images.decode import BadImage
 from mmray.data.media.clips import ClipColumns
-from mmray.data.store.prepared_set import Media, Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.errors import DataError, UsageError
 from mmray.models.export.load import Embedder
 

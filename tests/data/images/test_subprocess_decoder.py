@@ -23,7 +23,8 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder, serve
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.store.prepared_set import PreparedSet, hash_key
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream import actors
 from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.order import ResumePoint, SamplePlan

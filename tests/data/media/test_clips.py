@@ -15,7 +15,8 @@ from mmray.config import ClipInputs
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.clips import Window, choose_window, frame_times
 from mmray.data.media.decode import verify_media
-from mmray.data.store.prepared_set import Media, PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from tests.data.media.synthetic import encode_audio, encode_video, read_clock, time_of_sweep

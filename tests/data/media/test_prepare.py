@@ -21,7 +21,8 @@ from mmray.data.media import decode
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.errors import DataError
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.data.prepare.test_pipeline import quarantine

@@ -16,7 +16,8 @@ import pytest
 from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from tests.data.prepare.test_contamination import patches_image
 from tests.data.prepare.test_pipeline import quarantine
 from tests.made import encode

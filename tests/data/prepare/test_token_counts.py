@@ -12,7 +12,9 @@ import pytest
 from mmray.data.messages import message_text
 from mmray.data.prepare import token_counts as module
 from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_counts
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.errors import ResourceError
 from tests.made import png, row, write_set
 

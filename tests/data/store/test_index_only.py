@@ -9,7 +9,8 @@ import pytest
 from mmray.config import Inputs
 from mmray.data.rows import BadRow
 from mmray.data.store.manifest import MANIFEST, Manifest, write_manifest
-from mmray.data.store.prepared_set import Media, PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mmray.data.prepare.pack import open_shard
-from mmray.data.store import older_versions, prepared_set
+from mmray.data.store import older_versions, shard_reader
 from mmray.data.store.manifest import FORMAT, MANIFEST, Manifest
-from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, PreparedSet, Row, hash_key
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
+from mmray.data.store.shard_writer import MAGIC_BYTES, open_shard
+from mmray.data.store.stored_row import SCHEMA, Row, hash_key
 from mmray.errors import DataError
 from mmray.storage.paths import list_names, open_output, to_path, write_atomic
 from tests.made import image_media, png
@@ -100,7 +101,7 @@ def test_pickled_set_keeps_the_rows_it_was_opened_with(tmp_path):
 
 
 def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared_set, "MAX_OPEN", 2)
+    monkeypatch.setattr(shard_reader, "MAX_OPEN", 2)
     rows = make_rows(40)
     prepared = PreparedSet.open(
         make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)])
@@ -214,7 +215,7 @@ def test_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
-        patch.setattr("mmray.data.store.prepared_set.open_input", stale)
+        patch.setattr("mmray.data.store.shard_reader.open_input", stale)
         prepared.read(np.array([0]))
     assert prepared.read(np.array([0])) == make_rows(1)
 

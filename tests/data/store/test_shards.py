@@ -17,7 +17,9 @@ from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store import cache as shard_cache
 from mmray.data.store.cache import AUTO, ShardCache
 from mmray.data.store.manifest import Manifest, write_manifest
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.data.stream.shuffle import resolve_block_shuffle

@@ -11,7 +11,8 @@ import pytest
 from mmray.config import Inputs
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import Manifest
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import ShardTable
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.data.stream.reader import RowReader

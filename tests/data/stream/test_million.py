@@ -11,7 +11,8 @@ import psutil
 
 from mmray.config import Inputs
 from mmray.data.store.manifest import Manifest, fingerprint, write_manifest
-from mmray.data.store.prepared_set import PreparedSet, hash_key
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer

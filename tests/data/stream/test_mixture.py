@@ -7,7 +7,8 @@ import pytest
 
 from mmray.config import Data, Inputs
 from mmray.config.data import Mixture
-from mmray.data.store.prepared_set import MixtureComponent, PreparedMixture, hash_key
+from mmray.data.store.mixture import MixtureComponent, PreparedMixture
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer

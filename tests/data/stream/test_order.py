@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.store.prepared_set import MixtureComponent
+from mmray.data.store.mixture import MixtureComponent
 from mmray.data.stream.order import PADDING, BlockShuffle, SamplePlan
 
 ROWS, GLOBAL_ROWS, WORLDS = st.integers(1, 400), st.integers(1, 64), st.integers(1, 7)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mmray.config import Data
-from mmray.data.store.prepared_set import Media, PreparedSet
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Media
 from mmray.data.stream.order import BlockShuffle
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.errors import UsageError

@@ -18,7 +18,7 @@ import torch
 
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Augment, Inputs
-from mmray.data.store.prepared_set import hash_key
+from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.decoder import BlockDecoder

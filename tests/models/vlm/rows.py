@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmray.data.store.prepared_set import Row
+from mmray.data.store.stored_row import Row
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
 from tests.made import encode, image_media
 

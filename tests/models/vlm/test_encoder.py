@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmray.data.messages import conversations_of
-from mmray.data.store.prepared_set import Media, Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import ProcessorEncoder, RowError
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import UsageError

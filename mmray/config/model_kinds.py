@@ -1,0 +1,480 @@
+"""Settings of the built-in model kinds: a section for each kind, and the sections of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field
+
+from mmray.builtin import GROUP_CHANNELS
+from mmray.config.base import Section
+from mmray.config.model import Inputs, Model
+
+EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
+Temperature = Annotated[
+    float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")
+]
+LogitBias = Annotated[
+    float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")
+]
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+
+
+def _absolute(weights: str) -> str:
+    """Return the absolute path of local weights, because workers run in another folder."""
+    file = Path(weights).expanduser()
+    return (
+        str(file.resolve()) if weights not in ("none", "pretrained") and file.exists() else weights
+    )
+
+
+Weights = Annotated[str, AfterValidator(_absolute)]
+
+
+class Transformer(Section):
+    """Shape of a transformer; each model kind has its own default."""
+
+    width: int = Field(128, ge=8, description="Hidden size.")
+    depth: int = Field(2, ge=1, description="Number of layers.")
+    heads: int = Field(4, ge=1, description="Attention heads.")
+
+
+class VisionTransformer(Transformer):
+    """Shape of a transformer over the patches of an image."""
+
+    patch: int = Field(16, ge=1, description="Side of a patch in pixels.")
+
+
+class DropoutTransformer(Transformer):
+    """Shape of a transformer, with dropout in training."""
+
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of hidden states and attention.")
+
+
+def _head_reasons(*parts: Any) -> list[str]:
+    return [
+        f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of "
+        f"{part.width}; change one of them"
+        for part in parts
+        if part.width % part.heads
+    ]
+
+
+def _patch_reasons(side: int, patch: int) -> list[str]:
+    problem = (
+        f"patches of {patch} pixels do not tile an image of {side} pixels (model.inputs.image_side)"
+    )
+    return [f"model.image.patch: {problem}; change one of them"] if side % patch else []
+
+
+def _pretrained_reasons(setting: str, weights: str) -> list[str]:
+    problem = (
+        "only the ResNets of model.image.name have a default; set `none`, a hub name or a "
+        "local path"
+    )
+    return (
+        [f"{setting}: `pretrained` names no weights, {problem}"] if weights == "pretrained" else []
+    )
+
+
+class EmbeddingModel(Model):
+    """Base of models with an image and a text branch and one embedding space."""
+
+    branches: ClassVar[tuple[str, ...]] = ("image", "text")
+    shares_only_loss = True
+    objectives: ClassVar[tuple[str, ...]] = ("contrastive", "sigmoid")
+
+    temperature: Temperature = 0.07
+    logit_bias: LogitBias = None
+
+
+class ImageTower(VisionTransformer, settings_prefix="model.image"):
+    """Image tower; `width` is the channels of the first stage of a convnet, `depth` its stages."""
+
+    name: Literal[
+        "convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"
+    ] = Field(
+        "resnet50",
+        description="Small GroupNorm network, ViT, torchvision ResNet, or the transformers model "
+        "in `weights`.",
+    )
+    weights: Weights = Field(
+        "none",
+        description="`none`, `pretrained`, or a weights file; `transformers`: a saved "
+        "folder or a hub name.",
+    )
+
+
+class TextTower(DropoutTransformer, settings_prefix="model.text"):
+    """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its
+    shape.
+    """
+
+    weights: Weights = Field(
+        "none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.)."
+    )
+
+
+class TowerModel(EmbeddingModel):
+    """Base of models with an image tower and a text tower."""
+
+    image: ImageTower = ImageTower(width=48, depth=4)
+    text: TextTower = TextTower()
+    embed_dim: EmbedDim = 256
+    batch_norm: Literal["local", "frozen", "synced"] = Field(
+        "local",
+        description="Batch-norm statistics: per worker, frozen at those of the weights, "
+        "or synced (GPU only).",
+    )
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
+
+        An example is a depth of the image tower that the image size does not allow.
+        """
+        text = _pretrained_reasons("model.text.weights", self.text.weights)
+        return (
+            self._image_reasons()
+            + text
+            + (_head_reasons(self.text) if self.text.weights == "none" else [])
+        )
+
+    def _image_reasons(self) -> list[str]:
+        image = self.image
+        side = self.inputs.image_side
+        if image.name.startswith("resnet"):
+            if self.batch_norm == "frozen" and image.weights == "none":
+                return [
+                    "model.batch_norm: `frozen` needs the running statistics of trained weights, "
+                    "but "
+                    "model.image.weights is `none`. Set model.batch_norm to `local`, or "
+                    "model.image.weights to "
+                    "`pretrained` or a file"
+                ]
+            return []
+        if image.name == "transformers":
+            if image.weights in ("none", "pretrained"):
+                return [
+                    "model.image.weights: model.image.name `transformers` takes its shape from the "
+                    "weights; set a "
+                    f"directory saved by transformers, or a hub name (got `{image.weights}`)"
+                ]
+            return []
+        reasons = _pretrained_reasons("model.image.weights", image.weights)
+        if image.name == "vit":
+            return reasons + _head_reasons(image) + _patch_reasons(side, image.patch)
+        if image.width % GROUP_CHANNELS:
+            reasons.append(
+                f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} "
+                f"(got {image.width})"
+            )
+        if side < (least := 2 ** (image.depth + 1)):
+            reasons.append(
+                f"model.image.depth: {image.depth} stages need images of at least {least} pixels, "
+                f"not {side}. Reduce "
+                "the depth or increase model.inputs.image_side"
+            )
+        return reasons
+
+
+class TwoTower(TowerModel):
+    """Dual encoder: image and text towers with one embedding space and a contrastive loss."""
+
+
+class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
+    """Cross-attention layers between text tokens and image features."""
+
+
+class Fusion(TowerModel):
+    """Dual encoder with cross-attention layers between text tokens and image features."""
+
+    branches = ("image", "text", "cross")
+    shares_only_loss = False
+    objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
+
+    cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
+    matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
+    classes: int = Field(
+        0, ge=0, description="Classes of the classification head (`classification`); 0: none."
+    )
+    regions: bool = Field(
+        False, description="Region head that scores boxes against label texts (`region_text`)."
+    )
+    region_labels: tuple[str, ...] = Field(
+        (), description="Names of the box labels 0, 1, ...; empty: the set's."
+    )
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
+
+        The cross-attention layers are checked too.
+        """
+        return super().unsupported_reasons() + _head_reasons(self.cross)
+
+    def label_checks(self) -> dict[str, Callable[[int], str]]:
+        """Return functions that check the labels of the data against the classes and region names.
+
+        Returns:
+            A function for the column `label` if `classes` is set, and one for `box_labels` if
+            regions have names. It takes a label (int) and returns why the model has no class for
+            it; an empty string if the model has one.
+        """
+        checks: dict[str, Callable[[int], str]] = {}
+        if self.classes:
+            checks["label"] = self._class_problem
+        if self.regions and self.region_labels:
+            checks["box_labels"] = self._region_problem
+        return checks
+
+    def _class_problem(self, label: int) -> str:
+        if 0 <= label < self.classes:
+            return ""
+        fix = "number the classes from 0"
+        if label > 0:
+            fix = f"set --model.classes to {label + 1} or more"
+        return (
+            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
+            f"{self.classes - 1}: {fix}"
+        )
+
+    def _region_problem(self, label: int) -> str:
+        names = self.region_labels
+        if 0 <= label < len(names) and names[label]:
+            return ""
+        return (
+            f"a box with label {label}, which has no name in model.region_labels: list one for "
+            "each label, starting at 0"
+        )
+
+
+class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
+    """Transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
+
+
+class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
+    """Transformer over the frames of a video clip, of the width of the image tower."""
+
+    depth: int = Field(1, ge=0, description="Number of layers; 0: the mean over the frames.")
+
+
+class ClipInputs(Inputs):
+    """Clips of audio and video inside the span of a text, and its tokenization."""
+
+    clip_s: float = Field(
+        10.0, gt=0, le=600, description="Longest clip in seconds; longer spans are cut at random."
+    )
+    frames: int = Field(
+        8, ge=0, le=512, description="Most frames of a clip; 0: the model has no video."
+    )
+    frame_rate: float = Field(
+        0.0, ge=0, le=60, description="Frames a second; 0: `frames` at equal distances."
+    )
+    audio_rate: int = Field(
+        16_000, ge=0, le=48_000, description="Samples a second; 0: the model has no audio."
+    )
+    max_boxes: Literal[0] = 0  # not supported
+
+
+class Towers(TowerModel):
+    """Branches for audio, video and text with one embedding space; a row may lack any of them."""
+
+    shares_only_loss = False
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "audio", "video")
+    objectives: ClassVar[tuple[str, ...]] = ("audio_text", "video_text", "audio_video")
+
+    inputs: ClipInputs = ClipInputs()
+    audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
+    video: FrameTransformer = FrameTransformer()
+    logit_bias: Literal[None] = None  # not supported
+
+    @property
+    def branches(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the branches, which are the modalities: `text`, `audio`, `video`."""
+        audio = ("audio",) if self.inputs.audio_rate else ()
+        video = ("video",) if self.inputs.frames else ()
+        return ("text", *audio, *video)
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no such model can be built, each reason with a fix; empty if one can."""
+        inputs = self.inputs
+        reasons = super().unsupported_reasons()
+        if "audio" in self.branches:
+            reasons += _head_reasons(self.audio)
+        if len(self.branches) == 1:
+            reasons.append(
+                "model.inputs: without audio (audio_rate 0) and video (frames 0) there is nothing "
+                "to compare texts with; set one of them"
+            )
+        if (
+            inputs.frames
+            and inputs.frame_rate
+            and inputs.frames < inputs.clip_s * inputs.frame_rate
+        ):
+            reasons.append(
+                f"model.inputs.frames: {inputs.frames} frames at {inputs.frame_rate:g} a second "
+                f"end before a clip of {inputs.clip_s:g} s; set frames to "
+                f"{math.ceil(inputs.clip_s * inputs.frame_rate)}, or a smaller clip_s"
+            )
+        return reasons
+
+
+class ClipImage(VisionTransformer, settings_prefix="model.image"):
+    """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
+
+
+class ClipText(Transformer, settings_prefix="model.text"):
+    """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
+
+
+class HfModel(Model):
+    """Base of models that are one class of transformers."""
+
+    weights: Weights = Field(
+        "none",
+        description="`none`, a folder saved by transformers, a hub name, or an open_clip "
+        "checkpoint (clip, siglip).",
+    )
+
+    @property
+    def is_checkpoint_file(self) -> bool:
+        """Whether `weights` is a checkpoint file, not a folder or a name."""
+        file = Path(self.weights).expanduser()
+        return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
+
+        Without weights the number of heads must divide the width, and patches must tile the image.
+        """
+        model: Any = self
+        if self.weights != "none":  # the weights define the shape
+            return _pretrained_reasons("model.weights", self.weights)
+        return _head_reasons(model.image, model.text) + _patch_reasons(
+            self.inputs.image_side, model.image.patch
+        )
+
+
+class ClipFamily(HfModel, EmbeddingModel):
+    """Base of transformers' CLIP and SigLIP."""
+
+    image: ClipImage = ClipImage(width=768, depth=12, heads=12, patch=32)
+    text: ClipText = ClipText(width=512, depth=12, heads=8)
+    patch_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Fraction of image patches dropped in training."
+    )
+    kept_positions: int = Field(
+        0,
+        ge=0,
+        description="Leading text positions that keep their weights if max_tokens exceeds those of "
+        "the weights (Long-CLIP: 20); the others are interpolated.",
+    )
+
+
+class Clip(ClipFamily):
+    """transformers' CLIP: causal text encoder, features of the last token, softmax loss."""
+
+    embed_dim: EmbedDim = 512
+    activation: Literal["quick_gelu", "gelu"] | None = Field(
+        None,
+        description="Activation of the MLPs; None: that of the weights, quick_gelu without "
+        "weights.",
+    )
+
+
+class Siglip(ClipFamily):
+    """transformers' SigLIP: attention pooling, text padded to max_tokens, sigmoid loss."""
+
+    inputs: Inputs = Inputs(fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
+    image: ClipImage = ClipImage(width=768, depth=12, heads=12)
+    text: ClipText = ClipText(width=768, depth=12, heads=12)
+    temperature: Temperature = 0.1
+    logit_bias: LogitBias = -10.0
+    pad_id: int | None = Field(
+        None, ge=0, description="Padding token id; None: that of tokenizer or weights."
+    )
+
+    def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        """Return the section with the vocabulary size and the padding token of a tokenizer.
+
+        Values that are set in the config are kept.
+
+        Args:
+            vocab_size: Number of tokens of the tokenizer.
+            pad_id: Id of its padding token; None: it has none.
+
+        Raises:
+            UsageError: `vocab_size` of the config is smaller than that of the tokenizer.
+        """
+        return (
+            super()
+            .with_vocab(vocab_size, pad_id)
+            .replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
+        )
+
+
+class VlmInputs(Section, settings_prefix="model.inputs"):
+    """Inputs of a vision-language model, which its own processor computes."""
+
+    # Settings of other models that these do not have.
+    language_token: ClassVar[str] = ""
+    max_boxes: ClassVar[int] = 0
+
+    max_tokens: int = Field(
+        4096,
+        ge=4,
+        description="Maximum number of tokens of a row with its images; longer rows are "
+        "quarantined, because a cut may go through an image.",
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of an image after resizing; None: the processor's."
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Fewest pixels of an image after resizing; None: the processor's."
+    )
+    question: str = Field(
+        "Describe the image.", description="User message for rows that only have captions."
+    )
+
+
+class Vlm(Model):
+    """Any supported vision-language model of transformers; the loss covers the assistant's
+    messages.
+    """
+
+    branches = ("vision", "language")
+    objectives = ("language_modelling",)
+    generates_text = True
+
+    inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
+    weights: Weights = Field(
+        "none",
+        description="A folder saved by transformers with its processor, or a hub name; a folder "
+        "without weight files is a model with random weights.",
+    )
+
+    def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        """Return this section unchanged, because the weights define vocabulary and padding token.
+
+        Args:
+            vocab_size: Unused.
+            pad_id: Unused.
+        """
+        return self  # the weights define it
+
+    def unsupported_reasons(self) -> list[str]:
+        """Return a sentence that `weights` must be set, in a list; [] if it is set.
+
+        A `vlm` takes its architecture from the weights.
+        """
+        if self.weights == "none":
+            return [
+                "model.weights: model.kind `vlm` takes its architecture and its processor from "
+                "weights; set a folder saved by transformers, or a hub name"
+            ]
+        return []

@@ -1,0 +1,188 @@
+"""Several prepared sets as one set, and reads whose bad rows become errors in their place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
+
+# errors of a row; any other error is a storage failure
+ROW_ERRORS = (FileNotFoundError, ValueError)
+
+
+class MixtureComponent(NamedTuple):
+    """One set of a mixture.
+
+    Attributes:
+        num_rows: Number of rows of the set.
+        per_epoch: How many of the rows of an epoch are from this set.
+    """
+
+    num_rows: int
+    per_epoch: int
+
+
+class PreparedMixture:
+    """Several prepared sets with weights as one set.
+
+    Rows are numbered set by set. Keys are `SET/KEY`, because two sets may use the same keys. Cheap
+    to pickle.
+
+    Args:
+        sets: The sets, in the order of their row numbers.
+        weights: For each set, how often an epoch takes each of its rows on average, or its share.
+        are_shares: Whether the weights are the proportions of the sets in an epoch.
+    """
+
+    def __init__(
+        self, sets: Sequence[PreparedSet], weights: Sequence[float], are_shares: bool = False
+    ) -> None:
+        self.sets = tuple(sets)
+        self.weights = tuple(weights)
+        self.are_shares = are_shares
+        names = [each.folder.name for each in sets]
+        self.names = [
+            name if names.count(name) == 1 else f"{name}-{number}"
+            for number, name in enumerate(names)
+        ]
+        self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
+
+    @property
+    def components(self) -> tuple[MixtureComponent, ...]:
+        """The size of each set and its share of an epoch, in the order of `sets`.
+
+        `num_rows` is the number of rows of a set. `per_epoch` is round(weight x num_rows), at least
+        1: with weight 2 an epoch takes each row of the set twice. With weight 0.5 it takes half of
+        the rows, and the next epoch the other half. With shares an epoch has as many positions as
+        all sets have rows, and `per_epoch` is the share of a set in them, at least 1.
+        """
+        sizes = [each.num_rows for each in self.sets]
+        counts = [weight * size for weight, size in zip(self.weights, sizes, strict=True)]
+        if self.are_shares:
+            counts = [weight * self.num_rows / sum(self.weights) for weight in self.weights]
+        return tuple(
+            MixtureComponent(size, max(1, round(count)))
+            for size, count in zip(sizes, counts, strict=True)
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all sets, each counted once, whatever the weights are."""
+        return int(self._starts[-1])
+
+    @property
+    def max_pixels(self) -> int:
+        """Largest `max_pixels` of the sets: maximum width x height of an image."""
+        return max(each.max_pixels for each in self.sets)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the rows and weights of all sets; mixtures with the same digest are the
+        same.
+        """
+        components = [
+            (each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)
+        ]
+        kind = " shares" if self.are_shares else ""
+        return hashlib.sha256(f"{components!r}{kind}".encode()).hexdigest()
+
+    @property
+    def languages(self) -> frozenset[str]:
+        """Languages of the rows of all sets."""
+        return frozenset[str]().union(*(each.languages for each in self.sets))
+
+    @property
+    def tokenizer_json(self) -> str | None:
+        """Content of the tokenizer.json of the first set that has one; None if none has."""
+        return next((text for each in self.sets if (text := each.tokenizer_json)), None)
+
+    def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
+        """Read rows by their numbers: first those of the first set, then those of the next one.
+
+        Args:
+            rows: Row numbers int64 [N], in any order; duplicates are allowed.
+            whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it:
+                groups of adjacent rows. False: read only rows that are not in it from the store.
+
+        Returns:
+            The N rows in the order of `rows`, with the bytes of their images and keys `SET/KEY`.
+
+        Raises:
+            IndexError: A number is outside the sets.
+            OSError: A file is missing or cannot be read.
+            ValueError: A shard is damaged; or (BadRow) an image cannot be read that a set only
+                refers to.
+        """
+        rows = np.asarray(rows, np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
+            raise IndexError(f"rows {rows.min()}..{rows.max()} of sets of {self.num_rows}")
+        out: list[Row | None] = [None] * len(rows)
+        for number, indices, in_set in self._by_set(rows):
+            for index, row in zip(
+                indices, self.sets[number].read(in_set, whole_blocks), strict=True
+            ):
+                out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
+        return out  # type: ignore[return-value]  # every row belongs to a set
+
+    def fetch_blocks(self, rows: np.ndarray) -> None:
+        """Fetch the blocks (ranges of adjacent rows) of rows into the caches of the sets that have
+        one.
+
+        Args:
+            rows: Row numbers int64 [N]: first those of the first set, then those of the next one.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A shard is shorter than its table states.
+        """
+        for number, _, in_set in self._by_set(rows):
+            self.sets[number].fetch_blocks(in_set)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether reads of at least one set go through a cache on the local disk."""
+        return any(each.is_cached for each in self.sets)
+
+    def _by_set(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield the number of each set with rows, their indices in `rows`, and their numbers in the
+        set.
+        """
+        owner = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(owner).tolist():
+            indices = np.flatnonzero(owner == number)
+            yield number, indices, rows[indices] - self._starts[number]
+
+
+def read_each(
+    prepared: PreparedSet | PreparedMixture,
+    rows: np.ndarray,
+    errors: tuple[type[Exception], ...] = ROW_ERRORS,
+    whole_blocks: bool = True,
+) -> list[Row | Exception]:
+    """Read rows by their numbers; a row that cannot be read becomes an error in its place.
+
+    Args:
+        prepared: A set or a mixture.
+        rows: Row numbers int64 [N].
+        errors: Types of errors that belong to a row and are returned; others are raised.
+        whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it: groups
+            of adjacent rows. False: read only rows that are not in it from the store.
+
+    Returns:
+        The row or its error for each of the N numbers, in this order.
+    """
+    try:
+        return list(prepared.read(rows, whole_blocks))
+    except errors as error:
+        if len(rows) <= 1:
+            return [error] * len(rows)
+        middle = len(rows) // 2
+        halves = (rows[:middle], rows[middle:])
+        first, second = (read_each(prepared, half, errors, whole_blocks) for half in halves)
+        return first + second

@@ -1,0 +1,173 @@
+"""Rows as they are stored in shards: the Arrow schema, and the row of its values."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from mmray.data.images.decode import BadImage
+from mmray.data.messages import Message
+from mmray.data.store import older_versions
+from mmray.data.store.manifest import SCHEMA_VERSION
+
+_REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
+_MEDIA = pa.struct(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("data", pa.binary(), nullable=False),
+        ("ref", _REF),
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        ("duration", pa.float64()),
+        ("rate", pa.float64()),
+        ("channels", pa.int32()),
+    ]
+)
+_PART = pa.struct([pa.field("type", pa.string(), nullable=False), ("text", pa.string())])
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.list_(_PART))])
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("texts", pa.list_(pa.string()), nullable=False),
+        ("label", pa.int64()),
+        ("split", pa.string()),
+        ("language", pa.string()),
+        pa.field("source", pa.string(), nullable=False),
+        ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
+        ("box_labels", pa.list_(pa.int64())),
+        pa.field("media", pa.list_(_MEDIA), nullable=False),
+        ("messages", pa.list_(_MESSAGE)),
+        ("spans", pa.list_(pa.list_(pa.float64(), 2))),
+    ]
+)
+SCHEMAS = {SCHEMA_VERSION: SCHEMA, **older_versions.schemas(SCHEMA)}
+
+
+@dataclass
+class Media:
+    """An image, audio or video of a row.
+
+    Args:
+        kind: `image`, `audio` or `video`.
+        data: The encoded bytes. In an index-only set, which refers to the images in its source,
+            they are empty until the image is read.
+        ref: Index-only set: file, offset and length in the folder of the source.
+        sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
+        width: Upright size in pixels, 0 if the set was prepared without a check.
+        height: As `width`.
+        duration: Seconds, of audio and video; None if the set was prepared without a check.
+        rate: Samples or frames per second, of audio and video.
+        channels: Channels of the sound, of audio and video; 0 for a silent video.
+    """
+
+    kind: str
+    data: bytes
+    ref: dict[str, Any] | None = None
+    sha256: str = ""
+    width: int = 0
+    height: int = 0
+    duration: float | None = None
+    rate: float | None = None
+    channels: int | None = None
+
+    @cached_property
+    def checksum_ok(self) -> bool:
+        """Whether the bytes have the digest of the image that `prepare` validated.
+
+        A damaged JPEG often decodes, so decoding alone does not show it. True if `prepare` did not
+        validate the image. It is computed once, because the cache of a node and the reader of a row
+        both read it.
+        """
+        is_unvalidated = not self.sha256 and self.ref is not None
+        return is_unvalidated or self.sha256 == hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass
+class Row:
+    """A stored sample: its media, captions or messages, and its location in the source
+    (`file:line`).
+
+    Attributes:
+        key: Name of the row, unique in the set.
+        media: Its images, audio and video.
+        texts: Its captions; empty if it has `messages`.
+        label: Number of its class; None: none.
+        split: Split of the row; None: none.
+        language: Language of its captions, such as `de`; None: unknown.
+        source: Location in the source, `file:line`.
+        boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
+        box_labels: Class number of each box; None: none.
+        messages: A conversation; each content part of type `image` takes the next of `media`. None:
+            none.
+        spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
+            text has a span.
+    """
+
+    key: str
+    media: list[Media]
+    texts: list[str]
+    label: int | None = None
+    split: str | None = None
+    language: str | None = None
+    source: str = ""
+    boxes: list[list[float]] | None = None
+    box_labels: list[int] | None = None
+    messages: list[Message] | None = None
+    spans: list[list[float] | None] | None = None
+
+    @property
+    def checksum_ok(self) -> bool:
+        """Whether the bytes of all images of this row have the digests of those that `prepare`
+        validated.
+        """
+        return all(media.checksum_ok for media in self.media)
+
+    def with_text(self, number: int) -> Row:
+        """Return this row with one of its texts and the span of it; without texts the row itself.
+
+        Args:
+            number: Index of the text.
+        """
+        if not self.texts:
+            return self
+        spans = None if self.spans is None else [self.spans[number]]
+        return replace(self, texts=[self.texts[number]], spans=spans)
+
+    @property
+    def image(self) -> bytes:
+        """Encoded bytes of the only image, for models that take one image per row.
+
+        Raises:
+            BadImage: The row has no image, several, or audio or video.
+        """
+        others = [media.kind for media in self.media if media.kind in ("audio", "video")]
+        if len(self.media) != 1 or others:
+            has = " and ".join([f"{len(self.media) - len(others)} images", *others])
+            raise BadImage("image-count", f"the row has {has}, not one")
+        return self.media[0].data
+
+
+def to_row(values: dict[str, Any]) -> Row:
+    """Return the row of stored values."""
+    if "image" in values:
+        values = older_versions.upgrade_3(values)
+    return Row(**values | {"media": [Media(**media) for media in values["media"]]})
+
+
+def hash_key(key: str) -> int:
+    """Return the hash of a row key, which is the column `key` of a training batch.
+
+    Args:
+        key: Key of the row in its set, such as `shapes-00012`.
+
+    Returns:
+        A signed 64-bit integer, the same in every process.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True
+    )
