@@ -187,6 +187,11 @@ class Train(Section, settings_prefix="train"):
             raise ValueError(f"give one of steps, samples, epochs (got {', '.join(given)})")
         return self
 
+    @property
+    def gpus_per_worker(self) -> int:
+        """Number of GPUs of each worker that trains on GPUs: two for `branches`, otherwise one."""
+        return 2 if self.parallel == "branches" else 1
+
 
 class EvalSettings(Section, settings_prefix="evaluate"):
     """Metrics on held-out rows: retrieval, and classification if there are class names or a

@@ -91,15 +91,6 @@ class Attempt:
         )
 
 
-def num_gpus(config: Config) -> int:
-    """Return the number of GPUs of each worker that trains on GPUs.
-
-    It is two if `train.parallel` is `branches` (image and text encoder on different GPUs),
-    otherwise one.
-    """
-    return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
-
-
 def resume_point(
     resolved: ResolvedRun,
     checkpoint: AnyPath | None,

@@ -24,7 +24,7 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.training import RunReporter, run_dir, trackers, validate
-from mmray.training.backend import Backend, num_gpus
+from mmray.training.backend import Backend
 from mmray.training.local import LocalBackend
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
@@ -149,9 +149,7 @@ def check_classes(config: Config) -> None:
     if ":" in config.model.kind:
         plugins.load_class(config.model.kind, "model.kind")
     if validate.has_new_patterns(config):
-        from mmray.training.model_check import check_patterns  # late: it imports torch
-
-        check_patterns(config)
+        validate.check_patterns(config)
 
 
 def _train(
@@ -246,7 +244,7 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
             "shuffle",
         )
     epochs = resolved.steps * resolved.batch_shape.global_batch_size / num_rows
-    cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
+    cluster, gpus = resolved.config.cluster, resolved.config.train.gpus_per_worker
     count, device = (
         (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
     )
@@ -270,7 +268,7 @@ def describe_idle(config: Config, num_local: int | None) -> str | None:
     cluster, on_gpus = config.cluster, config.cluster.accelerator == "gpu"
     if num_local is None:
         return None
-    unit = num_gpus(config) if on_gpus else cluster.max_workers
+    unit = config.train.gpus_per_worker if on_gpus else cluster.max_workers
     used = cluster.max_workers * (unit if on_gpus else cluster.num_threads)
     if used >= num_local // unit * unit:  # the largest multiple that the machine has
         return None

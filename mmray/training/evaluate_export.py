@@ -323,7 +323,7 @@ def _evaluate(
     on_ray = needs_ray(config.cluster)
     with ray_session(config.cluster, log=reporter.log) if on_ray else nullcontext():
         if on_ray:
-            from mmray.training.ray_backend import check_capacity
+            from mmray.cluster.run_resources import check_capacity
 
             try:
                 check_capacity(config, with_data=False)
@@ -370,13 +370,14 @@ def _score_on_ray(
     import ray.train
 
     from mmray.cluster.placement import alive_nodes
-    from mmray.training import ray_backend
+    from mmray.cluster.run_resources import num_free_workers, resource_demand
+    from mmray.training import ray_trainer
 
-    config = config.with_cluster(workers=ray_backend.num_free_workers(config))
-    on_gpu = "GPU" in ray_backend.resource_demand(config, with_data=False).per_worker
+    config = config.with_cluster(workers=num_free_workers(config))
+    on_gpu = "GPU" in resource_demand(config, with_data=False).per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
-    coordinator, num_received = ray_backend.start_coordinator(set()), 0
-    demand = ray_backend.resource_demand(config, with_data=False)
+    coordinator, num_received = ray_trainer.start_coordinator(set()), 0
+    demand = resource_demand(config, with_data=False)
     queue_timeout_s = config.cluster.queue_timeout_s
 
     def poll() -> None:
@@ -390,13 +391,13 @@ def _score_on_ray(
         coordinator.push.remote({"rows": num_rows})
 
     score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
-    trainer = ray_backend.torch_trainer(score, config, to_path(folder), demand, queue_timeout_s)
+    trainer = ray_trainer.torch_trainer(score, config, to_path(folder), demand, queue_timeout_s)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:
-        return dict(ray_backend.run_group(trainer, demand, queue_timeout_s, reporter.log, poll))
+        return dict(ray_trainer.run_group(trainer, demand, queue_timeout_s, reporter.log, poll))
     except ray.train.TrainingFailedError as error:
-        raise ray_backend.start_timeout_error(error) or TrainingError(
+        raise ray_trainer.start_timeout_error(error) or TrainingError(
             f"the evaluation failed: {error}"
         ) from error
     finally:

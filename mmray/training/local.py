@@ -16,7 +16,7 @@ from mmray.config import Config
 from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import ChildDied, ChildProcess
-from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
+from mmray.training.backend import Attempt, Cause, format_counts, resume_point
 from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
 
@@ -112,7 +112,7 @@ def check_gpus(config: Config) -> None:
     Raises:
         ResourceError: torch can use fewer.
     """
-    needed, found = num_gpus(config), count_gpus()
+    needed, found = config.train.gpus_per_worker, count_gpus()
     if config.cluster.accelerator == "gpu" and found < needed:
         raise ResourceError(
             f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch "

@@ -1,48 +1,36 @@
-"""Workers on a Ray cluster: the resources that a run requests; each attempt is a new
-`DataParallelTrainer`.
-"""
+"""Workers on a Ray cluster; each attempt is a new `DataParallelTrainer` of ray_trainer.py."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
 import ray.train
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.builtin import BACKENDS
-from mmray.cluster import placement, shared_storage
-from mmray.cluster.capacity import (
-    NODE_GROUP,
-    NODE_ID,
-    Demand,
-    LabelSelector,
-    exclude_nodes,
-    fits,
-    max_cluster,
-    missing_capacity,
-    num_workers_that_fit,
-)
+from mmray.cluster import placement
+from mmray.cluster.capacity import NODE_ID, Demand, fits, num_workers_that_fit
 from mmray.cluster.ray_internals import (
-    START_TIMEOUT_VARIABLE,
     is_train_error,
     list_as_waiting,
     version_warning,
     waiting_priorities,
+)
+from mmray.cluster.run_resources import (
+    check_capacity,
+    check_driver_memory,
+    check_storage,
+    is_single_node,
+    min_decoders,
+    request_nodes,
+    resource_demand,
 )
 from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, withdraw_reservation
 from mmray.config import Config
@@ -57,24 +45,22 @@ from mmray.errors import (
     first_line,
 )
 from mmray.machine import cores, free_memory
-from mmray.storage.paths import AnyPath, RemotePath
-from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
-from mmray.training.coordinator import Coordinator
-from mmray.training.process_group import ProcessGroupConfig
-from mmray.training.ray_metrics import RayMetrics
+from mmray.training.backend import Attempt, Cause, format_counts, resume_point
+from mmray.training.ray_trainer import (
+    run_in_thread,
+    start_coordinator,
+    start_timeout_error,
+    torch_trainer,
+)
+from mmray.training.trackers import RayMetrics
 from mmray.training.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
-
-JOIN_INTERVAL_S = 0.25
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
 STABLE_POLLS, MAX_POLLS = 4, 20
-FREE_WAIT_S = 4.0
 ACTOR_GIB, BLOCKS_PER_ACTOR = 0.5, 4  # memory of a decode actor
-# Memory of a run on the node of its driver: the driver, Ray Train's controller and the coordinator.
-DRIVER_GIB = 0.7
 MAX_DECODERS = 1024  # of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
@@ -85,7 +71,6 @@ COLLECTIVE_ERRORS = re.compile(
     "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
     "caused pair closure"
 )
-T = TypeVar("T")
 
 
 class RayBackend:
@@ -381,83 +366,6 @@ class RayWorkers:
         ray.kill(self.coordinator)
 
 
-def start_coordinator(bad_rows: set[int]) -> Any:
-    """Start the actor that passes messages between workers and driver, on the driver's node.
-
-    Args:
-        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
-
-    Returns:
-        Ray's handle of the actor, of the class Coordinator.
-    """
-    driver_node = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    return (
-        ray.remote(Coordinator)
-        .options(num_cpus=0, scheduling_strategy=driver_node)
-        .remote(bad_rows)
-    )
-
-
-def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
-    """Call a function in a daemon thread, and poll until it ends and once after its end.
-
-    Args:
-        call: The function.
-        poll: Called several times per second in the calling thread. Its errors are raised at once.
-
-    Returns:
-        The result of `call`; its error is raised.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="mmray-trainer", daemon=True)
-    thread.start()
-    running = True
-    while running:
-        thread.join(JOIN_INTERVAL_S)
-        running = thread.is_alive()  # before the poll, so that the last poll comes after the end
-        poll()  # an exception leaves at once; the daemon thread then ends with the process
-    return done.result()
-
-
-def run_group(
-    trainer: DataParallelTrainer,
-    demand: Demand,
-    queue_timeout_s: float,
-    log: Callable[[str, str], None],
-    poll: Callable[[], None],
-) -> Any:
-    """Run a worker group to its end; log what it waits for until it has its resources.
-
-    Args:
-        trainer: The trainer, from `torch_trainer`.
-        demand: The resources of its workers.
-        queue_timeout_s: Seconds for which the trainer waits for them.
-        log: Called with a line and its label.
-        poll: Called several times per second. Its errors are raised at once.
-
-    Returns:
-        What rank 0 returned.
-    """
-    wait = ResourceWait(demand, queue_timeout_s, log)
-
-    def poll_both() -> None:
-        if not is_reserved(demand):
-            wait.poll()
-        poll()
-
-    result: Any = run_in_thread(trainer.fit, poll_both)
-    return result.return_value
-
-
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that made a worker fail.
 
@@ -506,273 +414,6 @@ def _host_oom_error(error: BaseException, batch_shape: BatchShape) -> OutOfMemor
         else f"Retrying with micro-batches of {smaller.micro_batch_size}"
     )
     return OutOfMemoryError(f"{what}. {fix}", smaller)
-
-
-def start_timeout_error(error: BaseException) -> ResourceError | None:
-    """Return the error to raise if workers got no resources in time.
-
-    Args:
-        error: An error that Ray Train raised.
-
-    Returns:
-        An error that names the settings; None if `error` is not Ray Train's start timeout.
-    """
-    if not is_train_error(
-        getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"
-    ):
-        return None
-    waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
-    return ResourceError(
-        f"the workers got no resources within {waited_s:g} s (cluster.queue_timeout_s, or "
-        "start_timeout_s for more workers than an elastic run needs): their nodes are in use or "
-        "did not start. Check `ray status` on the head, and rerun the same command to resume"
-    )
-
-
-# --- resources of a run
-
-
-def resource_demand(
-    config: Config, with_data: bool = True, excluded: Collection[str] = ()
-) -> Demand:
-    """Return the resources that a run requests from Ray for its largest number of workers.
-
-    With `cluster.accelerator` `auto`, workers have GPUs if the cluster has, or can add, any.
-
-    Args:
-        config: Settings of the run.
-        with_data: Include the CPUs of decode actors (processes that read and decode rows) in those
-            of each worker, if the cluster then still has CPUs for all workers. One reservation then
-            has all that the run needs.
-        excluded: IDs of nodes on which no worker may start.
-
-    Returns:
-        The number of workers, the resources of each, and labels of the nodes.
-    """
-    nodes, cluster = placement.alive_nodes(), config.cluster
-    pools = placement.autoscaling_pools()
-    per_worker = {"CPU": cluster.num_cpus}
-    resources = [each.resources for each in nodes] + [pool.resources for pool in pools]
-    has_gpus = any(each.get("GPU") for each in resources)
-    if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
-        per_worker["GPU"] = float(num_gpus(config))
-    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
-    demand = Demand(
-        cluster.max_workers,
-        per_worker | cluster.resources_per_worker,
-        0,
-        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
-        placement.data_label_selector(cluster.data_label, nodes),
-    )
-    if not with_data:
-        return demand
-    largest = max_cluster(demand, nodes, pools)
-    num_fitting = num_workers_that_fit(demand, largest)
-    if not num_fitting:  # nodes of an unknown size will be added
-        return demand
-    for decode_cpus in range(min_decoders(config), 0, -1):
-        with_decoders = demand.with_cpus(decode_cpus)
-        if num_workers_that_fit(with_decoders, largest) == num_fitting:
-            return with_decoders
-    return demand
-
-
-def min_decoders(config: Config) -> int:
-    """Return the smallest number of decode actors (processes that read and decode rows) of a
-    worker.
-
-    Args:
-        config: Settings of the run; `data.workers` is divided by the largest number of workers.
-    """
-    low, _ = config.data.worker_range or (1, 1)
-    return math.ceil(low / config.cluster.max_workers)
-
-
-def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
-    """Check that the cluster can provide the resources of a run, now or after it has grown.
-
-    Args:
-        config: Settings of the run. Without effect if `cluster.wait_for_nodes` is set.
-        with_data: Include the CPUs of decode actors (processes that read and decode rows).
-        excluded: IDs of nodes that the run cannot use.
-
-    Raises:
-        ResourceError: It can never provide the smallest number of workers.
-    """
-    if config.cluster.wait_for_nodes:
-        return  # limits unknown: cluster.queue_timeout_s ends the wait
-    demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
-    labels = [node.labels or {} for node in placement.alive_nodes()]
-    nodes = [
-        node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded
-    ]
-    taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
-    pools = [
-        replace(pool, max_nodes=pool.max_nodes - taken[pool.name])
-        for pool in placement.autoscaling_pools()
-    ]
-    if missing := missing_capacity(demand, nodes, pools):
-        raise ResourceError(missing)
-
-
-def num_free_workers(config: Config) -> int:
-    """Return how many workers fit into the free resources, without processes that read and decode
-    rows.
-
-    Args:
-        config: Settings of the evaluation or run.
-
-    Returns:
-        At most the largest number of workers, and at least the smallest; the smallest number may
-        have to wait for resources.
-
-    Raises:
-        ResourceError: The cluster can never have the smallest number.
-    """
-    check_capacity(config, with_data=False)
-    demand = resource_demand(config, with_data=False)
-    minimum = replace(demand, workers=config.cluster.min_workers)
-    free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
-    return max(num_workers_that_fit(demand, free), minimum.workers)
-
-
-def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
-    """Check that this machine, usually the head, has memory for the processes of another run.
-
-    Args:
-        free_gib: Free memory of this machine in GiB.
-        is_single_node: Whether workers run here too. Their memory is not known, so nothing is
-            checked.
-
-    Raises:
-        ResourceError: It has less than the driver and Ray Train's controller need.
-    """
-    if free_gib < DRIVER_GIB and not is_single_node:
-        raise ResourceError(
-            f"{free_gib:.2f} GiB of memory are free on the node of the driver (the head, for a "
-            f"submitted job), and a run needs {DRIVER_GIB:g} GiB there. Wait until another run has "
-            "ended, or use a larger head"
-        )
-
-
-def check_storage(config: Config) -> None:
-    """Check that the run's folder will be kept, and that all training nodes share it.
-
-    Args:
-        config: Settings of the run.
-
-    Raises:
-        UsageError: The folder would be deleted with a job of Ray.
-        ResourceError: A training node cannot write to it, or does not see files of other nodes.
-    """
-    shared_storage.check_persistent(config.run.storage, Path.cwd())
-    demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
-    if len(nodes) > 1 or "://" in config.run.storage:
-        selector = demand.worker_label_selector
-        training_nodes = [
-            node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)
-        ]
-        shared_storage.check_shared(config.run.storage, training_nodes)
-
-
-def request_nodes(
-    config: Config,
-    autoscaler: placement.AutoscalerRequest,
-    running: int,
-    excluded: Collection[str] = (),
-) -> None:
-    """Request nodes from the autoscaler for the further workers that an elastic run can use.
-
-    A run is elastic if `cluster.workers` is a range. Without effect if the cluster cannot grow.
-
-    Args:
-        config: Settings of the run.
-        autoscaler: The run's request, which is sent or changed.
-        running: Number of workers that need no further nodes.
-        excluded: IDs of nodes on which no worker may start.
-    """
-    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
-        demand = resource_demand(config, with_data=False, excluded=excluded)
-        autoscaler.request(
-            demand.per_worker, demand.worker_label_selector, demand.workers - running
-        )
-
-
-def ray_storage(folder: AnyPath) -> dict[str, Any]:
-    """Return the options of Ray's RunConfig with which Ray writes its files to a folder.
-
-    Args:
-        folder: Local folder or folder on an object store.
-
-    Returns:
-        `storage_path`, and on an object store `storage_filesystem`.
-    """
-    if isinstance(folder, RemotePath):
-        return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
-    return {"storage_path": str(folder)}
-
-
-def torch_trainer(
-    loop: Callable[..., Any],
-    config: Config,
-    folder: AnyPath,
-    demand: Demand,
-    queue_timeout_s: float,
-    name: str | None = None,
-    label_selector: LabelSelector | None = None,
-    **trainer_options: Any,
-) -> DataParallelTrainer:
-    """Build Ray Train's trainer for a loop, without retries.
-
-    Args:
-        loop: The `train_loop_per_worker`.
-        config: Settings of the run; the timeout of collectives is read.
-        folder: Ray Train writes its small files to the subfolder `ray`.
-        demand: Number of workers, and their resources.
-        queue_timeout_s: Seconds for which the trainer waits for these resources.
-        name: Name of Ray's run; None: a random one.
-        label_selector: Labels of the nodes for workers; None: those of `demand`.
-        trainer_options: Further arguments of the trainer, such as `train_loop_config`.
-    """
-    # Ray would wait forever
-    os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
-    no_retries: Any = {
-        "max_failures": 0,
-        "controller_failure_limit": 0,
-        "max_preemption_failures": 0,
-    }
-    # missing in Ray's stub
-    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
-    return DataParallelTrainer(
-        loop,
-        backend_config=ProcessGroupConfig(
-            backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
-            timeout_s=math.ceil(config.cluster.group_timeout_s),
-        ),
-        scaling_config=ScalingConfig(
-            num_workers=demand.workers,
-            use_gpu="GPU" in demand.per_worker,
-            resources_per_worker=demand.per_worker,
-            **selector,
-        ),
-        run_config=RunConfig(
-            name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")
-        ),
-        **trainer_options,
-    )
-
-
-def is_single_node(config: Config) -> bool:
-    """Return whether the cluster is one machine and cannot grow.
-
-    Args:
-        config: Settings of the run; with `cluster.wait_for_nodes` the cluster can grow.
-    """
-    return (
-        len(placement.alive_nodes()) == 1
-        and not placement.autoscaling_pools()
-        and not config.cluster.wait_for_nodes
-    )
 
 
 def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:

@@ -9,13 +9,8 @@ from mmray.cluster import placement
 from mmray.cluster.capacity import Demand, Node, Pool, fits, max_cluster, max_concurrent
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import HEAD_RESOURCE
+from mmray.cluster.run_resources import DRIVER_GIB, is_single_node, min_decoders, resource_demand
 from mmray.config import Config
-from mmray.training.ray_backend import (
-    DRIVER_GIB,
-    is_single_node,
-    min_decoders,
-    resource_demand,
-)
 from mmray.tuning.trials import TrialResources
 
 # Decode actors of ended trials release their CPUs with a delay.

@@ -24,6 +24,7 @@ from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
+from mmray.cluster.run_resources import check_capacity
 from mmray.errors import ResourceError, TrainingError, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import SweepRecord
@@ -33,7 +34,7 @@ from mmray.training import RunReporter
 from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
-from mmray.training.ray_backend import check_capacity, ray_storage, run_in_thread
+from mmray.training.ray_trainer import ray_storage, run_in_thread
 from mmray.tuning.concurrency import apply_trial_resources
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value

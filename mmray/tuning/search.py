@@ -13,6 +13,12 @@ from typing import Any
 
 from mmray import plugins
 from mmray.cluster.connect import asks_for_cluster, ray_session
+from mmray.cluster.run_resources import (
+    check_capacity,
+    check_storage,
+    is_single_node,
+    resource_demand,
+)
 from mmray.config import Config, to_yaml
 from mmray.config.data import format_eval_sets
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
@@ -21,12 +27,6 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.sweep_files import GOALS, Recommendation
 from mmray.training.local import count_gpus
-from mmray.training.ray_backend import (
-    check_capacity,
-    check_storage,
-    is_single_node,
-    resource_demand,
-)
 from mmray.training.resolve import resolve_run
 from mmray.training.run_dir import collect_environment
 from mmray.tuning.concurrency import plan_resources
@@ -35,13 +35,7 @@ from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import recommend_trial
 from mmray.tuning.rungs import select_promoted
 from mmray.tuning.suggestions import random_settings
-from mmray.tuning.sweep import (
-    STOP_FILE,
-    SweepDir,
-    SweepReporter,
-    SweepState,
-    resolve_sweep_dir,
-)
+from mmray.tuning.sweep import STOP_FILE, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tuning.trials import (
     SweepPlan,
     Trial,

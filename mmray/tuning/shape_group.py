@@ -11,20 +11,15 @@ import ray.train
 import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mmray.cluster.run_resources import resource_demand
 from mmray.config import Config
 from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter
 from mmray.training.coordinator import Coordinator
 from mmray.training.local import WorkerFailed
-from mmray.training.ray_backend import (
-    RayBackend,
-    is_worker_lost,
-    resource_demand,
-    run_group,
-    start_timeout_error,
-    torch_trainer,
-)
+from mmray.training.ray_backend import RayBackend, is_worker_lost
+from mmray.training.ray_trainer import run_group, start_timeout_error, torch_trainer
 from mmray.tuning.shape import Measurements, ShapeTask
 
 

@@ -21,7 +21,6 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
 from mmray.training import RunReporter
-from mmray.training.backend import num_gpus
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tuning.request import Budget
 from mmray.tuning.results import ENDED, TrialOutcome, measured_row
@@ -227,7 +226,7 @@ class SweepState:
         no GPU).
         """
         self._add_running_time()
-        gpus_per_worker = num_gpus(self.plan.base)
+        gpus_per_worker = self.plan.base.train.gpus_per_worker
         rows = self.rows.values()
         return sum(row.elapsed_s * (row.workers or 0) * gpus_per_worker for row in rows)
 

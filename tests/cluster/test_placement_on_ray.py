@@ -7,10 +7,10 @@ import ray
 from ray._private.state import actors
 
 from mmray.cluster.placement import ROLE_LABEL
+from mmray.cluster.run_resources import num_free_workers
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.training.driver import train
-from mmray.training.ray_backend import num_free_workers
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.training.runs import Silent, config, expected_marks, marks

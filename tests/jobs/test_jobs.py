@@ -19,7 +19,7 @@ from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import INTERRUPTED, UsageError
-from mmray.training.ray_metrics import COUNTERS, GAUGES
+from mmray.training.trackers import COUNTERS, GAUGES
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
 from tests.training.runs import config, make_data, marks

@@ -22,7 +22,7 @@ from mmray.training.monitor import (
     checkpoint_request_time_s,
     stuck_ranks,
 )
-from mmray.training.ray_backend import run_in_thread
+from mmray.training.ray_trainer import run_in_thread
 from tests.training.runs import Silent, config
 from tests.training.scripted import ScriptedWorkers
 

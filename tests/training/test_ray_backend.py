@@ -9,24 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from mmray.cluster import ray_internals
+from mmray.cluster import ray_internals, run_resources
 from mmray.cluster.capacity import NODE_GROUP, Node, Pool, num_workers_that_fit
 from mmray.cluster.placement import ROLE_LABEL, AutoscalerRequest, SchedulableNodes
+from mmray.cluster.run_resources import (
+    check_capacity,
+    check_driver_memory,
+    num_free_workers,
+    resource_demand,
+)
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
-from mmray.training import process_group, ray_backend
+from mmray.training import ray_backend, ray_trainer
 from mmray.training.driver import describe_idle
-from mmray.training.ray_backend import (
-    MAX_DECODERS,
-    RayBackend,
-    check_capacity,
-    check_driver_memory,
-    decoder_limits,
-    num_free_workers,
-    resource_demand,
-    torch_trainer,
-)
+from mmray.training.ray_backend import MAX_DECODERS, RayBackend, decoder_limits
+from mmray.training.ray_trainer import torch_trainer
 
 GIB = 2.0**30
 LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})
@@ -210,7 +208,7 @@ def test_elastic_run_requests_only_the_workers_that_it_lacks(cluster, monkeypatc
 def test_evaluation_takes_free_workers(cluster, monkeypatch):
     config, free = Config(cluster=Cluster(workers="2-4", accelerator="cpu")), [Node({"CPU": 3.0})]
     monkeypatch.setattr(ray_backend.placement, "free_nodes", lambda: free)
-    monkeypatch.setattr(ray_backend, "FREE_WAIT_S", 0.0)
+    monkeypatch.setattr(run_resources, "FREE_WAIT_S", 0.0)
     assert num_free_workers(config) == 3
     free[:] = [Node({"CPU": 1.0})]
     assert num_free_workers(config) == 2  # they wait until others have ended
@@ -235,13 +233,13 @@ def test_process_group_has_backend_timeout_and_interface(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     trainer = torch_trainer(lambda: None, config, tmp_path, resource_demand(config), 600.0)
     calls, groups, selected = [], [], []
-    monkeypatch.setattr(process_group, "get_node_ip_address", lambda: ips[1])
-    monkeypatch.setattr(process_group, "set_network_interface", selected.append)
-    monkeypatch.setattr(process_group.ray, "get", lambda _: None)
+    monkeypatch.setattr(ray_trainer, "get_node_ip_address", lambda: ips[1])
+    monkeypatch.setattr(ray_trainer, "set_network_interface", selected.append)
+    monkeypatch.setattr(ray_trainer.ray, "get", lambda _: None)
     one = SimpleNamespace(
         get_local_rank=lambda: 0, get_local_world_size=lambda: 2, get_node_rank=lambda: 0
     )
-    monkeypatch.setattr(process_group.ray.train, "get_context", lambda: one)
+    monkeypatch.setattr(ray_trainer.ray.train, "get_context", lambda: one)
     workers = SimpleNamespace(
         execute=lambda _: ips,
         execute_single=lambda *_: ("127.0.0.1", 1),

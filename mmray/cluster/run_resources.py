@@ -1,0 +1,205 @@
+"""The resources that a run requests from the cluster, and checks that the cluster can have them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from mmray.cluster import placement, shared_storage
+from mmray.cluster.capacity import (
+    NODE_GROUP,
+    NODE_ID,
+    Demand,
+    exclude_nodes,
+    max_cluster,
+    missing_capacity,
+    num_workers_that_fit,
+)
+from mmray.config import Config
+from mmray.errors import ResourceError
+
+FREE_WAIT_S = 4.0
+# Memory of a run on the node of its driver: the driver, Ray Train's controller and the coordinator.
+DRIVER_GIB = 0.7
+
+
+def resource_demand(
+    config: Config, with_data: bool = True, excluded: Collection[str] = ()
+) -> Demand:
+    """Return the resources that a run requests from Ray for its largest number of workers.
+
+    With `cluster.accelerator` `auto`, workers have GPUs if the cluster has, or can add, any.
+
+    Args:
+        config: Settings of the run.
+        with_data: Include the CPUs of decode actors (processes that read and decode rows) in those
+            of each worker, if the cluster then still has CPUs for all workers. One reservation then
+            has all that the run needs.
+        excluded: IDs of nodes on which no worker may start.
+
+    Returns:
+        The number of workers, the resources of each, and labels of the nodes.
+    """
+    nodes, cluster = placement.alive_nodes(), config.cluster
+    pools = placement.autoscaling_pools()
+    per_worker = {"CPU": cluster.num_cpus}
+    resources = [each.resources for each in nodes] + [pool.resources for pool in pools]
+    has_gpus = any(each.get("GPU") for each in resources)
+    if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
+        per_worker["GPU"] = float(config.train.gpus_per_worker)
+    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
+    demand = Demand(
+        cluster.max_workers,
+        per_worker | cluster.resources_per_worker,
+        0,
+        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
+        placement.data_label_selector(cluster.data_label, nodes),
+    )
+    if not with_data:
+        return demand
+    largest = max_cluster(demand, nodes, pools)
+    num_fitting = num_workers_that_fit(demand, largest)
+    if not num_fitting:  # nodes of an unknown size will be added
+        return demand
+    for decode_cpus in range(min_decoders(config), 0, -1):
+        with_decoders = demand.with_cpus(decode_cpus)
+        if num_workers_that_fit(with_decoders, largest) == num_fitting:
+            return with_decoders
+    return demand
+
+
+def min_decoders(config: Config) -> int:
+    """Return the smallest number of decode actors (processes that read and decode rows) of a
+    worker.
+
+    Args:
+        config: Settings of the run; `data.workers` is divided by the largest number of workers.
+    """
+    low, _ = config.data.worker_range or (1, 1)
+    return math.ceil(low / config.cluster.max_workers)
+
+
+def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
+    """Check that the cluster can provide the resources of a run, now or after it has grown.
+
+    Args:
+        config: Settings of the run. Without effect if `cluster.wait_for_nodes` is set.
+        with_data: Include the CPUs of decode actors (processes that read and decode rows).
+        excluded: IDs of nodes that the run cannot use.
+
+    Raises:
+        ResourceError: It can never provide the smallest number of workers.
+    """
+    if config.cluster.wait_for_nodes:
+        return  # limits unknown: cluster.queue_timeout_s ends the wait
+    demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
+    labels = [node.labels or {} for node in placement.alive_nodes()]
+    nodes = [
+        node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded
+    ]
+    taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
+    pools = [
+        replace(pool, max_nodes=pool.max_nodes - taken[pool.name])
+        for pool in placement.autoscaling_pools()
+    ]
+    if missing := missing_capacity(demand, nodes, pools):
+        raise ResourceError(missing)
+
+
+def num_free_workers(config: Config) -> int:
+    """Return how many workers fit into the free resources, without processes that read and decode
+    rows.
+
+    Args:
+        config: Settings of the evaluation or run.
+
+    Returns:
+        At most the largest number of workers, and at least the smallest; the smallest number may
+        have to wait for resources.
+
+    Raises:
+        ResourceError: The cluster can never have the smallest number.
+    """
+    check_capacity(config, with_data=False)
+    demand = resource_demand(config, with_data=False)
+    minimum = replace(demand, workers=config.cluster.min_workers)
+    free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
+    return max(num_workers_that_fit(demand, free), minimum.workers)
+
+
+def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
+    """Check that this machine, usually the head, has memory for the processes of another run.
+
+    Args:
+        free_gib: Free memory of this machine in GiB.
+        is_single_node: Whether workers run here too. Their memory is not known, so nothing is
+            checked.
+
+    Raises:
+        ResourceError: It has less than the driver and Ray Train's controller need.
+    """
+    if free_gib < DRIVER_GIB and not is_single_node:
+        raise ResourceError(
+            f"{free_gib:.2f} GiB of memory are free on the node of the driver (the head, for a "
+            f"submitted job), and a run needs {DRIVER_GIB:g} GiB there. Wait until another run has "
+            "ended, or use a larger head"
+        )
+
+
+def check_storage(config: Config) -> None:
+    """Check that the run's folder will be kept, and that all training nodes share it.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: The folder would be deleted with a job of Ray.
+        ResourceError: A training node cannot write to it, or does not see files of other nodes.
+    """
+    shared_storage.check_persistent(config.run.storage, Path.cwd())
+    demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
+    if len(nodes) > 1 or "://" in config.run.storage:
+        selector = demand.worker_label_selector
+        training_nodes = [
+            node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)
+        ]
+        shared_storage.check_shared(config.run.storage, training_nodes)
+
+
+def request_nodes(
+    config: Config,
+    autoscaler: placement.AutoscalerRequest,
+    running: int,
+    excluded: Collection[str] = (),
+) -> None:
+    """Request nodes from the autoscaler for the further workers that an elastic run can use.
+
+    A run is elastic if `cluster.workers` is a range. Without effect if the cluster cannot grow.
+
+    Args:
+        config: Settings of the run.
+        autoscaler: The run's request, which is sent or changed.
+        running: Number of workers that need no further nodes.
+        excluded: IDs of nodes on which no worker may start.
+    """
+    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
+        demand = resource_demand(config, with_data=False, excluded=excluded)
+        autoscaler.request(
+            demand.per_worker, demand.worker_label_selector, demand.workers - running
+        )
+
+
+def is_single_node(config: Config) -> bool:
+    """Return whether the cluster is one machine and cannot grow.
+
+    Args:
+        config: Settings of the run; with `cluster.wait_for_nodes` the cluster can grow.
+    """
+    return (
+        len(placement.alive_nodes()) == 1
+        and not placement.autoscaling_pools()
+        and not config.cluster.wait_for_nodes
+    )

@@ -1,0 +1,323 @@
+"""Ray Train's trainer for a loop: its options, its process group, and the thread in which it runs.
+
+The process group of torch.distributed is a backend of its own, because Ray's `TorchConfig` imports
+torch in the driver and in Ray Train's controller: 400 MiB in each of two processes on the head for
+every run, also while it waits. Here only the workers import it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+import ray.exceptions
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util import get_node_ip_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mmray.builtin import BACKENDS
+from mmray.cluster.capacity import Demand, LabelSelector
+from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, torch_framework
+from mmray.cluster.waiting import ResourceWait, is_reserved
+from mmray.config import Config
+from mmray.errors import (
+    ResourceError,
+)
+from mmray.machine import LOOPBACK, set_network_interface
+from mmray.storage.paths import AnyPath, RemotePath
+from mmray.training.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    pass
+
+
+JOIN_INTERVAL_S = 0.25
+SHUTDOWN_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+@dataclass
+class ProcessGroupConfig(BackendConfig):
+    """Process group of all workers, on the network interface that Ray uses, or the loopback if all
+    workers are on one node.
+
+    Args:
+        backend: Backend of torch.distributed, such as `gloo`.
+        timeout_s: Timeout of collectives, which neither gloo nor NCCL has by default.
+    """
+
+    backend: str = "gloo"
+    timeout_s: int = 300
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _ProcessGroup
+
+    @property
+    def train_func_context(self) -> Any:
+        return _own_device
+
+    @property
+    def framework(self) -> Any:
+        return torch_framework()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextmanager
+def _own_device() -> Iterator[None]:
+    """Make the GPU of this worker the current one for its loop, without which code that names no
+    device would use the first.
+    """
+    import torch
+    from ray.train.torch import get_device
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(get_device())
+    yield
+
+
+class _ProcessGroup(Backend):
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        assert isinstance(backend_config, ProcessGroupConfig)
+        ips = worker_group.execute(get_node_ip_address)
+        master = worker_group.execute_single(0, _free_address)
+        joins = [
+            worker_group.execute_single_async(
+                rank,
+                _join,
+                world_rank=rank,
+                world_size=len(ips),
+                loopback=len(set(ips)) == 1,
+                master=master,
+                config=backend_config,
+            )
+            for rank in range(len(ips))
+        ]
+        ray.get(joins)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        leaving = worker_group.execute_async(_leave)
+        ray.wait(leaving, num_returns=len(leaving), timeout=SHUTDOWN_TIMEOUT_S)
+
+
+def _free_address() -> tuple[str, int]:
+    address = get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind(("", 0))
+        return address, int(free.getsockname()[1])
+
+
+def _join(
+    world_rank: int,
+    world_size: int,
+    loopback: bool,
+    master: tuple[str, int],
+    config: ProcessGroupConfig,
+) -> None:
+    """Join the process group, with the environment variables of torchrun."""
+    import torch.distributed as dist
+
+    set_network_interface(LOOPBACK if loopback else get_node_ip_address())
+    context = ray.train.get_context()
+    os.environ |= {
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "RANK": str(world_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+    }
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a failed collective ends a rank
+    dist.init_process_group(
+        backend=config.backend,
+        rank=world_rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
+    """Call a function in a daemon thread, and poll until it ends and once after its end.
+
+    Args:
+        call: The function.
+        poll: Called several times per second in the calling thread. Its errors are raised at once.
+
+    Returns:
+        The result of `call`; its error is raised.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="mmray-trainer", daemon=True)
+    thread.start()
+    running = True
+    while running:
+        thread.join(JOIN_INTERVAL_S)
+        running = thread.is_alive()  # before the poll, so that the last poll comes after the end
+        poll()  # an exception leaves at once; the daemon thread then ends with the process
+    return done.result()
+
+
+def run_group(
+    trainer: DataParallelTrainer,
+    demand: Demand,
+    queue_timeout_s: float,
+    log: Callable[[str, str], None],
+    poll: Callable[[], None],
+) -> Any:
+    """Run a worker group to its end; log what it waits for until it has its resources.
+
+    Args:
+        trainer: The trainer, from `torch_trainer`.
+        demand: The resources of its workers.
+        queue_timeout_s: Seconds for which the trainer waits for them.
+        log: Called with a line and its label.
+        poll: Called several times per second. Its errors are raised at once.
+
+    Returns:
+        What rank 0 returned.
+    """
+    wait = ResourceWait(demand, queue_timeout_s, log)
+
+    def poll_both() -> None:
+        if not is_reserved(demand):
+            wait.poll()
+        poll()
+
+    result: Any = run_in_thread(trainer.fit, poll_both)
+    return result.return_value
+
+
+def start_timeout_error(error: BaseException) -> ResourceError | None:
+    """Return the error to raise if workers got no resources in time.
+
+    Args:
+        error: An error that Ray Train raised.
+
+    Returns:
+        An error that names the settings; None if `error` is not Ray Train's start timeout.
+    """
+    if not is_train_error(
+        getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"
+    ):
+        return None
+    waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
+    return ResourceError(
+        f"the workers got no resources within {waited_s:g} s (cluster.queue_timeout_s, or "
+        "start_timeout_s for more workers than an elastic run needs): their nodes are in use or "
+        "did not start. Check `ray status` on the head, and rerun the same command to resume"
+    )
+
+
+def ray_storage(folder: AnyPath) -> dict[str, Any]:
+    """Return the options of Ray's RunConfig with which Ray writes its files to a folder.
+
+    Args:
+        folder: Local folder or folder on an object store.
+
+    Returns:
+        `storage_path`, and on an object store `storage_filesystem`.
+    """
+    if isinstance(folder, RemotePath):
+        return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
+    return {"storage_path": str(folder)}
+
+
+def torch_trainer(
+    loop: Callable[..., Any],
+    config: Config,
+    folder: AnyPath,
+    demand: Demand,
+    queue_timeout_s: float,
+    name: str | None = None,
+    label_selector: LabelSelector | None = None,
+    **trainer_options: Any,
+) -> DataParallelTrainer:
+    """Build Ray Train's trainer for a loop, without retries.
+
+    Args:
+        loop: The `train_loop_per_worker`.
+        config: Settings of the run; the timeout of collectives is read.
+        folder: Ray Train writes its small files to the subfolder `ray`.
+        demand: Number of workers, and their resources.
+        queue_timeout_s: Seconds for which the trainer waits for these resources.
+        name: Name of Ray's run; None: a random one.
+        label_selector: Labels of the nodes for workers; None: those of `demand`.
+        trainer_options: Further arguments of the trainer, such as `train_loop_config`.
+    """
+    # Ray would wait forever
+    os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
+    no_retries: Any = {
+        "max_failures": 0,
+        "controller_failure_limit": 0,
+        "max_preemption_failures": 0,
+    }
+    # missing in Ray's stub
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
+    return DataParallelTrainer(
+        loop,
+        backend_config=ProcessGroupConfig(
+            backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
+            timeout_s=math.ceil(config.cluster.group_timeout_s),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=demand.workers,
+            use_gpu="GPU" in demand.per_worker,
+            resources_per_worker=demand.per_worker,
+            **selector,
+        ),
+        run_config=RunConfig(
+            name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")
+        ),
+        **trainer_options,
+    )
+
+
+def start_coordinator(bad_rows: set[int]) -> Any:
+    """Start the actor that passes messages between workers and driver, on the driver's node.
+
+    Args:
+        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
+
+    Returns:
+        Ray's handle of the actor, of the class Coordinator.
+    """
+    driver_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    return (
+        ray.remote(Coordinator)
+        .options(num_cpus=0, scheduling_strategy=driver_node)
+        .remote(bad_rows)
+    )
