@@ -1,28 +1,33 @@
 """`mmray bench loader --consumers N`: how the stream scales with the number of ranks.
 
 Decoding is replaced by a sleep, and ranks are threads of a few processes, so that one machine can
-run many of them. Measured are the rate and the CPU time of each kind of process.
+run many of them. Measured are the rate and the CPU time of each kind of process. The processes of
+ranks and decode actors import this module, so it imports torch only in the driver.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from operator import sub
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
-import torch
 
-from mmray.bench.spawn import describe_machine
-from mmray.bench.stream_ranks import BLOCK_ROWS, SIDE, RankGroup
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster
-from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.actors import rank_blocks
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.pool_size import DecoderLimits
 
+BLOCK_ROWS = 128
+SIDE = 32  # of the images, in pixels
 MIN_DECODE_S = 0.25  # of a block: 512 images/s for each process
 # Of all ranks: with more, blocks take longer, so that the CPU time of a block is not that of a
 # machine without free cores.
@@ -48,6 +53,10 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
         blocks), CPU milliseconds per block in each kind of process (`decoder_ms`, `rank_ms`,
         `head_ms`, `raylet_ms`), and `head_cores` (CPU cores that the head uses).
     """
+    import torch
+
+    from mmray.bench.spawn import describe_machine
+
     plan = SamplePlan(
         num_rows=10**8,
         global_rows=BLOCK_ROWS * consumers,
@@ -120,3 +129,80 @@ def _cpu_times() -> dict[str, float]:
         if role is not None:
             spent_s[role] += times.user + times.system
     return dict(spent_s)
+
+
+class SleepingReader:
+    """A reader of rows that decodes nothing, to measure the stream alone.
+
+    It has the method of RowReader that decode actors (processes that read and decode rows) call.
+
+    Args:
+        decode_s: Seconds that it takes for a block.
+    """
+
+    row_bytes = 3 * SIDE**2
+    subprocess_decoder = None
+
+    def __init__(self, decode_s: float) -> None:
+        self._decode_s = decode_s
+
+    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+        """Sleep for `decode_s` in place of decoding, and return undefined pixels.
+
+        Args:
+            plan: Unused.
+            positions: Positions of the rows in the sample order, int64 [B].
+
+        Returns:
+            `image` uint8 [B, 3, 32, 32] and `pos`, the positions.
+        """
+        time.sleep(self._decode_s)
+        return {"image": np.empty((len(positions), 3, SIDE, SIDE), np.uint8), "pos": positions}
+
+
+class RankGroup:
+    """A process with several ranks, one in each thread, which receive rows until `stop`.
+
+    Args:
+        plan: Order and number of the rows.
+        ranks: The ranks of this process.
+        decode_s: Seconds that a block takes.
+    """
+
+    def __init__(self, plan: SamplePlan, ranks: range, decode_s: float) -> None:
+        self._plan = plan
+        self._decode_s = decode_s
+        self._blocks = [0] * len(ranks)
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._consume, args=(index, rank), daemon=True)
+            for index, rank in enumerate(ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _consume(self, index: int, rank: int) -> None:
+        reader: Any = SleepingReader(self._decode_s)
+        start = ResumePoint(self._plan, 0)
+        limits = DecoderLimits(1, 1, 1)
+        world = self._plan.world_size
+        block_mb = BLOCK_ROWS * reader.row_bytes / 1e6
+        with closing(rank_blocks(reader, start, rank, world, block_mb, limits, print)) as blocks:
+            for step, block in enumerate(blocks):
+                if not np.array_equal(block["pos"], self._plan.positions(step, rank)):
+                    raise RuntimeError(f"rank {rank} received other rows than those of step {step}")
+                self._blocks[index] += 1
+                if self._stop.is_set():
+                    return
+
+    def counts(self) -> list[int]:
+        """Return how many blocks (rows that are read together) each rank of this process has
+        received.
+        """
+        return list(self._blocks)
+
+    def stop(self) -> None:
+        """Stop the ranks after their next block, and wait for them."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from mmray.bench import device_checks, gpu, gpu_stages
-from mmray.bench.gpu_stages import STAGES, largest_gaps, run_stage
+from mmray.bench.gpu import command, device_checks, stages, workload
+from mmray.bench.gpu.kernels import ProfiledSteps, largest_gaps
+from mmray.bench.gpu.stages import STAGES, run_stage
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_stages_write_their_rows_and_a_summary(tmp_path: Path) -> None:
 def test_distributed_code_runs_in_a_group_of_one(tmp_path: Path) -> None:
     """In a process of its own, because the stage starts the process group."""
     code = (
-        "import json, math, sys, torch; from mmray.bench.gpu_stages import run_stage\n"
+        "import json, math, sys, torch; from mmray.bench.gpu.stages import run_stage\n"
         "rows = []\n"
         "run_stage('nccl', torch.device('cpu'), lambda r: rows.append(list(r)), math.inf)\n"
         "print(json.dumps(rows[-1]))"
@@ -87,7 +88,7 @@ def test_failed_case_is_a_line_and_late_cases_are_skipped(
         now_s[0] = 11.0
         return [{"case": "one", "value": 1}, {"case": "two", "value": 2}]
 
-    monkeypatch.setattr(gpu_stages.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now_s[0])
     monkeypatch.setitem(
         STAGES, "kernels", lambda _: iter([("bad", fail), ("good", last_in_time), ("late", fail)])
     )
@@ -115,8 +116,8 @@ def test_crash_fails_the_running_case_and_the_time_limit_skips_it(
         "time.sleep(60)": ("skipped", "stopped at the limit of 5 s"),
     }
     for end, (outcome, expected) in ends.items():
-        monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
-        stage = gpu.run_stage("kernels", "cpu", tmp_path, limit_s=5)
+        monkeypatch.setattr(command, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
+        stage = command.run_stage("kernels", "cpu", tmp_path, limit_s=5)
         kept, last = stage["rows"]
         assert (kept, last["case"]) == ({"case": "kept"}, "last") and expected in last[outcome]
         failed = int(outcome == "error")
@@ -139,7 +140,7 @@ def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("stages", "limits"),
     [
-        ([], list(gpu.LIMITS_S.values())),
+        ([], list(command.LIMITS_S.values())),
         (["models"], [480]),
         (["kernels", "nccl"], [480 * 2 / 3, 480]),
     ],
@@ -154,13 +155,13 @@ def test_chosen_stages_share_eight_minutes(
         summary = folder / "summary.json"
         assert len(json.loads(summary.read_text())["stages"] if given else []) == len(given)
         given.append(limit_s)
-        return {"stage": name, "seconds": 0.0, "counts": gpu.count_outcomes([]), "rows": []}
+        return {"stage": name, "seconds": 0.0, "counts": command.count_outcomes([]), "rows": []}
 
-    monkeypatch.setattr(gpu, "run_stage", run)
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    assert gpu.main(["--out", str(tmp_path), *(["--stages", *stages] if stages else [])]) == 0
-    assert set(gpu.LIMITS_S) == set(STAGES)
+    monkeypatch.setattr(command, "run_stage", run)
+    monkeypatch.setattr(command.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    assert command.main(["--out", str(tmp_path), *(["--stages", *stages] if stages else [])]) == 0
+    assert set(command.LIMITS_S) == set(STAGES)
     assert given == pytest.approx(limits if stages else list(accumulate(limits)))
     assert given[-1] == pytest.approx(480)
 
@@ -171,8 +172,8 @@ def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     script = (
-        f"from mmray.bench import gpu; gpu.COMMAND = [{sys.executable!r}, '-c', {child!r}]; "
-        "gpu.main()"
+        "from mmray.bench.gpu import command; "
+        f"command.COMMAND = [{sys.executable!r}, '-c', {child!r}]; command.main()"
     )
     command = subprocess.Popen(
         [sys.executable, "-c", script, "--out", ".", "--stages", "kernels"],
@@ -193,12 +194,12 @@ def test_memory_probe_is_kept_if_the_run_fails(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("cannot compile")
 
-    monkeypatch.setattr(gpu_stages.Bench, "train", fail)
+    monkeypatch.setattr(stages.Bench, "train", fail)
     written: list[dict[str, Any]] = []
     run_stage("memory", CPU, lambda rows: written.extend(rows[-1:]), end_s=math.inf)
     rows = {row["case"]: row for row in written}
     assert list(rows) == ["clip, probe", "clip, run"]
-    assert rows["clip, probe"]["micro"] == gpu_stages.TINY_GLOBAL_ROWS
+    assert rows["clip, probe"]["micro"] == workload.TINY_GLOBAL_ROWS
     assert rows["clip, run"]["error"].startswith("RuntimeError: cannot compile")
 
 
@@ -217,6 +218,4 @@ def test_failed_check_reports_its_values() -> None:
 
 
 def test_gaps_are_measured_without_the_recording_of_operators() -> None:
-    assert gpu_stages.ProfiledSteps(torch.device("cuda")).profile.activities == {
-        ProfilerActivity.CUDA
-    }
+    assert ProfiledSteps(torch.device("cuda")).profile.activities == {ProfilerActivity.CUDA}

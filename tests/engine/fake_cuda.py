@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmray.bench.device_checks import count_syncs
+from mmray.bench.gpu.device_checks import count_syncs
 from mmray.engine.prefetch import LocalBatch
 
 aten = torch.ops.aten

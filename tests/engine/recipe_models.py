@@ -1,4 +1,4 @@
-"""The tiny models of bench/device_checks.py, trained on any number of ranks under any strategy."""
+"""The tiny models of device_checks.py, trained on any number of ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mmray import config
-from mmray.bench.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
+from mmray.bench.gpu.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop

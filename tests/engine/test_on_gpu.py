@@ -1,6 +1,6 @@
 """The engine on GPUs, real or fake, takes the steps of a CPU and synchronizes once per step.
 
-The checks of bench/device_checks.py also run without pytest: `python -m mmray.bench.gpu`.
+The checks of bench/gpu/device_checks.py also run without pytest: `python -m mmray.bench.gpu`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mmray.bench import device_checks
-from mmray.bench.device_checks import MODELS
+from mmray.bench.gpu import device_checks
+from mmray.bench.gpu.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
 from mmray.engine import loop

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmray.bench import device_checks
+from mmray.bench.gpu import device_checks
 from mmray.config import ImageTower, Train
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop

@@ -1,4 +1,4 @@
-"""Stage `nccl` of bench/gpu.py: distributed code in a group of one rank, with NCCL or gloo.
+"""Stage `nccl` of command.py: distributed code in a group of one rank, with NCCL or gloo.
 
 A run on one GPU enters none of it. What needs two ranks stays untested here: messages between
 devices, and their order.
@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmray.bench import device_checks
-from mmray.bench.device_checks import TOLERANCE, compare
+from mmray.bench.gpu import device_checks
+from mmray.bench.gpu.device_checks import TOLERANCE, compare
+from mmray.bench.gpu.workload import Case
 from mmray.builtin import BACKENDS
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group, is_dtensor
 from mmray.engine.parallel import strategy
 from mmray.models.synthetic import synthetic_batch
 
-Case = tuple[str, Callable[[], dict[str, Any]]]
 KIND = "clip"
 MICRO_BATCHES = 2
 BYTES = 2**28

@@ -1,4 +1,4 @@
-"""Stage `run` of bench/gpu.py: `mmray train`, local and through Ray, against the loop alone.
+"""Stage `run` of command.py: `mmray train`, local and through Ray, against the loop alone.
 
 Runs are commands, as a user starts them. Captions are longer than `max_tokens`, so the batches of
 the loop alone have the shapes of those of a run.
@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -22,17 +22,17 @@ from typing import Any
 import torch
 
 from mmray.bench import synthetic_images
+from mmray.bench.gpu.workload import Case
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.config import Batch, ClipImage, ClipText, Config, recipes, to_yaml
 from mmray.engine.collectives import Group
 from mmray.machine import cores
 
-Case = tuple[str, Callable[[], dict[str, Any]]]
 SKIPPED_LINES = 2  # of metrics.jsonl: the first steps compile and capture CUDA graphs
 LOG_EVERY = 5  # steps
 LOOP_WINDOWS = 3
 WORDS = 80  # added to each caption
-ROOT = Path(__file__).parents[2]  # of the package
+ROOT = Path(__file__).parents[3]  # of the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 TINY = {"width": 16, "depth": 1, "heads": 2}
 NUMBERS = {

@@ -1,4 +1,4 @@
-"""The stages of `python -m mmray.bench.gpu`: each yields cases, which bench/gpu.py runs in a
+"""The stages of `python -m mmray.bench.gpu`: each yields cases, which command.py runs in a
 process of the stage.
 
 On a CPU the same code runs with tiny models.
@@ -13,7 +13,6 @@ import os
 import platform
 import statistics
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,73 +21,22 @@ from traceback import extract_tb, print_exc
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.device_checks import (
-    CHECKS,
-    INPUTS,
-    MODELS,
-    TOWERS,
-    SyncsPerStep,
-    compile_backend,
-    count_syncs,
-)
-from mmray.bench.gpu_distributed import nccl
-from mmray.bench.gpu_run import run
+from mmray.bench.gpu.device_checks import CHECKS, compile_backend
+from mmray.bench.gpu.distributed import nccl
+from mmray.bench.gpu.kernels import kernels
+from mmray.bench.gpu.train_command import run
+from mmray.bench.gpu.workload import GLOBAL_ROWS, TINY, TINY_GLOBAL_ROWS, Case, recipe, rows_of
 from mmray.bench.spawn import describe_machine
 from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
-from mmray.config import Batch, Config, TwoTower, recipes
+from mmray.config import Batch, recipes
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.errors import first_line
 from mmray.machine import free_memory
 
-# several rows: each has its `case`
-Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
-GLOBAL_ROWS, SMALL_ROWS = 1024, 128  # 128 is the share of eight GPUs in 1,024
-TINY_GLOBAL_ROWS = 8
-TINY_ROWS = 4
 ROUNDS = 2  # of each measurement of a rate
-TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
-    "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
-}
 SMALLER = {"llava": 2}  # rows of a micro-batch; others take 16
-PROFILED_STEPS = 5
-NUM_GAPS = 5
-NUM_KERNELS = 25
-# parts of the names of kernels -> their kind; the first that matches
-KERNEL_KINDS = {
-    "attention": ("sdpa", "flash", "fmha", "compute_dot_do_o", "convert_dq"),
-    "convolution": ("conv", "cudnn", "implicit_gemm", "wgrad", "dgrad"),
-    "matrix product": ("gemm", "nvjet", "cutlass", "cublas", "addmm", "bmm"),
-    "compiled": ("triton",),
-    "copy": ("memcpy", "memset", "copy"),
-    "optimizer": ("multi_tensor", "fused_adam"),
-}
-
-
-def recipe(name: str, device: torch.device, **train: Any) -> Config:
-    """Return a recipe (a complete config) for one worker; on a CPU with a tiny model.
-
-    Args:
-        name: Name of a recipe, such as `clip`.
-        device: The device of the worker.
-        train: Fields of the section `train` to change, such as `precision="bf16"`.
-    """
-    config = recipes.load(name)
-    model = config.model if device.type == "cuda" else TINY[config.model.kind]
-    settings = {
-        "parallel": "single",
-        "steps": None,
-        "samples": None,
-        "epochs": None,
-        "log_every": 5,
-    } | train
-    cluster = config.cluster.replace(
-        workers=1, accelerator="gpu" if device.type == "cuda" else "cpu"
-    )
-    return config.replace(model=model, cluster=cluster, train=config.train.replace(**settings))
 
 
 def environment(device: torch.device) -> Iterator[Case]:
@@ -338,19 +286,6 @@ def resnet(device: torch.device) -> Iterator[Case]:
     yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)
 
 
-def rows_of(device: torch.device) -> tuple[int, int]:
-    """Return the numbers of rows of a step in a slow and in a fast measurement.
-
-    The device limits the speed of the first one. The second one is so small that starting kernels
-    takes the host longer than running them takes the device.
-
-    Args:
-        device: The device to measure; on a CPU both numbers are small.
-    """
-    cuda = device.type == "cuda"
-    return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
-
-
 def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
     """Time mmray's loop and two loops written by hand.
 
@@ -376,199 +311,6 @@ def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
         row |= {f"{arm}_lowest": min(rates), f"{arm}_highest": max(rates)}
     row |= {f"{arm}_tflops": value for arm, value in result["tflops"].items()}
     return row | {f"{arm}_mfu": value for arm, value in result["mfu"].items()}
-
-
-class ProfiledSteps:
-    """Callback of a training loop that profiles PROFILED_STEPS (5) steps after the warm-up.
-
-    Args:
-        device: The device whose kernels, or on a CPU operators, are recorded.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # Not the operators that start kernels: recording each delays the next kernel, and so widens
-        # the gaps.
-        kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-        self._device, self.profile = device, profile(activities=[kind])
-
-    def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS (5) further
-        steps.
-
-        Args:
-            step: Number of steps taken, from 1.
-            metrics: Unused.
-        """
-        if step in (WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS):
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            (self.profile.start if step == WARMUP_STEPS else self.profile.stop)()
-
-
-def kernels(device: torch.device) -> Iterator[Case]:
-    """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`.
-
-    Measured are the kernels that take most time, the time by kind of kernel, the largest gaps
-    between kernels, in which the device waits for the host, and host synchronizations.
-
-    Args:
-        device: The device to measure.
-
-    Yields:
-        Name of the case, and a function that measures it and returns one or more dicts of values.
-    """
-
-    def profile_loop(rows: int) -> list[dict[str, Any]]:
-        case = f"clip, {rows} rows"
-        bench = build_bench(recipe("clip", device), Group(device=device), rows)
-        recorder = ProfiledSteps(device)
-        steps = WARMUP_STEPS + PROFILED_STEPS
-        shape = BatchShape(rows, rows, world_size=1)
-        bench.train(bench.copy_of_model(shape), shape, steps, recorder)
-        spans = kernel_spans(recorder.profile.events(), device)
-        assert spans, "the profiler recorded no kernel"
-        busy_share, largest = largest_gaps(spans, NUM_GAPS)
-        span_ms = (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / 1e3
-        row = {
-            "case": case,
-            "step_ms": span_ms / PROFILED_STEPS,
-            "busy_share": busy_share,
-            "kernels_per_step": len(spans) / PROFILED_STEPS,
-        }
-        return [
-            row | kernel_kinds(spans),
-            *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),
-            *({"case": f"{case}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
-        ]
-
-    for rows in rows_of(device):
-        yield f"clip, {rows} rows", partial(profile_loop, rows)
-    yield "host synchronizations", partial(count_synchronizations, device)
-
-
-def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the kernels that take most time, in descending order.
-
-    Args:
-        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
-
-    Yields:
-        The rank from 1, and `kernel` (name), `ms_per_step` and `launches_per_step`.
-    """
-    total_us: dict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for start, end, name in spans:
-        total_us[name] += end - start
-        launches[name] += 1
-    by_time = sorted(total_us.items(), key=lambda item: -item[1])
-    for rank, (name, us) in enumerate(by_time[:NUM_KERNELS], 1):
-        yield (
-            rank,
-            {
-                "kernel": name[:100],
-                "ms_per_step": us / PROFILED_STEPS / 1e3,
-                "launches_per_step": launches[name] / PROFILED_STEPS,
-            },
-        )
-
-
-def kernel_kinds(spans: list[Span]) -> dict[str, float]:
-    """Return the milliseconds of a step by kind of kernel.
-
-    Args:
-        spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
-            The kind follows from the name.
-
-    Returns:
-        For example {"attention_ms": 1.2, "matrix product_ms": 8.1, "other_ms": 0.4}.
-    """
-    total_us: dict[str, float] = defaultdict(float)
-    for start, end, name in spans:
-        kinds = (
-            kind
-            for kind, words in KERNEL_KINDS.items()
-            if any(word in name.lower() for word in words)
-        )
-        total_us[next(kinds, "other")] += end - start
-    return {f"{kind}_ms": us / PROFILED_STEPS / 1e3 for kind, us in total_us.items()}
-
-
-Span = tuple[float, float, str]  # start and end in microseconds, name
-
-
-def kernel_spans(events: Any, device: torch.device) -> list[Span]:
-    """Return the kernels and copies of a GPU in a profile; on a CPU the operators that call no
-    others.
-
-    Args:
-        events: `events()` of a torch.profiler.profile.
-        device: The device that was profiled.
-
-    Returns:
-        Start and end in microseconds, and name, of each.
-    """
-
-    def is_kernel(event: Any) -> bool:
-        if device.type == "cuda":
-            return event.device_type == DeviceType.CUDA and not getattr(
-                event, "is_user_annotation", False
-            )
-        return not event.cpu_children
-
-    return [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in events
-        if is_kernel(event)
-    ]
-
-
-def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, Any]]]:
-    """Find the times in which no kernel ran.
-
-    Args:
-        spans: Start and end in microseconds, and name, of each kernel; at least one.
-        count: Number of gaps to return.
-
-    Returns:
-        The fraction of the time in which a kernel ran (0 to 1), and the largest gaps: `gap_us`, and
-        the names of the kernels `after` which and `before` which it is.
-    """
-    spans = sorted(spans)
-    start_us, covered_until, last = spans[0]
-    found: list[tuple[float, str, str]] = []
-    for start, end, name in spans:
-        if start > covered_until:
-            found.append((start - covered_until, last, name))
-        if end > covered_until:
-            covered_until = end
-            last = name
-    idle_us = sum(gap_us for gap_us, _, _ in found)
-    found.sort(key=lambda gap: gap[0], reverse=True)
-    rows = [
-        {"gap_us": gap_us, "after": after[:60], "before": before[:60]}
-        for gap_us, after, before in found[:count]
-    ]
-    return 1 - idle_us / max(covered_until - start_us, 1e-9), rows
-
-
-def count_synchronizations(device: torch.device) -> dict[str, Any]:
-    """Count how often the host waits for the device in a step that is not logged.
-
-    Args:
-        device: The device to measure.
-
-    Returns:
-        `per_step` (count) and `places` (counts by source line); `skipped` on a CPU.
-    """
-    rows = 16 if device.type == "cuda" else 4
-    bench = build_bench(recipe("clip", device, log_every=100), Group(device=device), rows)
-    with count_syncs() as counter:
-        callback = SyncsPerStep(counter)
-        bench.train(bench.model, BatchShape(2 * rows, rows, world_size=1), 6, callback)
-    if device.type != "cuda":
-        return {"skipped": "counts those of CUDA"}
-    places = dict(counter.places.most_common(8))
-    return {"per_step": max(callback.per_step()[2:-1]), "places": places}
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {

@@ -1,4 +1,4 @@
-"""Checks that a device takes the steps of a CPU: bench/gpu.py on a real one,
+"""Checks that a device takes the steps of a CPU: command.py on a real one,
 tests/engine/test_on_gpu.py on fake GPUs.
 
 Runs in float64 of a tiny model of each kind. A check returns what it measured and raises

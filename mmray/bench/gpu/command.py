@@ -1,7 +1,7 @@
 """`python -m mmray.bench.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8
 minutes.
 
-Each stage of gpu_stages.py runs in its own process with a time limit and writes DIR/STAGE.json
+Each stage of stages.py runs in its own process with a time limit and writes DIR/STAGE.json
 before and after each case, so that a crash of the GPU, or a stop, loses one case. DIR/summary.json
 has the stages that have ended.
 """
@@ -108,7 +108,7 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     """
     import torch
 
-    from mmray.bench import gpu_stages
+    from mmray.bench.gpu import stages
 
     if device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
@@ -119,7 +119,7 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
         torch.set_num_threads(1)
     file = folder / f"{name}.json"
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    gpu_stages.run_stage(name, device, lambda rows: write_json(file, {"rows": rows}), end_s)
+    stages.run_stage(name, device, lambda rows: write_json(file, {"rows": rows}), end_s)
 
 
 def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
@@ -243,7 +243,3 @@ def format_result(row: dict[str, Any]) -> str:
         f"{n} {value:.4g}" if isinstance(value, float) else f"{n} {value}"
         for n, value in values.items()
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

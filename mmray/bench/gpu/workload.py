@@ -1,0 +1,57 @@
+"""What the stages of the GPU benchmark measure: recipes and rows of a step, on a CPU tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mmray.bench.gpu.device_checks import INPUTS, MODELS, TOWERS
+from mmray.config import Config, TwoTower, recipes
+
+# several rows: each has its `case`
+Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
+GLOBAL_ROWS = 1024
+SMALL_ROWS = 128  # the share of eight GPUs in 1,024
+TINY_GLOBAL_ROWS = 8
+TINY_ROWS = 4
+TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
+    "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
+}
+
+
+def recipe(name: str, device: torch.device, **train: Any) -> Config:
+    """Return a recipe (a complete config) for one worker; on a CPU with a tiny model.
+
+    Args:
+        name: Name of a recipe, such as `clip`.
+        device: The device of the worker.
+        train: Fields of the section `train` to change, such as `precision="bf16"`.
+    """
+    config = recipes.load(name)
+    model = config.model if device.type == "cuda" else TINY[config.model.kind]
+    settings = {
+        "parallel": "single",
+        "steps": None,
+        "samples": None,
+        "epochs": None,
+        "log_every": 5,
+    } | train
+    cluster = config.cluster.replace(
+        workers=1, accelerator="gpu" if device.type == "cuda" else "cpu"
+    )
+    return config.replace(model=model, cluster=cluster, train=config.train.replace(**settings))
+
+
+def rows_of(device: torch.device) -> tuple[int, int]:
+    """Return the numbers of rows of a step in a slow and in a fast measurement.
+
+    The device limits the speed of the first one. The second one is so small that starting kernels
+    takes the host longer than running them takes the device.
+
+    Args:
+        device: The device to measure; on a CPU both numbers are small.
+    """
+    cuda = device.type == "cuda"
+    return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
