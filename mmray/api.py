@@ -12,8 +12,7 @@ command line. The functions import Ray and torch when they are called, because t
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
@@ -21,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_
 from mmray.config import Cluster, Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
+from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import TrainingError, UsageError, suggest
 from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
 from mmray.storage.paths import AnyPath, RemotePath, remove_tree, to_path
+from mmray.submitted_jobs import SubmittedJob, find_job, jobs, submit  # noqa: F401 - of this API
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint as RayCheckpoint
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from mmray.data.store.manifest import Manifest
     from mmray.training import RunReporter
-    from mmray.training.driver import RunOutcome
     from mmray.tuning.request import SweepRequest
     from mmray.tuning.sweep import SweepReporter
 
@@ -180,7 +180,7 @@ def train(
         from mmray.training import driver
 
         outcome = driver.train(config, shown, start_s)
-        _log_outcome(outcome, shown)
+        log_outcome(outcome, shown)
     return Run(outcome.path)
 
 
@@ -246,7 +246,7 @@ def prepare(
                 remove_tree(to_path(f"{out}.rows"))
         took = f"{manifest.num_read:,} rows in {time.monotonic() - start_s:.0f} s"
         shown.log(took, "read")
-        _log_manifest(manifest, str(out), shown)
+        log_manifest(manifest, str(out), shown)
     return manifest
 
 
@@ -545,99 +545,6 @@ def result_grid(sweep: SweepRecord) -> ResultGrid:
         return replay_trials(sweep)
 
 
-class SubmittedJob:
-    """A command of mmray that runs as a job of a Ray cluster.
-
-    Args:
-        name: its submission ID.
-        command: its command, such as `mmray train clip`.
-        address: address of the dashboard; None: RAY_API_SERVER_ADDRESS.
-    """
-
-    def __init__(self, name: str, command: str, address: str | None = None):
-        self.name = name
-        self.command = command
-        self._address = address
-
-    def __repr__(self) -> str:
-        return f"SubmittedJob({self.name!r}, {self.command!r})"
-
-    def follow(self, show: Callable[[str], None]) -> int:
-        """Show the log until the job ends, over lost connections; Ctrl-C stops it at a checkpoint.
-
-        Args:
-            show: called with pieces of the log.
-
-        Returns:
-            Exit code of the command; 130 if the job was stopped.
-
-        Raises:
-            ResourceError: the head did not answer for ten minutes.
-            TrainingError: the job ended without an exit code, because its node was lost.
-        """
-        from mmray.cluster import jobs
-
-        return jobs.follow(jobs.connect(self._address), self.name, show)
-
-
-def submit(command: Sequence[str], *, address: str | None = None) -> SubmittedJob:
-    """Start a command of mmray as a job of a Ray cluster.
-
-    The tracked files of the working directory, and files that the command names, are its working
-    directory there.
-
-    Args:
-        command: the words after `mmray`, such as `["train", "clip", "--cluster.workers", "4"]`.
-        address: address of the dashboard, http://HEAD:8265; None: RAY_API_SERVER_ADDRESS.
-
-    Returns:
-        The job.
-
-    Raises:
-        UsageError: the files are over 50 MiB.
-        ResourceError: the cluster cannot be reached.
-    """
-    from mmray.cluster import jobs
-
-    name = jobs.submit(jobs.connect(address), command, Path.cwd())
-    return SubmittedJob(name, f"mmray {' '.join(command)}", address)
-
-
-def find_job(run: str, *, address: str | None = None) -> SubmittedJob:
-    """Return the newest job of a run.
-
-    Args:
-        run: name or folder of the run, or name of the job.
-        address: address of the dashboard, http://HEAD:8265; None: RAY_API_SERVER_ADDRESS.
-
-    Raises:
-        UsageError: there is no such job.
-        ResourceError: the cluster cannot be reached.
-    """
-    from mmray.cluster import jobs
-
-    job = jobs.find_job(jobs.connect(address), run)
-    return SubmittedJob(job.name, job.command, address)
-
-
-def jobs(*, address: str | None = None) -> list[dict[str, Any]]:
-    """Return the jobs of a cluster that run or wait, and the last ended ones.
-
-    Args:
-        address: address of the dashboard, http://HEAD:8265; None: RAY_API_SERVER_ADDRESS.
-
-    Returns:
-        For each job `name`, `command`, `status`, `run`, `exit_code`, `start_s` and `age_s`.
-
-    Raises:
-        ResourceError: the cluster cannot be reached.
-    """
-    from mmray.cluster import jobs as cluster_jobs
-
-    listed = cluster_jobs.cluster_status(cluster_jobs.connect(address))
-    return cluster_jobs.as_rows(listed, time.time())
-
-
 def _check_choice(name: str, value: str, choices: Any) -> None:
     """Raise UsageError for a value that is not in the Literal type `choices`."""
     known = get_args(choices)
@@ -682,18 +589,8 @@ def _run_trials(request: SweepRequest, reporter: SweepReporter | None) -> SweepR
         from mmray.tuning.search import search
 
         sweep = search(request, shown)
-        _log_sweep(sweep, shown)
+        log_sweep(sweep, shown)
     return sweep
-
-
-def _log_sweep(sweep: SweepRecord, reporter: SweepReporter) -> None:
-    """Log how many trials were measured in which time."""
-    measured = sum(bool(row.rungs) for row in sweep.trials)
-    elapsed_s = sweep.summary["elapsed_s"]
-    text = f"{measured} of {len(sweep.trials)} trials measured in {elapsed_s:.0f} s"
-    if sweep.status in ("stopped", "budget"):
-        text += "; run the same command to resume"
-    reporter.log(text, sweep.status)
 
 
 def _check_recommendation(sweep: SweepRecord) -> None:
@@ -718,71 +615,6 @@ def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | Console
     console = ConsoleReporter()
     with console.show_progress(title):
         yield console
-
-
-def _log_outcome(outcome: RunOutcome, reporter: RunReporter) -> None:
-    """Log in one line how a run ended."""
-    result = outcome.result
-    steps = f"{result['steps']:,}"
-    if outcome.already_done:
-        text = f"{outcome.path} has finished its {steps} steps; raise --train.steps to continue"
-        reporter.log(text, "done")
-        return
-    text = f"{steps} steps in {result['elapsed_s']:.0f} s"
-    if result["status"] == "stopped":
-        reporter.log(f"{text}; run the same command to resume from step {steps}", "stopped")
-        return
-    if count := result["restarts"]:
-        text += f", {count} restart{'s' * (count > 1)} ({result['wasted_steps']} steps repeated)"
-    if peak_gib := result.get("all_processes_peak_gib"):
-        text += f", at most {peak_gib:.2f} GiB of memory in all processes"
-    reporter.log(text, "finished")
-
-
-def _log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
-    """Log the rows of a prepared set, and what its user should know about them."""
-    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
-    reporter.log(f"{manifest.num_rows:,} rows ({splits or 'no splits'}) in {out}", "prepared")
-    by_number: Counter[int] = Counter()
-    for counts in manifest.num_images.values():
-        by_number.update({int(number): rows for number, rows in counts.items()})
-    by_kinds: Counter[str] = Counter()
-    for counts in manifest.media_kinds.values():
-        by_kinds.update(counts)
-    if by_kinds:
-        text = ", ".join(
-            f"{rows:,} rows have {kinds.replace(' ', ' and ')}"
-            for kinds, rows in sorted(by_kinds.items())
-        )
-        reporter.log(text, "media")
-    elif by_number.keys() - {1}:
-        several = sum(rows for number, rows in by_number.items() if number > 1)
-        text = (
-            f"{by_number[0]:,} rows have none, {by_number[1]:,} have one, {several:,} have several"
-        )
-        reporter.log(text, "images")
-    quarantined = f"{manifest.num_quarantined:,} rows"
-    if manifest.num_quarantined:
-        quarantined += f"; reasons are in {out}/quarantine.jsonl"
-    reporter.log(quarantined, "quarantined")
-    if unreadable := manifest.reasons.get("unreadable"):
-        text = "rows failed on a disk or a server; rerun the same command to retry them"
-        reporter.log(f"{unreadable:,} {text}", "unreadable")
-    if manifest.num_same_text:
-        text = "rows repeat the captions of an earlier row; they are kept"
-        reporter.log(f"{manifest.num_same_text:,} {text}", "captions")
-    if leakage := manifest.leakage:
-        total = leakage["exact"] + leakage["near"]
-        kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
-        places = [
-            f"{rows:,} in {'another split' if name == 'splits' else name}"
-            for name, rows in leakage["found_in"].items()
-        ]
-        kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
-        text = f"{total:,} rows ({kinds}): {', '.join(places)}; {kept}"
-        if total:
-            text += f"; listed in {out}/leaks.jsonl"
-        reporter.log(text, "contamination")
 
 
 def _load(recipe: str | Path | Config) -> Config:

@@ -11,7 +11,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from mmray.bench import step
+from mmray.bench import hand_loops, step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, time_pairs
 from mmray.config import (
@@ -124,7 +124,7 @@ def test_best_loop_compiles_static_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     bench = build_bench(tiny(), Group(), micro=4)
     torch.compiler.reset()
-    step.compile_blocks(bench.model, DEVICES[0])(bench.batches[0])
+    hand_loops.compile_blocks(bench.model, DEVICES[0])(bench.batches[0])
     torch.compiler.reset()
     assert len(graphs) >= 3  # two stages and a layer
     assert not any(graphs)  # a dynamic size is an input of the graph
