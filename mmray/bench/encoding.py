@@ -129,7 +129,7 @@ def _processor(reader: ConversationReader, weights: str) -> Callable[[Row], int]
     processor = AutoProcessor.from_pretrained(weights)
 
     def encode(row: Row) -> int:
-        images = reader.images_of(row)
+        images = reader.media_of(row)
         text = processor.apply_chat_template(conversations_of(row, reader.question)[0])
         inputs = processor(
             text=[text],

@@ -437,6 +437,18 @@ class VlmInputs(Section, settings_prefix="model.inputs"):
     min_pixels: int | None = Field(
         None, ge=1, description="Fewest pixels of an image after resizing; None: the processor's."
     )
+    frames: int = Field(
+        0, ge=0, le=768, description="Most frames of a video; 0: rows with videos are not used."
+    )
+    frame_rate: float = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="Frames a second of a video, unless they would be more than `frames`.",
+    )
+    frame_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of a frame after resizing; None: the processor's."
+    )
     question: str = Field(
         "Describe the image.", description="User message for rows that only have captions."
     )

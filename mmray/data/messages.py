@@ -1,16 +1,19 @@
 """Convert the conversations of common datasets to messages with content parts.
 
 Recognized by shape: {role, content} with a text or with parts (OpenAI, TRL, transformers), and
-{from, value} of LLaVA and ShareGPT. In a text, each `<image>` marks the place of an image.
+{from, value} of LLaVA and ShareGPT. In a text, each `<image>` marks the place of an image; if the
+row has video or audio, `<video>` and `<audio>` mark their places.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
-# "text": ...}, or {"type": "image", "text": None}, which is the next image of the row.
+# "text": ...}, or {"type": "image", "text": None}, which is the next image of the row; `video` and
+# `audio` alike.
 Message = dict[str, Any]
 Part = dict[str, str | None]
 
@@ -22,34 +25,56 @@ _ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
-IMAGE_MARK = "<image>"
-# A line break next to a mark separates it from the text and is not a part of the text.
-_MARK = re.compile(rf"\n?{IMAGE_MARK}\n?")
-_IMAGE_TYPES = ("image", "image_url")
-# Names under which a part of type `image` or `image_url` has an image of its own.
-_IMAGE_FIELDS = ("image", "image_url", "url", "path")
+# Kinds of media by the type of their part.
+_KINDS = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+}
+# Names under which a part has a medium of its own.
+_MEDIA_FIELDS = (*_KINDS, "url", "path")
 
 
-def parse_messages(value: Any) -> tuple[list[Message], list[Any]]:
+class PartMedium(NamedTuple):
+    """The medium of a content part.
+
+    Args:
+        kind: `image`, `video` or `audio`.
+        value: A path, URL, data URI, bytes or struct, as in a column. None if the part has none of
+            its own, so that it takes the next medium of this kind of the row.
+    """
+
+    kind: str
+    value: Any = None
+
+
+def parse_messages(
+    value: Any, kinds: Sequence[str] = ("image",)
+) -> tuple[list[Message], list[PartMedium]]:
     """Convert the conversation of a source row to messages with content parts.
 
     Args:
         value: A list of {"role", "content"} or {"from", "value"}. The content is a text, in which
             each `<image>` marks an image, or a list of parts such as {"type": "text", "text":
             "..."} and {"type": "image"}. The keys of an Arrow struct that a message lacks are None.
+        kinds: Kinds of media that may be marked in a text, `<video>` only if `video` is one.
 
     Returns:
-        The messages {"role": "system" | "user" | "assistant", "content": parts}, and the image of
-        each image part in order: a path, URL, data URI, bytes or struct, as in a column. None if
-        the part or mark has no image of its own, so that it takes the next image of the row.
+        The messages {"role": "system" | "user" | "assistant", "content": parts}, and the medium of
+        each image, video or audio part or mark in order.
 
     Raises:
         ValueError: It is not a conversation from which an assistant can learn.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
-    images: list[Any] = []
-    messages = [_parse_message(item, images) for item in value]
+    # A line break next to a mark separates it from the text and is not a part of the text.
+    marks = re.compile(rf"\n?<({'|'.join(kinds)})>\n?")
+    media: list[PartMedium] = []
+    messages = [_parse_message(item, media, marks) for item in value]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise ValueError("only the first message may be that of the system")
@@ -58,10 +83,10 @@ def parse_messages(value: Any) -> tuple[list[Message], list[Any]]:
     if roles[roles[0] == "system"] != "user":
         raise ValueError("the conversation begins with the assistant; it must begin with the user")
     for message in messages:
-        # A user's turn may consist of images only.
+        # A user's turn may consist of media only.
         if not message["content"] or (message["role"] != "user" and not message_text(message)):
             raise ValueError(f"a message of the {message['role']} is empty")
-    return messages, images
+    return messages, media
 
 
 def message_text(message: Message) -> str:
@@ -76,7 +101,7 @@ class RowTexts(Protocol):
         messages: A conversation: messages {"role", "content"}, with content parts; None: the row
             has captions.
         texts: Its captions.
-        media: Its images.
+        media: Its images, videos and audio, each with its `kind`.
     """
 
     messages: list[Message] | None
@@ -93,36 +118,35 @@ def conversations_of(row: RowTexts, question: str) -> list[list[Message]]:
 
     Returns:
         The one conversation of `messages`. Otherwise one conversation per caption: the question,
-        after an image part for each image of the row, and the caption as the answer.
+        after a part for each medium of the row, and the caption as the answer.
     """
     if row.messages:
         return [row.messages]
     asked: Message = {"role": "user", "content": [_text_part(question)]}
+    kinds = [media.kind for media in row.media]
     return [
-        insert_images(
-            [asked, {"role": "assistant", "content": [_text_part(caption)]}], len(row.media)
-        )
+        insert_media([asked, {"role": "assistant", "content": [_text_part(caption)]}], kinds)
         for caption in row.texts
     ]
 
 
-def insert_images(messages: list[Message], count: int) -> list[Message]:
-    """Insert image parts before the content of the first user message.
+def insert_media(messages: list[Message], kinds: Sequence[str]) -> list[Message]:
+    """Insert parts for media before the content of the first user message.
 
     Args:
         messages: A conversation with at least one user message; not changed.
-        count: Number of image parts to insert.
+        kinds: The type of each part to insert: `image`, `video` or `audio`.
 
     Returns:
         A new list; messages other than the first user message are shared with the argument.
     """
     first = next(number for number, each in enumerate(messages) if each["role"] == "user")
-    content = [_image_part() for _ in range(count)] + messages[first]["content"]
+    content = [_media_part(kind) for kind in kinds] + messages[first]["content"]
     return [*messages[:first], messages[first] | {"content": content}, *messages[first + 1 :]]
 
 
-def _parse_message(item: Any, images: list[Any]) -> Message:
-    """Return a message, and append the images of its parts. Raises ValueError."""
+def _parse_message(item: Any, media: list[PartMedium], marks: re.Pattern[str]) -> Message:
+    """Return a message, and append the media of its parts. Raises ValueError."""
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
     name = item.get("role") or item.get("from")
@@ -134,9 +158,9 @@ def _parse_message(item: Any, images: list[Any]) -> Message:
     content = item.get("content")
     content = item.get("value") if content is None else content
     if isinstance(content, str):
-        parts = _split_marks(content, images)
+        parts = _split_marks(content, media, marks)
     elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        parts = _parse_parts(content, images)
+        parts = _parse_parts(content, media, marks)
     else:
         raise ValueError(
             f"content must be text or a list of parts {{type, ...}} (got {str(content)[:80]!r})"
@@ -153,49 +177,53 @@ def _parse_message(item: Any, images: list[Any]) -> Message:
     return {"role": role, "content": parts}
 
 
-def _split_marks(text: str, images: list[Any]) -> list[Part]:
-    """Return the parts of a text with marks, and append None for each mark."""
-    first, *rest = _MARK.split(text)
+def _split_marks(text: str, media: list[PartMedium], marks: re.Pattern[str]) -> list[Part]:
+    """Return the parts of a text with marks, and append the medium of each mark."""
+    first, *rest = marks.split(text)
     parts = [_text_part(first)]
-    for piece in rest:
-        parts += [_image_part(), _text_part(piece)]
-        images.append(None)
+    for kind, piece in zip(rest[::2], rest[1::2], strict=True):
+        parts += [_media_part(kind), _text_part(piece)]
+        media.append(PartMedium(kind))
     return parts
 
 
-def _parse_parts(content: list[dict[str, Any]], images: list[Any]) -> list[Part]:
-    """Return the parts of a message; marks in its texts count only if it has no image part.
+def _parse_parts(
+    content: list[dict[str, Any]], media: list[PartMedium], marks: re.Pattern[str]
+) -> list[Part]:
+    """Return the parts of a message; marks in its texts count only if it has no part of a medium.
 
     Raises ValueError.
     """
-    has_image_part = any(part.get("type") in _IMAGE_TYPES for part in content)
+    has_media_part = any(part.get("type") in _KINDS for part in content)
     parts: list[Part] = []
     for part in content:
-        if part.get("type") in _IMAGE_TYPES:
-            values = [part[name] for name in _IMAGE_FIELDS if part.get(name) is not None]
-            image = values[0] if values else None
-            if isinstance(image, dict) and image.get("url") is not None:
-                image = image["url"]
-            if image is None and part["type"] == "image_url":
-                raise ValueError("a part of type image_url has no url")
-            images.append(image)
-            parts.append(_image_part())
-        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+        part_type = part.get("type")
+        kind = _KINDS.get(part_type) if isinstance(part_type, str) else None
+        if kind is not None:
+            values = [part[name] for name in _MEDIA_FIELDS if part.get(name) is not None]
+            value = values[0] if values else None
+            if isinstance(value, dict) and value.get("url") is not None:
+                value = value["url"]
+            if value is None and part_type != kind:
+                raise ValueError(f"a part of type {part_type} has no url")
+            media.append(PartMedium(kind, value))
+            parts.append(_media_part(kind))
+        elif part_type == "text" and isinstance(part.get("text"), str):
             text = part["text"]
-            if has_image_part:
-                parts.append(_text_part(_MARK.sub("", text)))
+            if has_media_part:
+                parts.append(_text_part(marks.sub("", text)))
             else:
-                parts += _split_marks(text, images)
+                parts += _split_marks(text, media, marks)
         else:
             raise ValueError(
-                "the parts of a content must be of type text, image or image_url (got "
+                f"the parts of a content must be of type text, {', '.join(_KINDS)} (got "
                 f"{str(part)[:80]!r})"
             )
     return parts
 
 
-def _image_part() -> Part:
-    return {"type": "image", "text": None}
+def _media_part(kind: str) -> Part:
+    return {"type": kind, "text": None}
 
 
 def _text_part(text: str) -> Part:

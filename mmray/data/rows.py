@@ -10,7 +10,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
-from mmray.data.messages import Message, insert_images, message_text, parse_messages
+from mmray.data.messages import (
+    Message,
+    PartMedium,
+    insert_media,
+    message_text,
+    parse_messages,
+)
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
@@ -83,6 +89,7 @@ class SourceRow:
     Args:
         key: Name of the row, from its column `id` or `key`, otherwise its location.
         images: Its images in order, then its audio and its video; without `messages` at least one.
+            With `messages` in the order of their parts.
         texts: Its captions, not cleaned yet; of a conversation without captions the assistant's
             messages.
         label: Number of its class; None: none.
@@ -90,7 +97,7 @@ class SourceRow:
         language: Language of its captions; None: unknown.
         boxes: (x, y, width, height) in pixels of the only image.
         box_labels: Class number of each box; empty: none.
-        messages: A conversation; its image parts are the `images` in order.
+        messages: A conversation; its parts of media are the `images` in order.
         image_size: Width and height of the image in whose pixels the boxes are; None: upright.
         spans: Start and end of each text in seconds, None for the whole file; empty: no text has
             a span.
@@ -166,7 +173,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
         texts = _single_column(values, ("text", "texts"), "no-text")
     texts, spans = _split_spans(values, texts)
-    if spans and not set(MEDIA_COLUMNS) & values.keys():
+    if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     if label is not None and not _is_label(label):
         raise BadRow(
@@ -239,44 +246,52 @@ def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> tuple[float, 
 def _parse_conversation(
     values: dict[str, Any], hosts: tuple[str, ...]
 ) -> tuple[tuple[Message, ...], tuple[ImageRef, ...]]:
-    """Return the messages of a row, if it has any, and its images in the order of their parts.
+    """Return the messages of a row, if it has any, and its media in the order of their parts.
 
     Without messages, audio and video follow the images. Raises BadRow.
     """
-    media = tuple(
-        parse_image(values[kind], hosts, kind) for kind in MEDIA_COLUMNS if kind in values
-    )
-    if not values.keys() & set(MESSAGE_COLUMNS):
+    kinds = [kind for kind in MEDIA_COLUMNS if kind in values]
+    has_images = not values.keys().isdisjoint(IMAGE_COLUMNS)
+    if values.keys().isdisjoint(MESSAGE_COLUMNS):
         images: tuple[Any, ...] = ()
-        if not media or values.keys() & set(IMAGE_COLUMNS):
+        if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
+        media = tuple(parse_image(values[kind], hosts, kind) for kind in kinds)
         return (), tuple(parse_image(image, hosts) for image in images) + media
-    if media:
-        raise BadRow(
-            "columns", "messages", f"messages with {media[0].kind} are not supported: use texts"
-        )
+    in_columns = {"image": _as_items(_single_value(values, IMAGE_COLUMNS)) if has_images else ()}
+    in_columns |= {kind: _as_items(values[kind]) for kind in kinds}
     try:
-        messages, in_parts = parse_messages(_single_value(values, MESSAGE_COLUMNS))
+        messages, in_parts = parse_messages(
+            _single_value(values, MESSAGE_COLUMNS), tuple(in_columns)
+        )
     except ValueError as error:
         if isinstance(error, BadRow):
             raise
         raise BadRow("columns", "messages", str(error)) from None
-    in_column: tuple[Any, ...] = ()
-    if values.keys() & set(IMAGE_COLUMNS):
-        in_column = _as_items(_single_value(values, IMAGE_COLUMNS))
-    if in_column and not in_parts:
-        messages = insert_images(messages, len(in_column))
-        in_parts = [None] * len(in_column)
-    num_marks = in_parts.count(None)
-    if num_marks != len(in_column):
-        detail = (
-            f"{num_marks} places for an image in the messages (`<image>`, or a part of type "
-            f"image), and {len(in_column)} images in the row"
-        )
-        raise BadRow("columns", "image-count", detail)
-    rest = iter(in_column)
-    in_order = [next(rest) if image is None else image for image in in_parts]
-    return tuple(messages), tuple(parse_image(image, hosts) for image in in_order)
+    # Media of a kind without any part are put before the first user's text.
+    unplaced = [
+        kind
+        for kind, items in in_columns.items()
+        for _ in items
+        if all(kind != part.kind for part in in_parts)
+    ]
+    messages = insert_media(messages, unplaced)
+    in_parts = [PartMedium(kind) for kind in unplaced] + in_parts
+    for kind in ("image", *MEDIA_COLUMNS):
+        num_places = in_parts.count(PartMedium(kind))
+        num_given = len(in_columns.get(kind, ()))
+        if num_places != num_given:
+            raise BadRow(
+                "columns",
+                f"{kind}-count",
+                f"the messages have {num_places} places for {kind} (`<{kind}>`, or a part of type "
+                f"{kind}), and the row has {num_given}",
+            )
+    rest = {kind: iter(items) for kind, items in in_columns.items()}
+    return tuple(messages), tuple(
+        parse_image(next(rest[kind]) if value is None else value, hosts, kind)
+        for kind, value in in_parts
+    )
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from torch import nn
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import thumbnail
+from mmray.data.media.clips import full_span
+from mmray.data.media.decode import read_frames
 from mmray.data.messages import Message, conversations_of, message_text
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.stored_row import Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
@@ -208,24 +210,24 @@ class ConversationEvaluator:
         own_answers: list[Answer] = []
         for part in self._batches(group, limit):
             prompts = []
-            images = []
+            media = []
             references = []
             for held_out in part:
-                decoded = self._try(held_out, self.reader.images_of)
+                decoded = self._try(held_out, self.reader.media_of)
                 if decoded is None:
                     continue
                 messages = conversations_of(held_out.row, self.reader.question)[0]
                 prompt = _prompt(messages)
-                num_images = sum(
-                    piece["type"] == "image" for each in prompt for piece in each["content"]
+                num_media = sum(
+                    piece["type"] != "text" for each in prompt for piece in each["content"]
                 )
                 prompts.append(prompt)
-                images.append(decoded[:num_images])
+                media.append(decoded[:num_media])
                 texts = held_out.row.texts
                 answers = [message_text(messages[len(prompt)])] if held_out.row.messages else texts
                 references.append((held_out.number, answers))
             if prompts:
-                answers = vlm.answer(prompts, images, MAX_NEW_TOKENS)
+                answers = vlm.answer(prompts, media, MAX_NEW_TOKENS)
                 own_answers += [
                     Answer(number, texts, answer)
                     for (number, texts), answer in zip(references, answers, strict=True)
@@ -292,18 +294,29 @@ def answer_examples(
 
 
 def _shown_turns(row: Row, question: str) -> list[dict[str, Any]]:
-    """Return the messages before the last answer, with thumbnails of their images."""
+    """Return the messages before the last answer, with thumbnails of their images and of the middle
+    of their videos.
+    """
     media = iter(row.media)
     turns = []
     for message in _prompt(conversations_of(row, question)[0]):
         parts = [
-            {"image": thumbnail(decode(next(media).data))}
-            if part["type"] == "image"
-            else {"text": part["text"]}
+            {"text": part["text"]}
+            if part["type"] == "text"
+            else {"image": thumbnail(_picture(next(media), row.spans))}
             for part in message["content"]
         ]
         turns.append({"role": message["role"], "parts": parts})
     return turns
+
+
+def _picture(media: Media, spans: Sequence[Any] | None) -> np.ndarray:
+    """Return the pixels [H, W, 3] of an image, or of the frame in the middle of a video."""
+    if media.kind == "image":
+        return decode(media.data)
+    start, end = full_span(media) if not spans or spans[0] is None else spans[0]
+    frames, _ = read_frames(media.data, [(start + end) / 2])
+    return frames[0]
 
 
 def _prompt(messages: Sequence[Message]) -> list[Message]:

@@ -26,6 +26,7 @@ from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import find_family, is_packable, read_config
 from mmray.data.vlm.sample import generate_model
 from mmray.data.vlm.token_counter import ProcessorCounter
@@ -220,7 +221,7 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
     """Return the run with the token counts of its rows, which are computed unless they exist."""
     model: Any = resolved.config.model
     inputs = model.inputs
-    counter = ProcessorCounter(model.weights, inputs.max_pixels, inputs.min_pixels, inputs.question)
+    counter = ProcessorCounter(model.weights, encoder_arguments(inputs), inputs.question)
     lengths = token_counts(
         resolved.train_set,
         counter,
@@ -275,10 +276,17 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
     Raises DataError if they are more than the run may quarantine, or if a model of audio and video
     gets a set without both.
     """
-    taken = set(config.model.media_kinds)
+    model = config.model
+    taken = set(model.media_kinds)
+    hint = "Train another kind of model, or prepare those rows apart"
+    if isinstance(model, Vlm):
+        family = find_family(read_config(model.weights), model.weights)
+        taken = set(family.media_kinds(model.inputs.frames, model.weights))
+        if family.video and not model.inputs.frames:
+            hint = "For videos set --model.inputs.frames, such as 16"
     for prepared in sets:
         rows_by_kinds = prepared.rows_by_media_kinds
-        if "audio" in taken and not rows_by_kinds:
+        if not model.generates_text and "audio" in taken and not rows_by_kinds:
             raise DataError(
                 f"{prepared.folder} has no audio and no video, which model.kind "
                 f"{config.model.kind} compares; train another kind, such as two_tower"
@@ -298,7 +306,7 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
             f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
         )
         if sum(others.values()) > MAX_BAD_ROWS:
-            raise DataError(f"{text}. Train another kind of model, or prepare those rows apart")
+            raise DataError(f"{text}. {hint}")
         reporter.log(f"{text}: they are not used", "media")
 
 

@@ -179,7 +179,8 @@ def weights_reasons(config: Config) -> list[str]:
         if model.weights in ("none", SAMPLE_VLM):
             return []
         try:
-            find_family(read_config(model.weights), model.weights)
+            family = find_family(read_config(model.weights), model.weights)
+            family.media_kinds(model.inputs.frames, model.weights)
         except UsageError as error:
             return [str(error)]
         return []

@@ -138,10 +138,50 @@ def row_with_marks(num_marks: int, num_images: int) -> SourceRow:
 
 @pytest.mark.parametrize(("num_marks", "num_images"), [(1, 0), (2, 1), (1, 2), (2, 3)])
 def test_marks_and_images_must_agree(num_marks: int, num_images: int) -> None:
-    with pytest.raises(BadRow, match=f"{num_marks} places .* and {num_images} images") as bad:
+    with pytest.raises(BadRow, match=f"{num_marks} places .* the row has {num_images}") as bad:
         row_with_marks(num_marks, num_images)
     assert (bad.value.stage, bad.value.reason) == ("columns", "image-count")
     assert len(row_with_marks(max(num_marks, num_images), max(num_marks, num_images)).images)
+
+
+def test_videos_and_audio_take_their_places() -> None:
+    """Marks of a kind that the row does not have are text, such as HTML."""
+    row = parse_row(
+        {
+            "images": ["a.png"],
+            "video": ["b.mp4", "c.mp4"],
+            "audio": "d.wav",
+            "t0_s": 1,
+            "t1_s": 2.5,
+            "messages": [
+                {"role": "user", "content": "<video>\nIs <image> in <video>?"},
+                ANSWER,
+            ],
+        },
+        "made:1",
+    )
+    assert [(each.kind, each.name) for each in row.images] == [
+        ("audio", "d.wav"),
+        ("video", "b.mp4"),
+        ("image", "a.png"),
+        ("video", "c.mp4"),
+    ]
+    types = [part["type"] for part in row.messages[0]["content"]]
+    assert types == ["audio", "video", "text", "image", "text", "video", "text"]
+    assert row.spans == ((1.0, 2.5),)
+    part = {"type": "video_url", "video_url": {"url": "e.mp4"}}
+    messages = [{"role": "user", "content": [text("<audio> of"), part]}, ANSWER]
+    row = parse_row({"messages": messages}, "made:1")
+    assert [(each.kind, each.name) for each in row.images] == [("video", "e.mp4")]
+    messages = [{"role": "user", "content": "a <video> tag"}, ANSWER]
+    assert parse_row({"messages": messages}, "made:1").messages[0]["content"] == [
+        text("a <video> tag")
+    ]
+    with pytest.raises(BadRow, match=r"columns video-count: .* 2 places .* the row has 1"):
+        parse_row(
+            {"video": "a.mp4", "messages": [messages[0] | {"content": "<video><video>"}, ANSWER]},
+            "made:1",
+        )
 
 
 def test_boxes_need_one_image() -> None:
@@ -162,7 +202,7 @@ def test_boxes_need_one_image() -> None:
         ([ANSWER], "begins with the assistant"),
         ([{"role": "system", "content": "x"}, ANSWER], "begins with the assistant"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "has no url"),
-        ([{"role": "assistant", "content": [{"type": "video"}]}], "must be of type text"),
+        ([{"role": "assistant", "content": [{"type": "file"}]}], "must be of type text"),
         ([{"role": "assistant", "content": 5}], "content must be text"),
         (
             [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}],

@@ -69,6 +69,21 @@ def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) 
     return [time for time in times if time < window.end_s] or [window.start_s + uniform * length]
 
 
+def full_span(media: Media) -> tuple[float, float]:
+    """Return the start and end of audio or video in seconds.
+
+    Args:
+        media: Audio or video with its bytes.
+
+    Raises:
+        BadMedia: Its header cannot be read.
+    """
+    info = read_header(media.data, media.kind)
+    # A complete check measured the duration.
+    duration = media.duration or info.duration_s
+    return info.start_s, info.start_s + duration
+
+
 class ClipColumns:
     """Frames and samples of the clip of a row (data/columns.py).
 
@@ -149,12 +164,8 @@ class ClipColumns:
         if timed is None:
             return Window(0, 0)
         span = row.spans[0] if row.spans else None
-        if span is None:
-            info = read_header(timed.data, timed.kind)
-            # A complete check measured the duration.
-            duration = timed.duration or info.duration_s
-            span = [info.start_s, info.start_s + duration]
-        return choose_window((span[0], span[1]), self.inputs.clip_s, place)
+        start, end = full_span(timed) if span is None else span
+        return choose_window((start, end), self.inputs.clip_s, place)
 
     def _frames(
         self,

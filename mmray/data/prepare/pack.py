@@ -406,6 +406,7 @@ class _ChunkPacker:
                 media, digest, size = self._read_image(image, request)
             else:
                 media, digest = self._read_audio_or_video(image, request, row)
+                size = (media.width, media.height)
             if row.messages:
                 check_aspect_ratio(image.name, size)
             row.media.append(media)

@@ -18,12 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from mmray.data.images.decode import BadImage, header_size
+from mmray.data.media.decode import read_header
 from mmray.data.prepare.tasks import Result, map_tasks
 from mmray.data.store.manifest import Manifest
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
-from mmray.data.store.stored_row import Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.errors import ResourceError
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.storage.requests import iter_parallel
@@ -168,12 +169,27 @@ def _read_sized(prepared: PreparedSet, numbers: np.ndarray) -> list[Row | Except
     for index, row in enumerate(rows):
         if isinstance(row, Row) and _lacks_size(row):
             try:
-                for media in row.media:
-                    media.width, media.height = header_size(media.data)
+                for media in filter(_lacks_header, row.media):
+                    _read_header(media)
             except BadImage as error:
                 rows[index] = error
     return rows
 
 
 def _lacks_size(row: Row) -> bool:
-    return any(not media.width for media in row.media)
+    return any(_lacks_header(media) for media in row.media)
+
+
+def _lacks_header(media: Media) -> bool:
+    return not media.width if media.kind == "image" else media.duration is None
+
+
+def _read_header(media: Media) -> None:
+    """Set the size, and the duration of audio and video. Raises BadImage."""
+    if media.kind == "image":
+        media.width, media.height = header_size(media.data)
+        return
+    info = read_header(media.data, media.kind)
+    media.width = info.width
+    media.height = info.height
+    media.duration = info.duration_s

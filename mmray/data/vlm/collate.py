@@ -34,10 +34,11 @@ class RowCollator:
 
     Args:
         family: Names and layouts of the model's inputs.
-        image_token_id: ID of the token whose embedding is replaced by a feature of an image.
-        dummy: Encoded row with an image and without targets, appended to a micro-batch without
-            images. So the vision encoder runs in each micro-batch and no rank waits for another.
-            Its gradient is zero.
+        config: transformers' config of the model, which has the ids of the tokens whose embeddings
+            are replaced by features of images and videos.
+        dummy: Encoded row with a medium of each kind and without targets, appended to a micro-batch
+            that lacks a kind. So the vision encoder runs equally often in each micro-batch and no
+            rank waits for another. Its gradient is zero.
         packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
             right.
         rope_index: Computes the positions int64 [3, T] (time, height, width) of one row from its
@@ -48,13 +49,13 @@ class RowCollator:
     def __init__(
         self,
         family: Family,
-        image_token_id: int,
+        config: Any,
         dummy: EncodedRow,
         packed: bool,
         rope_index: RopeFn | None = None,
     ) -> None:
         self.family = family
-        self.image_token_id = image_token_id
+        self.config = config
         self.dummy = dummy
         self.packed = packed
         self.rope_index = rope_index
@@ -63,7 +64,8 @@ class RowCollator:
         """Return the model's inputs for some rows; without rows, those of the dummy row.
 
         Args:
-            rows: Encoded rows. The dummy row is added if none has images, and then counts in B.
+            rows: Encoded rows. The dummy row is added if they lack a kind of media, and then counts
+                in B.
 
         Returns:
             - `input_ids` int64 [1, T] if packed, otherwise [B, T] padded on the right.
@@ -76,15 +78,14 @@ class RowCollator:
               row. With `rope_index` [4, 1, T] if packed, otherwise [4, B, T]: the planes text,
               time, height, width.
             - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
-              tokens.
+              tokens and 2 at video tokens.
             - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
         """
         rows = list(rows)
-        if not any(row.images for row in rows):
+        if not self.dummy.images.keys() <= {name for row in rows for name in row.images}:
             rows.append(self.dummy)
         lengths = [len(row.input_ids) for row in rows]
         ids = [torch.from_numpy(row.input_ids.astype(np.int64)) for row in rows]
-        images = _join_images([row.images for row in rows if row.images])
         batch: Batch = {}
         if self.packed:
             starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -108,9 +109,8 @@ class RowCollator:
             np.concatenate([at + start for at, start in zip(predicted, starts, strict=False)])
         )
         if self.family.token_types:
-            is_image = batch["input_ids"] == self.image_token_id
-            batch[self.family.token_types] = is_image.long()
-        return batch | images
+            batch[self.family.token_types] = token_types(batch["input_ids"], self.config)
+        return batch | join_media(rows)
 
     def _positions(self, row: EncodedRow, width: int | None = None) -> Tensor:
         """Positions of a row [1, T], or [4, T] with the planes text, time, height, width.
@@ -133,9 +133,37 @@ def _pad(row: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, width - len(row)))
 
 
-def _join_images(rows: Sequence[dict[str, np.ndarray]]) -> Batch:
-    """Concatenate the inputs of the vision encoder, padding all dimensions but the first."""
-    return {name: torch.from_numpy(_concatenate([row[name] for row in rows])) for name in rows[0]}
+def join_media(rows: Sequence[EncodedRow]) -> Batch:
+    """Concatenate the inputs of the vision encoder, padding all dimensions but the first.
+
+    Args:
+        rows: Encoded rows, which may lack media.
+
+    Returns:
+        The inputs of those rows that have them, by name.
+    """
+    names = dict.fromkeys(name for row in rows for name in row.images)
+    return {
+        name: torch.from_numpy(
+            _concatenate([row.images[name] for row in rows if name in row.images])
+        )
+        for name in names
+    }
+
+
+def token_types(ids: Tensor, config: Any) -> Tensor:
+    """Return the kind of each token: int64 like the ids, 1 at image tokens and 2 at video tokens.
+
+    Args:
+        ids: Token ids, int64.
+        config: transformers' config of the model.
+    """
+    types = torch.zeros_like(ids)
+    for number, name in enumerate(("image_token_id", "video_token_id"), 1):
+        token_id = getattr(config, name, None)
+        if token_id is not None:
+            types[ids == token_id] = number
+    return types
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
@@ -221,12 +249,12 @@ def rope_index_of(config: Any) -> RopeFn:
     model.__dict__["config"] = config
 
     def rope_index(ids: Tensor, images: dict[str, Tensor]) -> Tensor:
-        is_image = (ids == config.image_token_id).long()
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         planes, _ = model_class.get_rope_index(
             model,
             ids[None],
-            mm_token_type_ids=is_image[None],
-            image_grid_thw=images.get("image_grid_thw"),
+            mm_token_type_ids=token_types(ids, config)[None],
+            **{name: images[name] for name in names if name in images},
         )
         return planes[:, 0]
 

@@ -1,4 +1,5 @@
-"""Conversations with images as the inputs of a vision-language model, by its own processor.
+"""Conversations with images and videos as the inputs of a vision-language model, by its own
+processor.
 
 Image processors of transformers run in numpy (`pil`), so a data process needs no torch: about 110
 MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device.
@@ -14,17 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import (
     WEIGHTS_SETTING,
+    Family,
     budget_arguments,
     find_family,
     read_config,
 )
+from mmray.data.vlm.video import Clip, FrameProcessor
 from mmray.errors import UsageError
 
 Message = dict[str, Any]
@@ -33,6 +36,15 @@ TEMPLATE_ADVICE = (
     "chat_template.jinja of the weights"
 )
 TOO_LONG = "tokens"  # reason of a row over `max_tokens`
+# Settings of `model.inputs` that are arguments of ProcessorEncoder.
+_INPUT_SETTINGS = (
+    "max_tokens",
+    "max_pixels",
+    "min_pixels",
+    "frames",
+    "frame_rate",
+    "frame_pixels",
+)
 SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -41,7 +53,8 @@ class RowError(ValueError):
 
     Args:
         reason: Short word: `messages` (no answer), `tokens` (too many), `image` (rejected by the
-            processor) or `images` (their number differs from the image parts).
+            processor), `images` (the numbers of media and of their parts differ) or `media` (the
+            model takes none of this kind).
         detail: A sentence for the user.
     """
 
@@ -59,12 +72,36 @@ class EncodedRow:
         input_ids: int32 [T].
         loss_mask: bool [T], True for the assistant's tokens.
         images: Inputs of the vision encoder by name, as the processor returns them, such as
-            `pixel_values` (uint8, not normalized) and `image_grid_thw`. Empty without images.
+            `pixel_values` (uint8, not normalized) and `image_grid_thw`, and those of videos, such
+            as `pixel_values_videos`. Empty without media.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     images: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class MediaSize(NamedTuple):
+    """What determines the number of tokens of an image or a video.
+
+    Args:
+        width: Upright width in pixels.
+        height: Upright height in pixels.
+        times_s: Times of the frames of a video in seconds; () for an image.
+    """
+
+    width: int
+    height: int
+    times_s: Sequence[float] = ()
+
+
+def encoder_arguments(inputs: Any) -> dict[str, Any]:
+    """Return the arguments of ProcessorEncoder that the section `model.inputs` sets.
+
+    Args:
+        inputs: The section; one that an older version exported may lack settings.
+    """
+    return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
 
 class ProcessorEncoder:
@@ -78,10 +115,14 @@ class ProcessorEncoder:
             default.
         min_pixels: Minimum width x height of an image after resizing; None: the processor's
             default.
+        frames: Most frames of a video; 0: rows with videos are errors.
+        frame_rate: Frames per second of a video, unless they would be more than `frames`.
+        frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
+            default.
         without_torch: Do not import torch, in a process that will not need it.
 
     Raises:
-        UsageError: The model is not supported, or has no usable chat template.
+        UsageError: The model is not supported, takes no videos, or has no usable chat template.
     """
 
     def __init__(
@@ -90,14 +131,24 @@ class ProcessorEncoder:
         max_tokens: int,
         max_pixels: int | None = None,
         min_pixels: int | None = None,
+        frames: int = 0,
+        frame_rate: float = 2.0,
+        frame_pixels: int | None = None,
         without_torch: bool = False,
     ) -> None:
         self.weights = weights
         self.config = read_config(weights)
         self.family = find_family(self.config, weights)
         self.max_tokens = max_tokens
+        self.frames = frames
+        self.frame_rate = frame_rate
+        self.kinds = self.family.media_kinds(frames, weights)
         with _torch_hidden() if without_torch else nullcontext():
             self.processor = load_processor(weights, self.config)
+            if "video" in self.kinds:
+                self.processor.video_processor = load_frame_processor(
+                    weights, self.family, frame_pixels
+                )
         self.tokenizer = self.processor.tokenizer
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | budget_arguments(
             self.family, self.processor.image_processor, max_pixels, min_pixels
@@ -117,8 +168,9 @@ class ProcessorEncoder:
         """SHA-256 as hex of what determines the tokens of a row.
 
         This is the version of transformers, the model type, the tokenizer, the chat template, and
-        the settings of the image processor.
+        the settings of the image and video processors.
         """
+        video_processor = getattr(self.processor, "video_processor", None)
         parts = (
             version("transformers"),
             self.config["model_type"],
@@ -127,31 +179,33 @@ class ProcessorEncoder:
             self._template,
             self.processor.image_processor.to_json_string(),
             self._image_arguments,
+            video_processor and (vars(video_processor), self.frames, self.frame_rate),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def encode(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
+    def encode(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
         """Encode one row for training. Special tokens in the texts of its messages are removed.
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image"} and {"type": "text", "text": "..."}.
-            images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
+                {"type": "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
+            media: RGB images of PIL or uint8 [H, W, 3], and `Clip`s of videos: one for each part of
+                its kind, in order.
 
         Returns:
             Token ids [T], the mask of the assistant's tokens, and the inputs of the vision encoder.
 
         Raises:
-            RowError: The row has no answer, too many tokens, or images that do not match its image
-                parts or that the processor rejects.
+            RowError: The row has no answer, too many tokens, or media that do not match its parts
+                or that the processor rejects.
             UsageError: The chat template does not determine which tokens are the assistant's.
         """
         conversation = self._as_parts(messages)
-        _check_images(conversation, images)
+        self._check_media(conversation, media)
         text, spans = self._render_with_spans(conversation)
         if not spans:
             raise RowError("messages", "no message is the assistant's: there is nothing to learn")
-        inputs = self._process(text, images)
+        inputs = self._process(text, media)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         if len(input_ids) > self.max_tokens:
             raise RowError(
@@ -161,59 +215,82 @@ class ProcessorEncoder:
         loss_mask = _mask_of_spans(
             spans, inputs["offset_mapping"][0], inputs.get("text_replacement_offsets") or [[]]
         )
-        return EncodedRow(input_ids, loss_mask, self._image_columns(inputs) if images else {})
+        return EncodedRow(input_ids, loss_mask, self._media_columns(inputs) if media else {})
 
-    def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
+    def encode_prompt(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
         """Encode a conversation up to where the model generates the assistant's next message.
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image"} and {"type": "text", "text": "..."}.
-            images: RGB images of PIL or uint8 [H, W, 3], one for each image part, in order.
+                {"type": "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
+            media: RGB images of PIL or uint8 [H, W, 3], and `Clip`s of videos: one for each part of
+                its kind, in order.
 
         Returns:
             Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The
             number of tokens is not limited.
 
         Raises:
-            RowError: The images do not match the image parts, or the processor rejects one.
+            RowError: The media do not match the parts, or the processor rejects one.
         """
         conversation = self._as_parts(messages)
-        _check_images(conversation, images)
+        self._check_media(conversation, media)
         text, _ = self._render(conversation, add_generation_prompt=True)
-        inputs = self._process(text, images)
+        inputs = self._process(text, media)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         return EncodedRow(
             input_ids,
             np.zeros(len(input_ids), bool),
-            self._image_columns(inputs) if images else {},
+            self._media_columns(inputs) if media else {},
         )
 
     def encode_dummy(self) -> EncodedRow:
-        """Encode a prompt with one blank image of 28 x 28 pixels and without targets.
+        """Encode a prompt without targets, with one blank medium of each kind that the model takes:
+        an image of 28 x 28 pixels, and a video with the fewest frames.
 
-        It is added to a micro-batch without images, so that the vision encoder always runs.
+        It is added to a micro-batch that lacks a kind, so that the vision encoder always runs
+        equally often.
 
         Returns:
             Token ids [T], a `loss_mask` that is False everywhere, and the inputs of the vision
             encoder.
         """
         blank = np.zeros((28, 28, 3), np.uint8)
-        return self.encode_prompt([{"role": "user", "content": [{"type": "image"}]}], [blank])
+        media: dict[str, Any] = {"image": blank}
+        if "video" in self.kinds:
+            times_s = self.choose_times(length_s=0.1, phase=0.5)
+            media["video"] = Clip(np.stack([blank] * len(times_s)), times_s)
+        parts = [{"type": kind} for kind in self.kinds]
+        blanks = [media[kind] for kind in self.kinds]
+        return self.encode_prompt([{"role": "user", "content": parts}], blanks)
 
-    def count_tokens(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
+    def count_tokens(self, messages: Sequence[Message], sizes: Sequence[MediaSize]) -> int:
         """Return how many tokens a row will have after encoding, from its texts and the sizes of
-        its images.
+        its media.
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts {"type":
-                "image"} and {"type": "text", "text": "..."}.
-            sizes: (width, height) in pixels of the image of each image part, in order.
+                "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
+            sizes: Size of the image or video of each part, in order.
         """
         text, _ = self._render(self._as_parts(messages))
-        texts = [self._replacement(size, len(sizes)) for size in sizes]
-        expanded, _ = self.processor.get_text_with_replacements([text], images_replacements=texts)
+        images = [size for size in sizes if not size.times_s]
+        expanded, _ = self.processor.get_text_with_replacements(
+            [text],
+            images_replacements=[self._replacement(size, len(images)) for size in images],
+            videos_replacements=[self._clip_text(size) for size in sizes if size.times_s],
+        )
         return len(self._tokenize(expanded[0])["input_ids"])
+
+    def choose_times(self, length_s: float, phase: float) -> list[float]:
+        """Return the times of the frames that represent a video, in seconds from its start.
+
+        Args:
+            length_s: Length of the video in seconds.
+            phase: Number in [0, 1): place of each frame in its interval.
+        """
+        frames: FrameProcessor = self.processor.video_processor
+        return frames.choose_times(length_s, self.frames, self.frame_rate, phase)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated token ids, without special tokens and white space at its
@@ -283,9 +360,23 @@ class ProcessorEncoder:
 
     # --- processor
 
-    def _process(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
+    def _check_media(self, conversation: Sequence[Message], media: Sequence[Any]) -> None:
+        """Raise RowError unless the model takes the media, and there is one for each part."""
+        types = [part["type"] for message in conversation for part in message["content"]]
+        given = ["video" if isinstance(each, Clip) else "image" for each in media]
+        for kind in ("image", "video", "audio"):
+            if kind in types and kind not in self.kinds:
+                raise RowError("media", f"the row has {kind}, which {self.weights} does not take")
+            if types.count(kind) != given.count(kind):
+                raise RowError(
+                    "images",
+                    f"the messages have {types.count(kind)} {kind} parts, the row "
+                    f"{given.count(kind)} {kind}s",
+                )
+
+    def _process(self, text: str, media: Sequence[Any]) -> dict[str, Any]:
         """Call the processor on one text. Raises RowError."""
-        if not images:
+        if not media:
             return {
                 name: [value]
                 for name, value in self._tokenize(text, return_offsets_mapping=True).items()
@@ -297,11 +388,19 @@ class ProcessorEncoder:
                 "add_special_tokens": self._adds_special_tokens(text),
             },
         }
+        clips = [each for each in media if isinstance(each, Clip)]
+        images = [each for each in media if not isinstance(each, Clip)]
+        if clips:
+            video_processor = self.processor.video_processor
+            metadata = [video_processor.metadata(clip.times_s) for clip in clips]
+            arguments["videos"] = [clip.frames for clip in clips]
+            arguments["videos_kwargs"] = {"video_metadata": metadata}
+        if images:
+            arguments["images"] = [images]
         try:
             return dict(
                 self.processor(
                     text=[text],
-                    images=[list(images)],
                     return_text_replacement_offsets=True,
                     **arguments,
                 )
@@ -319,8 +418,8 @@ class ProcessorEncoder:
         first = self.tokenizer.bos_token
         return first is None or not text.startswith(first)
 
-    def _image_columns(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
-        """Return the inputs of the vision encoder, `pixel_values` as uint8."""
+    def _media_columns(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Return the inputs of the vision encoder, pixels as uint8."""
         columns = {
             name: np.asarray(value)
             for name, value in inputs.items()
@@ -329,14 +428,26 @@ class ProcessorEncoder:
         if self.family.pixels == "row_tiles":
             # All rows become one row of tiles: [1, tiles, ...] -> [tiles, ...].
             columns = {name: value[0] for name, value in columns.items()}
-        columns["pixel_values"] = columns["pixel_values"].astype(np.uint8)
+        if "pixel_values" in columns:
+            columns["pixel_values"] = columns["pixel_values"].astype(np.uint8)
         if "pixel_attention_mask" in columns:
             columns["pixel_attention_mask"] = columns["pixel_attention_mask"].astype(bool)
         return columns
 
-    def _replacement(self, size: tuple[int, int], num_images: int) -> str:
-        """Return the text that replaces the placeholder of an image (width, height)."""
-        width, height = size
+    def _clip_text(self, size: MediaSize) -> str:
+        """Return the text that replaces the placeholder of a video."""
+        video_processor = self.processor.video_processor
+        grid = video_processor.grid(len(size.times_s), size.height, size.width)
+        inputs = {
+            "video_grid_thw": np.array([grid]),
+            "video_metadata": [video_processor.metadata(size.times_s)],
+        }
+        return str(self.processor.replace_video_token(inputs, 0))
+
+    def _replacement(self, size: MediaSize, num_images: int) -> str:
+        """Return the text that replaces the placeholder of an image."""
+        width = size.width
+        height = size.height
         # Images of a row with several may be represented by fewer tiles.
         key: Any = (width, height, num_images > 1)
         if self.family.count_is_exact:
@@ -350,17 +461,6 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
-
-
-def _check_images(conversation: Sequence[Message], images: Sequence[Any]) -> None:
-    """Raise RowError unless there is an image for each image part."""
-    num_parts = sum(
-        part["type"] == "image" for message in conversation for part in message["content"]
-    )
-    if num_parts != len(images):
-        raise RowError(
-            "images", f"the messages have {num_parts} image parts, the row {len(images)} images"
-        )
 
 
 def _mask_of_spans(
@@ -451,3 +551,28 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
             f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
+
+
+def load_frame_processor(weights: str, family: Family, frame_pixels: int | None) -> FrameProcessor:
+    """Load the settings of a model's video processor, without transformers' class, which needs
+    torch.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        family: Description of the model's inputs; its `video` is not empty.
+        frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
+            default.
+
+    Raises:
+        UsageError: The settings cannot be read.
+    """
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    try:
+        settings, _ = BaseVideoProcessor.get_video_processor_dict(weights)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot read the video processor of `{weights}`: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    return FrameProcessor(settings, family.video == "clip", frame_pixels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,9 +34,12 @@ class Family:
             a fixed size.
         packable: Whether rows may be concatenated to one sequence.
         mrope: Whether positions have the planes time, height and width, of `get_rope_index`.
-        token_types: Name of the model input that is 1 at image tokens; empty if there is none.
+        token_types: Name of the model input that is 1 at image tokens and 2 at video tokens; empty
+            if there is none.
         count_is_exact: Whether the processor computes the number of tokens of an image from its
             size, and images with equal numbers have the same placeholder text.
+        video: What the limits of pixels of the video processor are for: `frame` (each frame) or
+            `clip` (all frames together); empty: the family has no videos here.
     """
 
     pixels: str
@@ -46,6 +49,25 @@ class Family:
     mrope: bool = False
     token_types: str = ""
     count_is_exact: bool = False
+    video: str = ""
+
+    def media_kinds(self, frames: int, weights: str) -> tuple[str, ...]:
+        """Return the kinds of media that a row may have.
+
+        Args:
+            frames: `model.inputs.frames`, the most frames of a video; 0: no videos.
+            weights: Name or folder of the model, for the message.
+
+        Raises:
+            UsageError: There are frames, and models of this family take no videos.
+        """
+        if frames and not self.video:
+            supported = ", ".join(name for name, each in FAMILIES.items() if each.video)
+            raise UsageError(
+                f"model.inputs.frames: {weights} takes no videos here; set it to 0, or use a model "
+                f"of type {supported}"
+            )
+        return ("image", "video") if frames else ("image",)
 
 
 _QWEN = Family(
@@ -55,13 +77,14 @@ _QWEN = Family(
     mrope=True,
     token_types="mm_token_type_ids",
     count_is_exact=True,
+    video="frame",
 )
 _IDEFICS = Family(pixels="row_tiles", projector=("connector",), budget="edge")
 _LLAVA = ("multi_modal_projector", "image_newline")
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen2_5_vl": _QWEN,
-        "qwen3_vl": _QWEN,
+        "qwen3_vl": replace(_QWEN, video="clip"),
         "internvl": Family(
             pixels="images",
             projector=("multi_modal_projector",),

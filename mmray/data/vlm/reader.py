@@ -1,4 +1,4 @@
-"""Read rows of conversations, decode their images, and encode both with the processor of a
+"""Read rows of conversations, decode their media, and encode both with the processor of a
 vision-language model: row ids to the arrays of a block.
 
 Rows have different sizes, so a block has the bytes of each row.
@@ -6,6 +6,7 @@ Rows have different sizes, so a block has the bytes of each row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,19 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.media.clips import full_span
+from mmray.data.media.decode import read_frames
 from mmray.data.messages import conversations_of
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.stored_row import Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
-from mmray.data.stream.order import SamplePlan, hash_choice
+from mmray.data.stream.order import SamplePlan, hash_choice, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
-from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError, encoder_arguments
+from mmray.data.vlm.video import Clip
 
 if TYPE_CHECKING:
     from mmray.config import Vlm as VlmConfig
@@ -53,23 +57,18 @@ class ConversationReader(SetReader):
         super().__init__(prepared, max_pixels)
         self.question = spec.inputs.question
         inputs = spec.inputs
-        self._arguments = (
-            spec.weights,
-            inputs.max_tokens,
-            inputs.max_pixels,
-            inputs.min_pixels,
-            True,
-        )
+        self._weights = spec.weights
+        self._arguments = encoder_arguments(inputs)
 
     @cached_property
     def encoder(self) -> ProcessorEncoder:
         """The processor of the model, which is loaded on first use."""
-        return ProcessorEncoder(*self._arguments)
+        return ProcessorEncoder(self._weights, **self._arguments, without_torch=True)
 
     @property
     def row_bytes(self) -> int:
         """Approximate maximum bytes of an encoded row: its images as pixels, and its token ids."""
-        return BYTES_PER_TOKEN * self._arguments[1]
+        return BYTES_PER_TOKEN * int(self._arguments["max_tokens"])
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
@@ -92,13 +91,15 @@ class ConversationReader(SetReader):
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
         chosen = hash_choice(plan.seed, pass_index, row_hash, np.array(num_texts, np.int64))
+        # Where frames are in their intervals.
+        phases = hash_uniform(plan.seed, pass_index, row_hash, 1)[:, 0].tolist()
         # A column of bytes, because the columns of a block of Ray have equal lengths.
         records = np.full(len(rows), b"", object)
         num_tokens = np.zeros(len(rows), np.int32)
         for index, (row, choice) in enumerate(zip(rows, chosen.tolist(), strict=True)):
             if row is not None and row.checksum_ok:
                 try:
-                    encoded = self.encode_row(row, choice)
+                    encoded = self.encode_row(row, choice, phases[index])
                 except (BadImage, RowError):
                     encoded = None
                 if encoded is not None:
@@ -109,54 +110,93 @@ class ConversationReader(SetReader):
             "record": records,
         }
 
-    def images_of(self, row: Row) -> list[Image.Image]:
-        """Decode the images of a stored row.
+    def media_of(self, row: Row, choice: int = 0, phase: float = 0.5) -> list[Any]:
+        """Decode the media of a stored row.
 
         Args:
-            row: A row with the bytes of its images.
+            row: A row with the bytes of its media.
+            choice: Index of the caption to use, in whose span the frames of a video are.
+            phase: Random number in [0, 1): place of each frame in its interval.
 
         Returns:
-            RGB images of PIL, in the order of `row.media`.
+            RGB images of PIL, and `Clip`s of videos, in the order of `row.media`.
 
         Raises:
-            BadImage: An image cannot be decoded, or has more than `max_pixels`.
+            BadImage: A medium cannot be decoded, or has more than `max_pixels`.
+            RowError: The model does not take its kind.
         """
-        images = []
+        span = row.spans[choice] if row.spans else None
+        decoded: list[Any] = []
         for media in row.media:
+            if media.kind not in self.encoder.kinds:
+                raise RowError("media", f"the row has {media.kind}, which the model does not take")
+            if media.kind == "video":
+                if self.subprocess_decoder is not None:
+                    self.subprocess_decoder.check_media(media.data, media.kind, self.max_pixels)
+                decoded.append(read_clip(media, self.encoder, span, phase, self.max_pixels))
+                continue
             if self.subprocess_decoder is not None:
                 self.subprocess_decoder.check(media.data, self.max_pixels)
-            images.append(Image.fromarray(decode(media.data, self.max_pixels)))
-        return images
+            decoded.append(Image.fromarray(decode(media.data, self.max_pixels)))
+        return decoded
 
-    def encode_row(self, row: Row, choice: int = 0) -> EncodedRow:
+    def encode_row(self, row: Row, choice: int = 0, phase: float = 0.5) -> EncodedRow:
         """Return the token ids, loss mask and image inputs of a stored row.
 
         Args:
-            row: A row with the bytes of its images.
+            row: A row with the bytes of its media.
             choice: Index of the caption to use, if the row has no messages.
+            phase: Random number in [0, 1): place of each frame of a video in its interval.
 
         Raises:
-            BadImage: An image cannot be decoded.
+            BadImage: A medium cannot be decoded.
             RowError: The model cannot be trained on the row.
         """
         messages = conversations_of(row, self.question)[choice]
-        return self.encoder.encode(messages, self.images_of(row))
+        return self.encoder.encode(messages, self.media_of(row, choice, phase))
 
     def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used; its images are decoded in a child process first.
+        """Check whether a stored row can be used; its media are decoded in a child process first.
 
         Args:
-            row: A stored row: its key, images, and texts or messages.
+            row: A stored row: its key, media, and texts or messages.
 
         Raises:
-            BadImage: An image cannot be decoded.
+            BadImage: A medium cannot be decoded.
             RowError: The model cannot be trained on the row.
         """
-        decoder = SubprocessDecoder()
-        for media in row.media:
-            decoder.check(media.data, self.max_pixels)
-        decoder.close()
-        self.encode_row(row)
+        outside = self.subprocess_decoder
+        self.subprocess_decoder = SubprocessDecoder()
+        try:
+            self.encode_row(row)
+        finally:
+            self.subprocess_decoder.close()
+            self.subprocess_decoder = outside
+
+
+def read_clip(
+    media: Media,
+    encoder: ProcessorEncoder,
+    span: Sequence[float] | None = None,
+    phase: float = 0.5,
+    max_pixels: int = MAX_PIXELS,
+) -> Clip:
+    """Decode the frames that represent a video.
+
+    Args:
+        media: The video with its bytes.
+        encoder: Processor of the model, which chooses the times.
+        span: Start and end in seconds; None: the whole video.
+        phase: Number in [0, 1): place of each frame in its interval.
+        max_pixels: Maximum width x height of a frame before it is resized.
+
+    Raises:
+        BadMedia: It cannot be decoded.
+    """
+    start, end = full_span(media) if span is None else span
+    times_s = encoder.choose_times(end - start, phase)
+    frames, _ = read_frames(media.data, [start + time for time in times_s], max_pixels)
+    return Clip(frames, times_s)
 
 
 def _pack_row(row: EncodedRow) -> bytes:

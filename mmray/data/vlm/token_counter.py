@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from mmray.data.messages import conversations_of
 from mmray.data.prepare.token_counts import RowCounter
-from mmray.data.store.stored_row import Row
-from mmray.data.vlm.encoder import ProcessorEncoder
+from mmray.data.store.stored_row import Media, Row
+from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
+
+# Place of frames in their intervals. Later times have no fewer digits, which some models write.
+LATEST = 0.999
 
 
 @dataclass(frozen=True)
@@ -19,17 +24,13 @@ class ProcessorCounter:
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        max_pixels: Maximum width x height of an image after resizing; None: the processor's
-            default.
-        min_pixels: Minimum width x height of an image after resizing; None: the processor's
-            default.
+        limits: Limits of pixels and frames, as `encoder_arguments` returns them.
         question: User message of a row that has only captions. Of several captions the longest
             counts.
     """
 
     weights: str
-    max_pixels: int | None = None
-    min_pixels: int | None = None
+    limits: dict[str, Any] = field(default_factory=dict)
     question: str = ""
 
     @cached_property
@@ -44,18 +45,30 @@ class ProcessorCounter:
     def build(self) -> RowCounter:
         """Load the processor, and return the function that counts the tokens of a stored row.
 
-        The row needs no bytes of images; the sizes of its images are read.
+        The row needs no bytes of media; their sizes and durations are read.
         """
         encoder = self._encoder(without_torch=True)
 
         def count(row: Row) -> int:
-            sizes = [(media.width, media.height) for media in row.media]
-            conversations = conversations_of(row, self.question)
-            return max(encoder.count_tokens(messages, sizes) for messages in conversations)
+            counts = []
+            for number, messages in enumerate(conversations_of(row, self.question)):
+                span = row.spans[number] if row.spans else None
+                sizes = [_size(media, span, encoder) for media in row.media]
+                counts.append(encoder.count_tokens(messages, sizes))
+            return max(counts)
 
         return count
 
     def _encoder(self, without_torch: bool) -> ProcessorEncoder:
-        return ProcessorEncoder(
-            self.weights, sys.maxsize, self.max_pixels, self.min_pixels, without_torch
-        )
+        limits = self.limits | {"max_tokens": sys.maxsize, "without_torch": without_torch}
+        return ProcessorEncoder(self.weights, **limits)
+
+
+def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:
+    """Return what determines the tokens of an image, or of a video in the span of a text."""
+    if media.kind not in encoder.kinds:
+        raise ValueError(f"the row has {media.kind}, which the model does not take")
+    if media.kind == "image":
+        return MediaSize(media.width, media.height)
+    length_s = media.duration or 0.0 if span is None else span[1] - span[0]
+    return MediaSize(media.width, media.height, encoder.choose_times(length_s, LATEST))

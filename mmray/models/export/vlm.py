@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from mimetypes import guess_type
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from mmray.data.images.decode import BadImage
+from mmray.data.store.stored_row import Media
 from mmray.data.vlm.encoder import Message
+from mmray.data.vlm.reader import read_clip
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
@@ -90,7 +94,7 @@ def export_vlm(
 
 
 class Conversations:
-    """Continues conversations with images by greedy decoding.
+    """Continues conversations with images and videos by greedy decoding.
 
     Args:
         model: A vision-language model.
@@ -109,9 +113,9 @@ class Conversations:
 
         Args:
             messages: A conversation: a list of {"role": ..., "content": ...} up to a message of the
-                user; content is a text, or a list of parts {"type": "image"} and {"type": "text",
-                "text": ...}. Several conversations are a list of such lists.
-            images: The images of the image parts, in order, as PIL images or paths; of several
+                user; content is a text, or a list of parts {"type": "image"}, {"type": "video"} and
+                {"type": "text", "text": ...}. Several conversations are a list of such lists.
+            images: The images and videos of the parts, in order, as PIL images or paths; of several
                 conversations a list of such lists.
             max_new_tokens: Maximum number of tokens of an answer.
 
@@ -119,7 +123,7 @@ class Conversations:
             The answer as a str; for several conversations a list of str.
 
         Raises:
-            UsageError: An image cannot be read, or images do not match the image parts.
+            UsageError: An image or a video cannot be read, or they do not match the parts.
         """
         if messages and isinstance(messages[0], dict):
             one: Any = messages
@@ -130,23 +134,25 @@ class Conversations:
         answers: list[str] = []
         for start in range(0, len(conversations), ANSWER_BATCH):
             part = slice(start, start + ANSWER_BATCH)
-            opened = [[_open(image) for image in each] for each in images[part]]
+            opened = [[self._open(image) for image in each] for each in images[part]]
             try:
                 answers += self.model.answer(conversations[part], opened, max_new_tokens)
             except ValueError as error:
                 raise UsageError(f"cannot answer: {error}") from error
         return answers
 
+    def _open(self, image: Any) -> Any:
+        from PIL import Image, ImageOps
 
-def _open(image: Any) -> Any:
-    from PIL import Image, ImageOps
-
-    if not isinstance(image, str | Path):
-        return image
-    try:
-        return ImageOps.exif_transpose(Image.open(image)).convert("RGB")
-    except OSError as error:
-        raise UsageError(f"cannot read the image {image}: {error}") from None
+        if not isinstance(image, str | Path):
+            return image
+        kind, _ = guess_type(image)
+        try:
+            if kind is not None and kind.startswith("video/"):
+                return read_clip(Media("video", Path(image).read_bytes()), self.model.encoder)
+            return ImageOps.exif_transpose(Image.open(image)).convert("RGB")
+        except (OSError, BadImage) as error:
+            raise UsageError(f"cannot read {image}: {error}") from None
 
 
 def read_spec(folder: AnyPath) -> Any:

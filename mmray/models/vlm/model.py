@@ -17,8 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.data.vlm.collate import ROW_COLUMNS, RowCollator, rope_index_of
-from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder
+from mmray.data.vlm.collate import (
+    ROW_COLUMNS,
+    RowCollator,
+    join_media,
+    rope_index_of,
+    token_types,
+)
+from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
@@ -59,26 +65,30 @@ class Vlm(nn.Module):
 
     mean: Tensor
     std: Tensor
+    video_mean: Tensor
+    video_std: Tensor
 
     def __init__(
         self, spec: VlmConfig, vocab_size: int = 0, architecture: Architecture = None
     ) -> None:
         super().__init__()
         inputs = spec.inputs
-        self.encoder = ProcessorEncoder(
-            spec.weights, inputs.max_tokens, inputs.max_pixels, inputs.min_pixels
-        )
+        self.encoder = ProcessorEncoder(spec.weights, **encoder_arguments(inputs))
         self.net = _build(spec.weights, None if architecture is None else architecture["config"])
         self.family = FAMILIES[self.net.config.model_type]
         self.text_config = self.net.config.get_text_config()
         self.dummy = self.encoder.encode_dummy()
         self.packed = is_packable(self.net.config.to_dict(), self.family)
-        image_processor = self.encoder.processor.image_processor
-        scale = 1 / image_processor.rescale_factor
+        processor = self.encoder.processor
         # Of pixels 0 to 255; settings, not weights.
-        for name in ("mean", "std"):
-            values = torch.tensor(getattr(image_processor, f"image_{name}"), dtype=torch.float64)
-            self.register_buffer(name, scale * values, persistent=False)
+        for prefix, settings in (
+            ("", processor.image_processor),
+            ("video_", getattr(processor, "video_processor", None) or processor.image_processor),
+        ):
+            scale = 1 / settings.rescale_factor
+            for name in ("mean", "std"):
+                values = torch.tensor(getattr(settings, f"image_{name}"), dtype=torch.float64)
+                self.register_buffer(prefix + name, scale * values, persistent=False)
         if self.net.get_output_embeddings().bias is not None:
             raise UsageError(
                 f"{WEIGHTS_SETTING}: {spec.weights} has an output layer with a bias, which is not "
@@ -120,9 +130,7 @@ class Vlm(nn.Module):
         batch that `forward` reads.
         """
         rope_index = rope_index_of(self.net.config) if self.family.mrope else None
-        return RowCollator(
-            self.family, self.net.config.image_token_id, self.dummy, self.packed, rope_index
-        )
+        return RowCollator(self.family, self.net.config, self.dummy, self.packed, rope_index)
 
     def synthetic_batch(self, rows: int) -> Batch:
         """Return a batch of artificial rows of the maximum length, to measure memory and speed.
@@ -303,8 +311,8 @@ class Vlm(nn.Module):
             conversations: For each conversation its messages {role, content}, of which the last is
                 the user's. content is a text or a list of parts {"type": "image"} and
                 {"type": "text", "text": ...}.
-            images: For each conversation its images, one per image part in order: RGB images of
-                PIL, or uint8 [H, W, 3].
+            images: For each conversation its media, one per part in order: RGB images of PIL or
+                uint8 [H, W, 3], and `Clip`s of videos.
             max_new_tokens: Most tokens of an answer.
 
         Returns:
@@ -357,30 +365,33 @@ class Vlm(nn.Module):
 
     def _image_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Return the normalized pixels in the layout that the model takes."""
-        pixels = inputs["pixel_values"].to(self.mean.dtype)
-        if self.family.pixels == "patches":
-            # [N, channels x values]
-            channels = pixels.unflatten(1, (3, -1))
-            pixels = ((channels - self.mean[:, None]) / self.std[:, None]).flatten(1)
-        else:
-            pixels = (pixels - self.mean.view(3, 1, 1)) / self.std.view(3, 1, 1)
-        columns = {"pixel_values": pixels}
+        columns = {}
+        for name, mean, std in (
+            ("pixel_values", self.mean, self.std),
+            ("pixel_values_videos", self.video_mean, self.video_std),
+        ):
+            if name not in inputs:
+                continue
+            pixels = inputs[name].to(mean.dtype)
+            if self.family.pixels == "patches":
+                # [N, channels x values]
+                channels = pixels.unflatten(1, (3, -1))
+                columns[name] = ((channels - mean[:, None]) / std[:, None]).flatten(1)
+            else:
+                columns[name] = (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1)
         if self.family.pixels == "row_tiles":
-            columns["pixel_values"] = pixels[None]
+            columns["pixel_values"] = columns["pixel_values"][None]
             columns["pixel_attention_mask"] = inputs["pixel_attention_mask"][None]
         return columns
 
     def _left_padded(self, rows: list[EncodedRow]) -> dict[str, Any]:
         """Return the inputs of `generate`."""
-        collator = self.collator()
         device = self.mean.device
         width = max(len(row.input_ids) for row in rows)
-        with_images = [row for row in rows if row.images]
-        inputs: dict[str, Any] = {}
-        if with_images:
-            batch = collator(with_images)
-            names = [name for name in batch if name in with_images[0].images]
-            inputs = {name: batch[name].to(device) for name in names}
+        inputs: dict[str, Any] = {
+            name: column.to(device) for name, column in join_media(rows).items()
+        }
+        if inputs:
             inputs |= self._image_inputs(inputs)
         ids = torch.full((len(rows), width), self._pad_id)
         mask = torch.zeros(len(rows), width, dtype=torch.long)
@@ -389,7 +400,7 @@ class Vlm(nn.Module):
             ids[index, width - length :] = torch.from_numpy(row.input_ids)
             mask[index, width - length :] = 1
         if self.family.token_types:
-            types = (ids == self.net.config.image_token_id).long()
+            types = token_types(ids, self.net.config)
             inputs[self.family.token_types] = types.to(device)
         return inputs | {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 

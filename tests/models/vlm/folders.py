@@ -70,7 +70,10 @@ ROLES = {  # names of tokens that the processor reads from the tokenizer
     },
 }
 TEMPLATES = {
-    "qwen2_5_vl": CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+    "qwen2_5_vl": CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace(
+        "{% else %}",
+        "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}",
+    ),
     "internvl": CHATML.replace("IMAGE", "<IMG_CONTEXT>\n"),
     "idefics3": IDEFICS,
     "gemma3": GEMMA,
@@ -136,9 +139,11 @@ def make_processor(family: str, tokenizer: Any) -> Any:
         size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
         image = hf.Qwen2VLImageProcessor(patch_size=patch, size=size)
         if family == "qwen2_5_vl":
-            video = hf.Qwen2VLVideoProcessor(patch_size=patch)
+            # Sizes are for each frame, otherwise for all frames together.
+            video = hf.Qwen2VLVideoProcessor(patch_size=patch, size=size)
             return hf.Qwen2_5_VLProcessor(image, tokenizer, video, **template)
-        return hf.Qwen3VLProcessor(image, tokenizer, hf.Qwen3VLVideoProcessor(), **template)
+        video = hf.Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 16384})
+        return hf.Qwen3VLProcessor(image, tokenizer, video, **template)
     if family == "internvl":
         image = hf.GotOcr2ImageProcessor(
             size={"height": 28, "width": 28}, crop_to_patches=True, max_patches=4

@@ -10,9 +10,12 @@ from PIL import Image
 
 from mmray.data.store.stored_row import Row
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
+from mmray.data.vlm.families import FAMILIES, read_config
+from mmray.data.vlm.video import Clip
 from tests.made import encode, image_media
 
 IMAGE = {"type": "image", "text": None}
+VIDEO = {"type": "video", "text": None}
 
 
 def text(value: str) -> dict[str, Any]:
@@ -53,14 +56,56 @@ ROWS: tuple[tuple[list[dict[str, Any]], list[np.ndarray]], ...] = (
 )
 
 
+def clip(width: int, height: int, times_s: list[float]) -> Clip:
+    """A smooth video that moves."""
+    wide = photo(width + 5 * len(times_s), height)
+    frames = [wide[:, 5 * number : 5 * number + width] for number in range(len(times_s))]
+    return Clip(np.stack(frames), times_s)
+
+
+# With ROWS: a video alone, and images and videos in turn.
+VIDEO_ROWS: tuple[tuple[list[dict[str, Any]], list[Any]], ...] = (
+    *ROWS,
+    (
+        [
+            {"role": "user", "content": [VIDEO, text("Which shape?")]},
+            {"role": "assistant", "content": [text("circle")]},
+        ],
+        [clip(70, 50, [0.25, 0.75, 1.25, 1.75])],
+    ),
+    (
+        [
+            {"role": "user", "content": [IMAGE, VIDEO, text("What color?")]},
+            {"role": "assistant", "content": [text("red")]},
+            {"role": "user", "content": [VIDEO, IMAGE]},
+            {"role": "assistant", "content": [text("blue")]},
+        ],
+        [
+            photo(60, 40),
+            clip(40, 40, [9.0, 11.5]),
+            clip(64, 96, [0.1, 0.4, 0.7, 1.0]),
+            photo(30, 30),
+        ],
+    ),
+)
+
+
 def settings(weights: Any, **inputs: Any) -> Any:
     """The `model` section."""
     values = {"max_tokens": 500, "max_pixels": None, "min_pixels": None} | inputs
     return SimpleNamespace(weights=str(weights), inputs=SimpleNamespace(**values))
 
 
+def all_media(weights: Any) -> Any:
+    """The `model` section of a model that takes all media of its family."""
+    family = FAMILIES[read_config(str(weights))["model_type"]]
+    return settings(weights, frames=4 if family.video else 0)
+
+
 def encode_rows(encoder: ProcessorEncoder) -> list[EncodedRow]:
-    return [encoder.encode(messages, images) for messages, images in ROWS]
+    """ROWS, and VIDEO_ROWS for a model that takes videos."""
+    rows = VIDEO_ROWS if "video" in encoder.kinds else ROWS
+    return [encoder.encode(messages, media) for messages, media in rows]
 
 
 def stored_rows(count: int) -> list[Row]:

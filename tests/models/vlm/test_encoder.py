@@ -11,7 +11,7 @@ import pytest
 
 from mmray.data.messages import conversations_of
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder, RowError
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import UsageError
 from tests.models.vlm.folders import TEMPLATES
@@ -100,7 +100,7 @@ def test_max_pixels_limits_the_tokens_of_an_image(folder_of, family, pixels):
     usual = ProcessorEncoder(weights, 500)
     small = ProcessorEncoder(weights, 500, max_pixels=pixels)
     messages, images = ROWS[2]
-    sizes = [(image.shape[1], image.shape[0]) for image in images]
+    sizes = [MediaSize(image.shape[1], image.shape[0]) for image in images]
     row = small.encode(messages, images)
     assert len(row.input_ids) < len(usual.encode(messages, images).input_ids)
     assert small.count_tokens(messages, sizes) == len(row.input_ids)
@@ -124,7 +124,7 @@ def test_data_process_encodes_without_torch(folder_of):
         "from pathlib import Path\n"
         "from mmray.data.vlm.encoder import ProcessorEncoder\n"
         "from tests.models.vlm.rows import encode_rows\n"
-        "encode_rows(ProcessorEncoder(sys.argv[1], 500, without_torch=True))\n"
+        "encode_rows(ProcessorEncoder(sys.argv[1], 500, frames=4, without_torch=True))\n"
         "status = Path('/proc/self/status').read_text()\n"
         "print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])\n"
     )

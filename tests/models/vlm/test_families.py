@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from mmray.data.vlm.encoder import MediaSize
 from mmray.data.vlm.families import FAMILIES
+from mmray.data.vlm.video import Clip
 from mmray.models.vlm.model import Vlm
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from tests.models.vlm import folders
-from tests.models.vlm.rows import ROWS, encode_rows, settings, text
+from tests.models.vlm.rows import ROWS, VIDEO_ROWS, all_media, encode_rows, text
 
 ALL = pytest.mark.parametrize("family", folders.FAMILIES)
 
@@ -26,7 +28,7 @@ def model_of(folder_of):
     def build(family: str) -> Vlm:
         if family not in models:
             models.clear()
-            models[family] = Vlm(settings(folder_of(family))).double()
+            models[family] = Vlm(all_media(folder_of(family))).double()
         model = models[family]
         model.packed = model.family.packable
         model.zero_grad()
@@ -86,7 +88,9 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     loss, num_targets, _ = gradients(model, [rows], packed=False)
     processor = AutoProcessor.from_pretrained(model.encoder.weights)
     expected = 0.0
-    for row, (messages, images) in zip(rows, ROWS, strict=True):
+    for row, (messages, media) in zip(rows, VIDEO_ROWS, strict=False):
+        images = [each for each in media if not isinstance(each, Clip)]
+        clips = [each for each in media if isinstance(each, Clip)]
         conversation = [
             message | {"content": [text(message["content"])]}
             if isinstance(message["content"], str)
@@ -97,6 +101,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         inputs = processor(
             text=[prompt],
             images=[images] if images else None,
+            **video_arguments(clips),
             return_tensors="pt",
             add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
         )
@@ -106,7 +111,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         columns |= model._image_inputs(columns) if columns else {}
         for name in columns:
             own = columns[name].double()
-            levels = 2 / 255 / 0.22 if name == "pixel_values" else 0
+            levels = 2 / 255 / 0.22 if name.startswith("pixel_values") else 0
             assert own.shape == inputs[name].shape, name
             # Tiles of zeros are padding, which the model does not read.
             difference = (own - inputs[name]).where(inputs[name] != 0, 0)
@@ -119,6 +124,25 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     assert loss / num_targets == pytest.approx(expected, rel=1e-6)
 
 
+def video_arguments(clips: list[Clip]) -> dict[str, Any]:
+    """Clips as arguments of transformers' processor."""
+    if not clips:
+        return {}
+    steps = [clip.times_s[1] - clip.times_s[0] for clip in clips]
+    metadata = [
+        {
+            "total_num_frames": len(clip.frames),
+            "fps": 1 / step,
+            "frames_indices": [time / step for time in clip.times_s],
+        }
+        for clip, step in zip(clips, steps, strict=True)
+    ]
+    return {
+        "videos": [clip.frames for clip in clips],
+        "videos_kwargs": {"video_metadata": metadata, "do_sample_frames": False},
+    }
+
+
 @ALL
 def test_targets_are_the_answers_with_their_end(family, model_of):
     encoder = model_of(family).encoder
@@ -127,6 +151,8 @@ def test_targets_are_the_answers_with_their_end(family, model_of):
     ]
     end = encoder.tokenizer.eos_token
     answers = ["two red", "a circle and a triangle", f"circle{end}blue"]
+    if "video" in encoder.kinds:
+        answers += ["circle", f"red{end}blue"]
     assert [each.replace(" ", "") for each in tokens] == [
         f"{answer}{end}".replace(" ", "") for answer in answers
     ]
@@ -135,16 +161,22 @@ def test_targets_are_the_answers_with_their_end(family, model_of):
 @ALL
 def test_tokens_are_counted_without_pixels(family, model_of):
     encoder = model_of(family).encoder
-    for row, (messages, images) in zip(encode_rows(encoder), ROWS, strict=True):
-        sizes = [(image.shape[1], image.shape[0]) for image in images]
+    for row, (messages, media) in zip(encode_rows(encoder), VIDEO_ROWS, strict=False):
+        sizes = [
+            MediaSize(*each.frames.shape[2:0:-1], each.times_s)
+            if isinstance(each, Clip)
+            else MediaSize(each.shape[1], each.shape[0])
+            for each in media
+        ]
         assert encoder.count_tokens(messages, sizes) == len(row.input_ids)
 
 
 @ALL
 def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
     model = model_of(family)
-    prompts = [messages[:1] for messages, _ in ROWS]
-    images = [[], ROWS[1][1], ROWS[2][1][:2]]
+    rows = VIDEO_ROWS if "video" in model.encoder.kinds else ROWS
+    prompts = [messages[:1] for messages, _ in rows]
+    images = [[], rows[1][1], *(media[:2] for _, media in rows[2:])]
     together = model.answer(prompts, images, 4)
     alone = [model.answer([row], [each], 4)[0] for row, each in zip(prompts, images, strict=True)]
     assert together == alone

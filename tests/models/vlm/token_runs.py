@@ -10,11 +10,11 @@ import torch
 
 from mmray.config import Batch, Config, Data, Evaluate, Objective, Optimizer, Run, Train, VlmInputs
 from mmray.config import Vlm as VlmConfig
-from mmray.data.messages import conversations_of
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
@@ -58,12 +58,8 @@ def run(
     config = config.replace(train=config.train.replace(**train))
     spec: Any = config.model
     reader = ConversationReader(train_set, spec, 10**7)
-    counts = [
-        reader.encoder.count_tokens(
-            conversations_of(row, "")[0], [(media.width, media.height) for media in row.media]
-        )
-        for row in train_set.read(np.arange(train_set.num_rows))
-    ]
+    count = ProcessorCounter(spec.weights).build()
+    counts = [count(row) for row in train_set.read(np.arange(train_set.num_rows))]
     shape = resolve_batch_shape(config.batch, group.world_size, spec.inputs.max_tokens)
     plan = TokenPlan(
         **vars(SamplePlan(train_set.num_rows, 6, group.world_size, seed=0, steps=STEPS)),

@@ -26,10 +26,11 @@ from mmray.objectives.language_modelling import LanguageModelling
 from tests.engine import toy
 from tests.engine.ranks import join_group
 from tests.models.vlm import token_runs
-from tests.models.vlm.rows import encode_rows, settings
+from tests.models.vlm.rows import all_media, encode_rows
 
-# Rows of each micro-batch of each rank: rank 0 has no image at all.
+# Rows of each micro-batch of each rank: rank 0 has no image at all, and one video.
 SPLIT = (([0], [0, 0]), ([2], [1]))
+VIDEO_SPLIT = (([0], [0, 3]), ([2, 4], [1]))
 
 
 def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
@@ -45,7 +46,7 @@ def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
 
 def gradient(weights: str, group: Group, parallel: str, random_steps: int = 0) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
-    model = Vlm(settings(weights)).double()
+    model = Vlm(all_media(weights)).double()
     rows = encode_rows(model.encoder)
     collator = model.collator()
     state = toy.train_state(model, group, LanguageModelling(), parallel=parallel)
@@ -64,12 +65,13 @@ def gradient(weights: str, group: Group, parallel: str, random_steps: int = 0) -
 
     draw = random.Random(0)
     for _ in range(random_steps):
-        step([[[draw.choice((0, 0, 1, 2))] for _ in range(2)] for _ in range(2)])
+        step([[[draw.choice((0, *range(len(rows))))] for _ in range(2)] for _ in range(2)])
         zero_gradients(state)
+    split = VIDEO_SPLIT if len(rows) > 3 else SPLIT
     if group.world_size > 1:
-        step([list(micro_batches) for micro_batches in SPLIT])
+        step([list(micro_batches) for micro_batches in split])
     else:
-        step([[[number] for rank in SPLIT for numbers in rank for number in numbers]])
+        step([[[number] for rank in split for numbers in rank for number in numbers]])
     gradients = []
     for weight in model.parameters():
         if weight.requires_grad:

@@ -1,0 +1,176 @@
+"""Videos as the inputs of the Qwen-VL family: frames in numpy, because the video processors of
+transformers need torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mmray.data.media.clips import Window, frame_times
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers.video_utils import VideoMetadata
+
+CHANNELS = 3
+MIN_LENGTH_S = 0.001  # of a clip; the header of a file may have no duration
+
+
+class Clip(NamedTuple):
+    """Frames of a video at equal distances.
+
+    Args:
+        frames: RGB uint8 [F, H, W, 3], upright.
+        times_s: Time of each frame in seconds from the start of the clip, float [F].
+    """
+
+    frames: np.ndarray
+    times_s: Sequence[float]
+
+
+class FrameProcessor:
+    """Resizes the frames of videos and cuts them into patches, as the video processors of
+    transformers do for the Qwen-VL family.
+
+    transformers' processor of a model calls it in place of its video processor.
+
+    Args:
+        settings: The weights' settings of the video processor, such as `patch_size`.
+        per_clip: Whether the limits of pixels in `settings` are for all frames of a clip together
+            (Qwen3-VL), not for each.
+        max_pixels: Maximum width x height of a frame after resizing; None: that of `settings`.
+
+    Raises:
+        UsageError: The settings have no limits of pixels.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], per_clip: bool, max_pixels: int | None = None
+    ) -> None:
+        size = settings.get("size") or {}
+        if not {"shortest_edge", "longest_edge"} <= size.keys():
+            size = {
+                "shortest_edge": settings.get("min_pixels"),
+                "longest_edge": settings.get("max_pixels"),
+            }
+        if None in size.values():
+            raise UsageError(
+                "model.weights: its video processor has no `size` with shortest_edge and "
+                f"longest_edge (pixels): {settings.get('size')}"
+            )
+        self.image_mean = settings["image_mean"]
+        self.image_std = settings["image_std"]
+        self.rescale_factor = settings.get("rescale_factor", 1 / 255)
+        self.patch_size = int(settings.get("patch_size", 14))
+        self.merge_size = int(settings.get("merge_size", 2))
+        self.temporal_patch_size = int(settings.get("temporal_patch_size", 2))
+        self._min_pixels = size["shortest_edge"]
+        self._max_pixels = size["longest_edge"]
+        self._per_clip = per_clip
+        self._frame_pixels = max_pixels
+
+    def choose_times(
+        self, length_s: float, frames: int, frame_rate: float, uniform: float
+    ) -> list[float]:
+        """Return the times of the frames of a clip, at equal distances.
+
+        Args:
+            length_s: Length of the clip in seconds.
+            frames: Most frames.
+            frame_rate: Frames per second, unless they would be more than `frames`.
+            uniform: Random number in [0, 1): place of each time in its interval.
+
+        Returns:
+            Seconds from the start of the clip, ascending; their number is a multiple of the frames
+            of a patch, 2.
+        """
+        group = self.temporal_patch_size
+        length_s = max(length_s, MIN_LENGTH_S)
+        wanted = round(length_s * frame_rate / group)
+        count = group * max(1, min(wanted, frames // group))
+        return frame_times(Window(0.0, length_s), count, 0.0, uniform)
+
+    def grid(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Return the number of patches of a clip in time, height and width after resizing.
+
+        Args:
+            num_frames: Number of frames, a multiple of the frames of a patch.
+            height: Height of a frame in pixels before resizing.
+            width: As `height`.
+
+        Raises:
+            ValueError: One side is more than 200 times the other.
+        """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        frames = num_frames if self._per_clip else 1
+        least = self._min_pixels / frames
+        most = self._max_pixels / frames
+        if self._frame_pixels is not None:
+            most = self._frame_pixels
+            least = min(least, most)
+        factor = self.patch_size * self.merge_size
+        sides = smart_resize(height, width, factor, least, most)
+        patches = [side // self.patch_size for side in sides]
+        return num_frames // self.temporal_patch_size, patches[0], patches[1]
+
+    def metadata(self, times_s: Sequence[float]) -> VideoMetadata:
+        """Return the times of the frames of a clip as transformers' processor reads them.
+
+        Args:
+            times_s: Times of its frames in seconds, at equal distances.
+        """
+        from transformers.video_utils import VideoMetadata
+
+        rate = 1 / (times_s[1] - times_s[0])
+        # It computes each time as an index divided by the rate.
+        indices: Any = [time * rate for time in times_s]
+        return VideoMetadata(len(times_s), fps=rate, frames_indices=indices)
+
+    def __call__(
+        self, videos: Sequence[np.ndarray], video_metadata: Any, **_: Any
+    ) -> dict[str, Any]:
+        """Return the inputs of the vision encoder.
+
+        Args:
+            videos: Frames of each video, uint8 [F, H, W, 3].
+            video_metadata: `metadata` of each.
+
+        Returns:
+            `pixel_values_videos` uint8 [patches, channels x frames x values], not normalized;
+            `video_grid_thw` int64 [videos, 3]; and `video_metadata`.
+        """
+        grids = [self.grid(len(frames), *frames.shape[1:3]) for frames in videos]
+        patches = [self._patches(*each) for each in zip(videos, grids, strict=True)]
+        return {
+            "pixel_values_videos": np.concatenate(patches),
+            "video_grid_thw": np.array(grids, np.int64),
+            "video_metadata": video_metadata,
+        }
+
+    def _patches(self, frames: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
+        """Return the patches of a clip, those that are merged to one token after another."""
+        time, height, width = grid
+        patch = self.patch_size
+        merge = self.merge_size
+        size = (width * patch, height * patch)
+        resized = [
+            Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC) for frame in frames
+        ]
+        split = np.stack([np.asarray(frame) for frame in resized]).reshape(
+            time,
+            self.temporal_patch_size,
+            height // merge,
+            merge,
+            patch,
+            width // merge,
+            merge,
+            patch,
+            CHANNELS,
+        )
+        ordered = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        return ordered.reshape(time * height * width, -1)

@@ -1,0 +1,153 @@
+"""Conversations with videos: from JSON lines to the frames that a model gets."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmray.config import Prepare
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import SamplePlan
+from mmray.data.vlm.encoder import RowError
+from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.token_counter import ProcessorCounter
+from mmray.engine.collectives import Group
+from mmray.errors import UsageError
+from mmray.evaluation.conversations import ConversationEvaluator
+from mmray.models.export.vlm import Conversations
+from mmray.models.vlm.model import Vlm
+from tests.data.media.synthetic import encode_video, read_clock
+from tests.made import png
+from tests.models.vlm.rows import settings
+
+FRAMES = 6
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A conversation about a part of a video, one with two media, and captions with spans."""
+    folder = tmp_path_factory.mktemp("videos")
+    (folder / "a.mp4").write_bytes(encode_video())
+    (folder / "b.png").write_bytes(png(3, 40))
+    answer = {"role": "assistant", "content": "circle"}
+    rows: list[dict[str, Any]] = [
+        {
+            "video": "a.mp4",
+            "t0_s": 1.0,
+            "t1_s": 2.2,
+            "messages": [{"role": "user", "content": "<video>\nWhich shape?"}, answer],
+        },
+        {
+            "image": "b.png",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "video", "path": "a.mp4"},
+                        {"type": "image"},
+                        {"type": "text", "text": "What color?"},
+                    ],
+                },
+                answer,
+            ],
+        },
+        {
+            "video": "a.mp4",
+            "texts": [
+                {"text": "red", "t0_s": 0.2, "t1_s": 0.9},
+                {"text": "blue", "t0_s": 2.0, "t1_s": 2.9},
+            ],
+        },
+    ]
+    lines = [json.dumps({"id": str(number)} | row) for number, row in enumerate(rows)]
+    (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    prepare(str(folder / "rows.jsonl"), str(folder / "set"), Prepare(vocab_size=0))
+    return PreparedSet.open(str(folder / "set"))
+
+
+def model_settings(folder: Any, frames: int = FRAMES) -> Any:
+    return settings(folder, frames=frames, frame_rate=4.0, frame_pixels=64 * 64, question="what")
+
+
+@pytest.fixture(scope="module")
+def reader(folder_of, prepared):
+    return ConversationReader(prepared, model_settings(folder_of("qwen3_vl")), 10**7)
+
+
+def shown_times(clip) -> list[float]:
+    return [read_clock(frame) / 1000 for frame in clip.frames]
+
+
+def test_frames_are_in_the_span_at_the_times_that_the_model_reads(prepared, reader):
+    part, whole, captions = prepared.read(np.arange(3))
+    [clip] = reader.media_of(part)
+    # 1.2 s at 4 frames a second are 5 frames; a patch has two.
+    assert len(clip.frames) == 4
+    assert shown_times(clip) == pytest.approx([1 + time for time in clip.times_s], abs=0.04)
+    assert clip.times_s == pytest.approx([0.15, 0.45, 0.75, 1.05])
+    clip, image = reader.media_of(whole, phase=0.0)
+    assert image.size == (40, 40)
+    assert clip.times_s == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+    [clip] = reader.media_of(captions, choice=1)
+    assert min(shown_times(clip)) >= 2.0 and max(shown_times(clip)) <= 2.9
+
+
+def test_block_is_a_function_of_seed_and_pass(prepared, reader):
+    def records(seed: int, epoch: int) -> list[bytes]:
+        plan = SamplePlan(3, 3, world_size=1, seed=seed, steps=9, shuffle=False)
+        return list(reader.read_block(plan, plan.positions(epoch, 0))["record"])
+
+    first = records(1, 0)
+    assert first == records(1, 0)
+    for seed, epoch in ((2, 0), (1, 1)):
+        assert all(one != other for one, other in zip(first, records(seed, epoch), strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_tokens_are_counted_from_durations(family, folder_of, prepared):
+    weights = str(folder_of(family))
+    limits = {"frames": FRAMES, "frame_rate": 4.0, "frame_pixels": 64 * 64}
+    count = ProcessorCounter(weights, limits, "what").build()
+    reader = ConversationReader(prepared, model_settings(weights), 10**7)
+    for row in prepared.read(np.arange(3)):
+        choices = range(1 if row.messages else 2)
+        lengths = [len(reader.encode_row(row, choice).input_ids) for choice in choices]
+        assert count(row) == max(lengths)
+
+
+def test_evaluation_generates_answers_about_videos(folder_of, prepared):
+    spec = model_settings(folder_of("qwen2_5_vl"))
+    config: Any = SimpleNamespace(
+        model=spec, evaluate=SimpleNamespace(limit=None, batch=3, num_generations=3)
+    )
+    shown: list[Any] = []
+    evaluator = ConversationEvaluator(config, prepared, 10**7)
+    scores = evaluator.score(Vlm(spec), Group(), None, 3, shown.append)
+    assert (scores["rows"], scores["bad_rows"], scores["answered"]) == (3, 0, 3)
+    parts = [part for each in shown[0]["answers"] for part in each["turns"][0]["parts"]]
+    assert sum("image" in part for part in parts) == 4
+
+
+def test_video_file_is_answered_as_the_stored_one(folder_of, prepared, reader, tmp_path):
+    model = Vlm(model_settings(folder_of("qwen3_vl")))
+    path = tmp_path / "a.mp4"
+    path.write_bytes(encode_video())
+    row = prepared.read(np.arange(2))[1]
+    messages = [row.messages[0] | {"content": row.messages[0]["content"][:1]}]
+    clip = reader.media_of(row)[0]
+    assert (
+        Conversations(model).answer(messages, [path], 4) == model.answer([messages], [[clip]], 4)[0]
+    )
+
+
+def test_videos_are_refused_by_name(folder_of, prepared):
+    reader = ConversationReader(prepared, model_settings(folder_of("qwen3_vl"), 0), 10**7)
+    with pytest.raises(RowError, match="the row has video, which the model does not take"):
+        reader.encode_row(prepared.read(np.arange(1))[0])
+    with pytest.raises(UsageError, match=r"takes no videos here.* qwen2_5_vl, qwen3_vl"):
+        Vlm(model_settings(folder_of("internvl")))
