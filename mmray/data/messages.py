@@ -18,13 +18,10 @@ Message = dict[str, Any]
 Part = dict[str, str | None]
 
 MAX_MESSAGE_BYTES = 64 * 1024  # limit of the text of a message, the same as of a caption
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+_ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
+    ("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"
+)
+_BYTE_ORDER_MARK = "\ufeff"
 # Kinds of media by the type of their part.
 _KINDS = {
     "image": "image",
@@ -71,8 +68,9 @@ def parse_messages(
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
-    # A line break next to a mark separates it from the text and is not a part of the text.
-    marks = re.compile(rf"\n?<({'|'.join(kinds)})>\n?")
+    # <image>, or <img>PATH</img> of Qwen-VL. A line break next to a mark separates it from the text
+    # and is not a part of the text.
+    marks = re.compile(rf"\n?(?:<({'|'.join(kinds)})>|<img>([^<>\n]+)</img>)\n?")
     media: list[PartMedium] = []
     messages = [_parse_message(item, media, marks) for item in value]
     roles = [message["role"] for message in messages]
@@ -181,9 +179,10 @@ def _split_marks(text: str, media: list[PartMedium], marks: re.Pattern[str]) -> 
     """Return the parts of a text with marks, and append the medium of each mark."""
     first, *rest = marks.split(text)
     parts = [_text_part(first)]
-    for kind, piece in zip(rest[::2], rest[1::2], strict=True):
-        parts += [_media_part(kind), _text_part(piece)]
-        media.append(PartMedium(kind))
+    for kind, path, piece in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        medium = PartMedium(kind or "image", path)
+        parts += [_media_part(medium.kind), _text_part(piece)]
+        media.append(medium)
     return parts
 
 
@@ -227,5 +226,5 @@ def _media_part(kind: str) -> Part:
 
 
 def _text_part(text: str) -> Part:
-    kept = (character for character in text if character >= " " or character in "\t\n")
+    kept = (each for each in text if (each >= " " or each in "\t\n") and each != _BYTE_ORDER_MARK)
     return {"type": "text", "text": "".join(kept)}

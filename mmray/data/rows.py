@@ -32,9 +32,11 @@ MAX_TIME_S = 1e6
 MESSAGE_COLUMNS = ("messages", "conversations")
 # Columns of which a row has one.
 _KINDS = (("id", "key"), IMAGE_COLUMNS, ("text", "texts"), MESSAGE_COLUMNS)
-# The first characters of images in base64: JPEG, PNG, GIF, WebP.
-_BASE64_IMAGES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+# The first characters of images in base64: JPEG, PNG, GIF, WebP, TIFF, BMP, and AVIF or JPEG 2000.
+_BASE64_IMAGES = ("/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkq", "TU0AK", "Qk", "AAAA")
 _MIN_BASE64_LENGTH = 64
+_BASE64_BYTES = tuple(each.encode() for each in (*_BASE64_IMAGES, _DATA_URI))
+_URL_SAFE = str.maketrans("-_", "+/")  # of base64 with other characters, for addresses
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -358,11 +360,21 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
     name = value
     data = value
     if isinstance(value, dict):
-        name = value.get("path")
+        name = value.get("path", value.get("url"))
         data = value.get("bytes")
+        if name is None and data is None:
+            fields = ", ".join(map(str, value))[:80]
+            raise BadRow(
+                "columns",
+                kind,
+                f"{article} {kind} is an object with {fields}: give it as bytes, as a path or as "
+                "an object with bytes or path",
+            )
+    if isinstance(data, bytes) and data.startswith(_BASE64_BYTES):
+        data = data.decode(errors="replace")
     if isinstance(data, str) and data.startswith(_DATA_URI):
         return ImageRef(f"the {kind}", data=_decode_data_uri(data), kind=kind)
-    if isinstance(data, str) and data.startswith(_BASE64_IMAGES) and len(data) > _MIN_BASE64_LENGTH:
+    if isinstance(data, str) and _is_base64(data):
         return ImageRef(f"the {kind}", data=_decode_base64(data, f"the {kind}"), kind=kind)
     if isinstance(data, bytes):
         name = name if isinstance(name, str) and name else f"the {kind}"
@@ -384,14 +396,22 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
         return ImageRef(redact_url(name), url=name, kind=kind)
     if not is_safe_path(name):
         shown = redact_url(name) if "://" in name else name[:200]
-        hint = (
-            (" (--allow-urls names the hosts that files are fetched from)") if is_url(name) else ""
-        )
+        hint = ""
+        if is_url(name):
+            hint = " (--allow-urls names the hosts that files are fetched from)"
+        elif name.startswith(("/", "file://")):
+            hint = " (write it relative to the file of the rows)"
         raise BadRow(
             "columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}"
         )
     check_suffix(name)
     return ImageRef(name, file=name, kind=kind)
+
+
+def _is_base64(text: str) -> bool:
+    """Return whether a text is an image in base64 and not a path, which has a dot."""
+    is_long = len(text) > _MIN_BASE64_LENGTH
+    return is_long and text.startswith(_BASE64_IMAGES) and "." not in text
 
 
 def check_suffix(name: str) -> None:
@@ -420,7 +440,7 @@ def _decode_data_uri(uri: str) -> bytes:
 def _decode_base64(text: str, what: str) -> bytes:
     """Return the bytes of a base64 text, which may have line breaks. Raises BadRow."""
     try:
-        return base64.b64decode("".join(text.split()), validate=True)
+        return base64.b64decode("".join(text.split()).translate(_URL_SAFE), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRow("columns", "image", f"{what} is not base64: {error}") from None
 

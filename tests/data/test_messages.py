@@ -48,6 +48,29 @@ def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
             [IMAGE_PART, text("what")],
             ["a.png"],
         ),
+        # Qwen-VL, with the path in the text
+        (
+            {
+                "conversations": [
+                    {"from": "user", "value": "\ufeffPicture 1: <img>a.png</img>\nwhat"},
+                    {"from": "assistant", "value": "a\nb"},
+                ],
+            },
+            [text("Picture 1: "), IMAGE_PART, text("what")],
+            ["a.png"],
+        ),
+        # ShareGPT
+        (
+            {
+                "image": "a.png",
+                "conversations": [
+                    {"from": "human", "value": "what <image>"},
+                    {"from": "chatgpt", "value": "a\nb"},
+                ],
+            },
+            [text("what "), IMAGE_PART],
+            ["a.png"],
+        ),
         (
             {
                 "images": ["a.png", "b.png"],

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.data.formats.source import SourceChunk, check_columns, known_columns
-from mmray.data.formats.text_lines import JsonlSource, LineReader, load_json
+from mmray.data.formats.text_lines import CP1252_HINT, JsonlSource, LineReader, load_json
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow
 from mmray.errors import DataError
@@ -25,7 +25,10 @@ MAX_FIELD_BYTES = 1024 * 1024
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 # JSON lists in a field of a CSV
 _LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", *MESSAGE_COLUMNS)
-_SEPARATOR_LINE = re.compile(rb'"?sep=(.)"?\s*', re.I)  # of Excel
+_NO_HEADER = "; if its first line is a row, number them: --columns image=1 text=2"
+_UTF16_ZEROS = {"UTF-16LE": slice(1, None, 2), "UTF-16BE": slice(0, None, 2)}
+_NUM_ZEROS = 8
+_SEPARATOR_LINE = re.compile(rb'"?sep=(\\t|.)"?\s*', re.I)  # of Excel
 # an image, also one with the number of its caption (Flickr8k), or an address
 _DATA = re.compile(rf"(\w+://.*|.*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?)", re.I)
 
@@ -58,7 +61,8 @@ class CsvSource(JsonlSource):
         """
         super().check(name)
         layout = self._layout(name)
-        check_columns(layout.names, self.columns, f"{self.folder / name} ({self.describe()})")
+        place = f"{self.folder / name} ({self.describe()})"
+        check_columns(layout.names, self.columns, place, _NO_HEADER)
 
     def describe(self) -> str:
         """Return the format with the delimiter that was found, such as `CSV with the delimiter
@@ -91,7 +95,8 @@ class CsvSource(JsonlSource):
         while True:
             try:
                 fields = next(rows)
-                yield fields if len(fields) > 1 or "".join(fields).strip() else []
+                is_row = any(fields[1:]) or bool(fields and fields[0].strip())
+                yield fields if is_row else []  # a spreadsheet may end with rows of delimiters
             except StopIteration:
                 return
             except csv.Error as error:
@@ -120,7 +125,11 @@ class CsvSource(JsonlSource):
                 first = next((line for line in lines if line.strip()), b"")
         _check_line_ends(first, str(path))
         text = first.decode(errors="replace")
-        delimiter = separator[1].decode("latin-1") if separator else self._find_delimiter(text)
+        delimiter = (
+            separator[1].decode("latin-1").replace("\\t", "\t")
+            if separator
+            else self._find_delimiter(text)
+        )
         dialect = self._dialect(delimiter, text)
         with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file, start)
@@ -168,7 +177,9 @@ class CsvSource(JsonlSource):
         if known_columns(self.columns).isdisjoint(names):
             data = [number for number, name in enumerate(names, 1) if _DATA.fullmatch(name)]
             if data:
-                text = next((n for n in range(1, len(names) + 1) if n not in data), data[0])
+                others = [number for number in range(1, len(names) + 1) if number not in data]
+                # the longest field, not the number of a row
+                text = max(others, key=lambda number: len(names[number - 1]), default=data[0])
                 raise DataError(
                     f"{place}: the first line has no names of columns but a row "
                     f"({', '.join(names)[:200]}). Number the columns: "
@@ -246,10 +257,17 @@ class TsvSource(CsvSource):
 def _check_line_ends(line: bytes, place: str) -> None:
     """Raise DataError for text of which Python's csv gives no useful error."""
     if b"\0" in line:
-        raise DataError(
-            f"{place} has zero bytes, as UTF-16 without a byte order mark has: convert it with "
-            "`iconv -f UTF-16LE -t UTF-8 FILE > NEW`"
+        # ASCII characters have their zeros in the second or in the first byte
+        encoding = next(
+            (name for name, zeros in _UTF16_ZEROS.items() if not any(line[zeros][:_NUM_ZEROS])), ""
         )
+        problem = "has zero bytes: it is no text"
+        if encoding and b"\0\0" not in line:
+            problem = (
+                f"has zero bytes, as {encoding} without a byte order mark has: convert it with "
+                f"`iconv -f {encoding} -t UTF-8 FILE > NEW`"
+            )
+        raise DataError(f"{place} {problem}")
     if b"\r" in line.rstrip(b"\r\n"):
         raise DataError(
             f"{place}: lines end with a carriage return only (old Macs): convert them with "
@@ -265,9 +283,11 @@ def _parse_list(text: str) -> Any:
     try:
         return load_json(text.encode())
     except BadRow:
-        if text.startswith("["):
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                return ast.literal_eval(text)
+        if not text.startswith("["):
+            detail = f'not JSON: a list is written as ["a", "b"] (got {text[:80]!r})'
+            raise BadRow("parse", "json", detail) from None
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return ast.literal_eval(text)
         raise
 
 
@@ -279,6 +299,6 @@ def _decode_fields(record: list[str] | BadRow) -> list[str]:
     except UnicodeDecodeError as error:
         detail = (
             f"not UTF-8 at byte {error.start} of a field (byte {error.object[error.start]:#x}; "
-            "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FILE > NEW`)"
+            f"{CP1252_HINT})"
         )
         raise BadRow("parse", "encoding", detail) from None

@@ -5,6 +5,7 @@ Formats are classes in the table `FORMATS`; their attributes define how each is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -20,6 +21,7 @@ from mmray.errors import DataError, UsageError
 from mmray.storage.paths import AnyPath, to_path
 
 _HEAD_BYTES = 512
+_COMPRESSED = {".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"}
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,13 @@ def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
         )
     files = [name for name in names if "/" not in name and name.lower().endswith(_file_suffixes())]
     hint = "it needs tars, Parquet or images"
+    if suffixes := Counter(PurePosixPath(name).suffix.lower() or "none" for name in names):
+        counts = ", ".join(f"{suffix} {count:,}" for suffix, count in suffixes.most_common(5))
+        hint = f"it needs tars, Parquet or images; it has {counts} (files by suffix)"
+    if any(map(is_image, names)):
+        hint += ", and images need captions (0.txt next to 0.jpg) or folders of classes"
+    if set(suffixes) & _COMPRESSED:
+        hint += ": unpack them first"
     if files:
         hint = f"give the path of one of its files ({', '.join(files[:5])})"
     raise DataError(f"no known source format found in {folder}: {hint}")
@@ -178,10 +187,15 @@ def _check_class_folders(folder: AnyPath, names: list[str]) -> None:
     ]
     force = "to make captions from the names of the folders, use --format folders"
     if captions:
+        advice = "give the path of such a file with rows"
+        if all(name.rpartition(".")[0] in stems for name in captions):
+            advice = (
+                f"captions next to images are read from {', '.join(CAPTION_SUFFIXES)} (and .json "
+                "in tars): rename them"
+            )
         raise DataError(
             f"{folder} has images in folders, and {len(captions):,} files that may have "
-            "their captions "
-            f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
+            f"their captions ({', '.join(captions[:5])}): {advice}, or {force}"
         )
     classes = {class_name for _, class_name in split_and_class_of(images)} - {None}
     if len(classes) < 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
@@ -16,8 +17,8 @@ from typing import Any, ClassVar
 import orjson
 
 from mmray.data.formats.source import RawRow, Source, SourceChunk, is_about_the_data, read_head
-from mmray.data.formats.splits import split_of_folder, splits_of_files
-from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
+from mmray.data.formats.splits import split_of_folder, splits_of_files, splits_of_folders
+from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource, decode_text
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
@@ -99,12 +100,7 @@ class ListingSource(Source):
             data = read_file(self.folder, name, self.links)
         if name.lower().endswith(SUBTITLE_SUFFIXES):
             return record | {"texts": parse_subtitles(data, name)}
-        try:
-            lines = data.decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
-            raise BadRow(
-                "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"
-            ) from None
+        lines = decode_text(data, name).splitlines()
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 
 
@@ -116,7 +112,8 @@ def is_image(name: str) -> bool:
 
 
 def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix(""))
+    """Return a path without its suffix, in composed Unicode (NFC), so that names are compared."""
+    return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
 
 
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
@@ -133,25 +130,43 @@ def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | Non
     Returns:
         (split, class) of each image, in order; None for what its folders do not define.
     """
-    folders = [name.split("/")[:-1] for name in names]
-    splits = [split_of_folder(folder[0]) if folder else None for folder in folders]
+    folders = _skip_common_folder([name.split("/")[:-1] for name in names])
+    split_of = splits_of_folders({folder[0] for folder in folders if folder})
+    splits = [split_of[folder[0]] if folder else None for folder in folders]
     are_splits = len(set(splits) - {None}) > 1 or all(
         split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True)
     )
     if not are_splits:
         splits = [None] * len(names)
     below = [
-        (folder[1:] if split else folder) if split or not are_splits else []
+        (_skip_repeated(folder) if split else folder) if split or not are_splits else []
         for split, folder in zip(splits, folders, strict=True)
     ]
-    # photos/cat and photos/dog: the one folder `photos` is not a class
-    while len({folder[0] if folder else "" for folder in below}) == 1 and all(
-        len(folder) > 1 for folder in below
-    ):
-        below = [folder[1:] for folder in below]
     return [
-        (split, folder[0] if folder else None) for split, folder in zip(splits, below, strict=True)
+        (split, folder[0] if folder else None)
+        for split, folder in zip(splits, _skip_common_folder(below), strict=True)
     ]
+
+
+def _skip_common_folder(folders: list[list[str]]) -> list[list[str]]:
+    """Leave out a first folder that is the same for all: the one of photos/cat and photos/dog.
+
+    The only folder of a path stays, and one that is a split.
+    """
+    while all(len(folder) > 1 for folder in folders):
+        first = {folder[0] for folder in folders}
+        if len(first) != 1 or split_of_folder(*first):
+            break
+        folders = [folder[1:] for folder in folders]
+    return folders
+
+
+def _skip_repeated(folder: list[str]) -> list[str]:
+    """Leave out the folder of a split, also if it is repeated, as in seg_train/seg_train/sea."""
+    first = folder[0]
+    while folder and folder[0] == first:
+        folder = folder[1:]
+    return folder
 
 
 class ClassFolders(ListingSource):
@@ -160,6 +175,7 @@ class ClassFolders(ListingSource):
     """
 
     title = "a folder for each class"
+    row_needs = "the layout CLASS/image or SPLIT/CLASS/image"
     reads_file = False
     reads_folder = True
 
@@ -172,6 +188,8 @@ class ClassFolders(ListingSource):
         names = [name for name in files if is_image(name)]
         self.ignored.update(PurePosixPath(name).suffix for name in files if not is_image(name))
         folders = split_and_class_of(names)
+        if all(each is None for _, each in folders):  # the user sets this format, so it has classes
+            folders = [(None, name.split("/")[0] if "/" in name else None) for name in names]
         labels = {
             name: label
             for label, name in enumerate(sorted({each for _, each in folders if each is not None}))
@@ -200,6 +218,7 @@ class ImageTextPairs(ListingSource):
     """
 
     title = "media and text pairs"
+    row_needs = "a file with its text next to it, such as a/0.jpg and a/0.txt"
     reads_file = False
     reads_folder = True
 
@@ -264,17 +283,19 @@ class JsonArraySource(ListingSource):
     """
 
     title = "JSON array"
-    suffixes = (".json",)
+    suffixes = (".json", ".jsonl", ".ndjson")
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a .json file starts with `[`.
+        """Return whether a file starts with `[`; one that should have JSON lines with `[{`.
 
         Args:
             folder: Folder of the source.
             name: Path of the file in it.
         """
-        return read_head(folder, name).removeprefix(BOM).lstrip().startswith(b"[")
+        head = read_head(folder, name).removeprefix(BOM).lstrip()
+        is_json = name.lower().endswith(".json")
+        return head.startswith(b"[") and (is_json or head[1:].lstrip().startswith(b"{"))
 
     def list_rows(self) -> Rows:
         for number, item in enumerate(self._items(), 1):
@@ -328,6 +349,7 @@ class CocoSource(ListingSource):
     """
 
     title = "COCO"
+    row_needs = "an image, and a caption or an object with a category"
     suffixes = (".json",)
 
     @classmethod

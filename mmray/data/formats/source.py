@@ -25,16 +25,19 @@ from mmray.data.rows import (
     is_valid_name,
     rename_columns,
 )
-from mmray.errors import DataError
+from mmray.errors import DataError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
 # Common names of columns in public data sets, to suggest one in a message.
 _COMMON_NAMES = {
-    "image": "img image_file file_name filename file filepath file_path path image_url url "
-    "image_path image_bytes jpg png photo",
-    "text": "caption captions title sentence sentences description alt alt_text raw "
-    "conversation prompt txt label",
+    "image": "image img image_name img_path image_file file_name filename file filepath file_path "
+    "path image_url url image_path image_bytes jpg png photo",
+    "text": "text comment comments caption captions title sentence sentences description alt "
+    "alt_text raw conversation prompt txt label",
 }
+_NUMBERING = "_0123456789"
+# Files and folders that macOS, Windows and network disks add.
+_SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,11 @@ class Source:
             them is detected by its suffix and `matches_file`. Empty: there are no such bytes.
         magic_offset: Index of the first of these bytes in the file.
         suffixes: Suffixes of the files, such as `.csv`.
+        row_needs: What a row needs, for the message if rows lack an image or a text.
     """
 
     title: ClassVar[str]
+    row_needs: ClassVar[str] = "an image (a path relative to the file of the rows) and a text"
     reads_file: ClassVar[bool] = True
     reads_folder: ClassVar[bool] = False
     magic: ClassVar[bytes] = b""
@@ -310,13 +315,16 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
     return {columns.get(column, column) for column in COLUMNS}
 
 
-def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) -> None:
+def check_columns(
+    names: Sequence[str], columns: Mapping[str, str], place: str, no_match: str = ""
+) -> None:
     """Raise DataError if no column of a source has images, audio or video, or none has texts.
 
     Args:
         names: Names of all columns of the source.
         columns: Column of the source by mmray's column name.
         place: The file, for the message.
+        no_match: Advice if no name is known or common.
     """
     advice = []
     missing = []
@@ -327,13 +335,24 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) 
     ):
         if not any(columns.get(column, column) in names for column in ours):
             common = _COMMON_NAMES[kind].split()
-            guess = next((name for name in names if name.lower() in common), "NAME")
+            # also image_1 and Caption2
+            guess = next(
+                (name for name in names if name.lower().rstrip(_NUMBERING) in common), "NAME"
+            )
             missing.append(f"none is `{kind}`")
             advice.append(f"{kind}={guess}")
+    lacking = [theirs for theirs in columns.values() if theirs not in names]
+    if missing and lacking:
+        raise DataError(
+            f"{place} has no column `{lacking[0]}`, which --columns names; "
+            f"{suggest(lacking[0], names)}"
+        )
     if missing:
+        is_unknown = len(missing) == 2 and all(each.endswith("=NAME") for each in advice)
         raise DataError(
             f"{place} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
             f"{'one' if len(missing) == 1 else 'them'} with --columns {' '.join(advice)}"
+            f"{no_match if is_unknown else ''}"
         )
 
 
@@ -398,9 +417,11 @@ def list_visible_files(folder: AnyPath) -> list[str]:
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether a part of a path starts with a dot (`._0.jpg`) or is `__MACOSX`."""
+    """Return whether a part of a path starts with a dot (`._0.jpg`), or is a file or folder that an
+    operating system adds, such as `__MACOSX` and `Thumbs.db`.
+    """
     return any(
-        (part.startswith(".") and part not in (".", "..")) or part == "__MACOSX"
+        (part.startswith(".") and part not in (".", "..")) or part.lower() in _SYSTEM_FILES
         for part in path.split("/")
     )
 

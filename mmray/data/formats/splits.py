@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 from mmray.data.rows import HELD_OUT_SPLITS
 
 _WORDS = {name: name for name in ("train", *HELD_OUT_SPLITS)} | {
     "training": "train",
+    "trn": "train",
     "testing": "test",
+    "tst": "test",
+    "testdev": "test",
+    "holdout": "test",
+    "heldout": "test",
     "evaluation": "eval",
+    "minival": "val",
 }
-_WORD = "|".join(sorted(_WORDS, key=len, reverse=True))
-# train, Testing, val2017, train_images, test-00; but not train_station
-_FOLDER = re.compile(rf"({_WORD})([-_. ]?(\d+|set|split|data|images|samples|shards?))*", re.I)
+_WORD = "|".join((*sorted(_WORDS, key=len, reverse=True), "h[eo]ld[-_]out"))
+_END = r"[-_. ]?(\d+|set|split|data|images|samples|shards?|seen|unseen|[a-d])"
+# train, Testing, val2017, train_images, testA; but not train_station
+_FOLDER = re.compile(rf"({_WORD})({_END})*", re.I)
 # train-00000-of-00002, cc3m_val_0001; but not trainer or contest
-_FILE = re.compile(rf"(?<![a-z])({_WORD})(?![a-z])", re.I)
+_IN_NAME = re.compile(rf"(?<![a-z])({_WORD})(?![a-z])", re.I)
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # of the second word in TestSet
+_NO_LETTER = re.compile(r"[^a-z]+")
 _PARTITION = re.compile(r"split=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -27,8 +37,32 @@ def split_of_folder(name: str) -> str | None:
     """
     if partition := _PARTITION.fullmatch(name):
         return partition[1]
-    word = _FOLDER.fullmatch(name)
-    return _WORDS[word[1].lower()] if word else None
+    word = _FOLDER.fullmatch(name.rpartition("=")[2])  # also subset=train
+    return _split_of_word(word[1]) if word else None
+
+
+def splits_of_folders(names: Collection[str]) -> dict[str, str | None]:
+    """Return the split that each of several folders next to each other means.
+
+    A name that has the word of a split next to other words means this split only if another name
+    differs from it in that word and in numbers: `seg_train` and `seg_test` are splits, and
+    `train_station` and `bus` are not.
+
+    Args:
+        names: Names of folders in the same folder.
+
+    Returns:
+        Split by name; None for a folder that is not a split.
+    """
+    words = {name: _find_word(name) for name in names}
+    splits_by_rest: dict[str, set[str]] = defaultdict(set)
+    for name, word in words.items():
+        if word is not None:
+            rest = _NO_LETTER.sub("", name.lower().replace(word.lower(), "", 1))
+            splits_by_rest[rest].add(_split_of_word(word))
+    if any(len(splits) > 1 for splits in splits_by_rest.values()):
+        return {name: _split_of_word(word) if word else None for name, word in words.items()}
+    return {name: split_of_folder(name) for name in names}
 
 
 def split_of_file(path: str) -> str | None:
@@ -45,12 +79,32 @@ def split_of_file(path: str) -> str | None:
         `train`, a held-out split (`test`, `val`, `valid`, `validation`, `dev` or `eval`), or the
         value of a folder `split=VALUE`; None if the path names no split.
     """
-    *folders, name = path.split("/")
-    for folder in folders:
-        if split := split_of_folder(folder):
-            return split
-    word = _FILE.search(name)
-    return _WORDS[word[1].lower()] if word else None
+    return splits_of_paths([path])[path]
+
+
+def splits_of_paths(paths: Sequence[str]) -> dict[str, str | None]:
+    """Return the split that each path means, by its folders or its file name.
+
+    Args:
+        paths: Relative paths, with `/`.
+
+    Returns:
+        Split by path, of the outermost folder that means one, otherwise of the file name; None if
+        the path names no split.
+    """
+    levels: dict[int, set[str]] = defaultdict(set)
+    for path in paths:
+        for depth, name in enumerate(path.split("/")[:-1]):
+            levels[depth].add(name)
+    folders = {depth: splits_of_folders(names) for depth, names in levels.items()}
+    splits: dict[str, str | None] = {}
+    for path in paths:
+        *names, file = path.split("/")
+        of_folders = [folders[depth][name] for depth, name in enumerate(names)]
+        word = _find_word(file)
+        of_file = _split_of_word(word) if word else None
+        splits[path] = next(filter(None, of_folders), of_file)
+    return splits
 
 
 def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
@@ -67,7 +121,17 @@ def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
     Returns:
         Split by path, such as {"val/0.tar": "val", "0.tar": None}.
     """
-    splits = {path: split_of_file(path) for path in paths}
+    splits = splits_of_paths(paths)
     found = set(splits.values())
     is_vehicle = found == {None, "train"}
     return dict.fromkeys(paths) if is_vehicle else splits
+
+
+def _find_word(name: str) -> str | None:
+    """Return the word of a name that means a split, and that is not a part of a longer word."""
+    word = _IN_NAME.search(_CAPITAL.sub("_", name))
+    return word[1] if word else None
+
+
+def _split_of_word(word: str) -> str:
+    return _WORDS[_NO_LETTER.sub("", word.lower())]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -19,7 +20,8 @@ from mmray.data.formats.source import (
     changed_error,
     read_head,
 )
-from mmray.data.formats.splits import split_of_file, splits_of_files
+from mmray.data.formats.splits import splits_of_files, splits_of_paths
+from mmray.data.images.formats import detect_format
 from mmray.data.rows import IMAGE_COLUMNS, MEDIA_COLUMNS, BadRow, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, open_sequential
@@ -29,11 +31,19 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
 _OTHER_FORMATS = (
-    (b"\x1f\x8b", "is gzip: unpack it first"),
-    (b"PK\x03\x04", "is a zip archive: unpack it first"),
+    (b"\x1f\x8b", "is gzip: unpack it with `gunzip {}`"),
+    (b"BZh", "is bzip2: unpack it with `bunzip2 {}`"),
+    (b"\xfd7zXZ", "is xz: unpack it with `unxz {}`"),
+    (b"\x28\xb5\x2f\xfd", "is zstd: unpack it with `unzstd {}`"),
+    (b"PK\x03\x04", "is a zip archive or a workbook: unpack it, or save the sheet as CSV in UTF-8"),
+    (b"\xd0\xcf\x11\xe0", "is a workbook: save the sheet as CSV in UTF-8"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
+    (b"ARROW1", "is an Arrow file: write it as Parquet, or pass the table to `mmray.prepare`"),
+    (b"\x89HDF", "is HDF5: pass its rows to `mmray.prepare` as an iterable of dicts"),
+    (b"SQLite format 3", "is a database: export a table as CSV"),
 )
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+CP1252_HINT = "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FILE > NEW`"
 
 
 class LineReader(Iterator[bytes]):
@@ -91,7 +101,7 @@ class JsonlSource(Source):
             names: Visible files of the folder, as relative paths.
         """
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
-        return len(files) > 1 and None not in set(map(split_of_file, files))
+        return len(files) > 1 and None not in splits_of_paths(files).values()
 
     def names(self) -> list[str]:
         """Return the files of the source as relative paths."""
@@ -180,8 +190,13 @@ class JsonlSource(Source):
         """
         head = read_head(self.folder, name)
         for mark, advice in _OTHER_FORMATS:
-            if head.removeprefix(BOM).lstrip().startswith(mark):
-                raise DataError(f"{self.folder / name} {advice}")
+            if head.startswith(mark):
+                raise DataError(f"{self.folder / name} {advice.format(name)}")
+        image = detect_format(head)
+        if image and b"\0" in head:  # a text may also start with the letters of a format
+            raise DataError(
+                f"{self.folder / name} is an image ({image}): give a file of rows, or a folder"
+            )
         if self.is_utf16(name):
             self._convert_utf16(name)
 
@@ -268,7 +283,7 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
 
     Args:
         data: Its UTF-8 bytes.
-        strict: Reject NaN, infinities and repeated names.
+        strict: Reject infinities and repeated names.
 
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
@@ -284,7 +299,7 @@ def load_json(data: bytes, strict: bool = True) -> Any:
 
     Args:
         data: Its UTF-8 bytes.
-        strict: Reject NaN, infinities and repeated names.
+        strict: Reject infinities and repeated names.
 
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
@@ -292,14 +307,30 @@ def load_json(data: bytes, strict: bool = True) -> Any:
     if len(data) > MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {MAX_LINE_BYTES} bytes")
     hooks: dict[str, Any] = (
-        {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_constant} if strict else {}
+        {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_infinity} if strict else {}
     )
+    text = decode_text(data, "the JSON")
     try:
-        return json.loads(data.decode(), **hooks)
-    except UnicodeDecodeError as error:
-        raise BadRow("parse", "encoding", f"not UTF-8 at byte {error.start} of the line") from None
+        return json.loads(text, **hooks)
     except (ValueError, RecursionError) as error:
         raise BadRow("parse", "json", f"not JSON: {error}") from None
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Decode UTF-8, or UTF-16 with a byte order mark; the mark is removed.
+
+    Args:
+        data: A complete text.
+        name: Name of the file or line, for the message.
+
+    Raises:
+        BadRow: With stage `parse` and reason `encoding`.
+    """
+    try:
+        return data.decode("utf-16" if data.startswith(_UTF16_MARKS) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        detail = f"{name} is not UTF-8 at byte {error.start} ({CP1252_HINT})"
+        raise BadRow("parse", "encoding", detail) from None
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -312,5 +343,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _refuse_constant(constant: str) -> None:
+def _refuse_infinity(constant: str) -> float:
+    if constant == "NaN":  # a missing number, as Python and pandas write it
+        return math.nan
     raise ValueError(f"{constant} is not a JSON value")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from mmray.data.rows import MESSAGE_COLUMNS
@@ -30,6 +31,11 @@ def normalize_values(
         The converted values, without missing ones.
     """
     values = {name: value for name, value in values.items() if not _is_missing(value)}
+    if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
+        del values["image"]  # a conversation without images
+    if isinstance(values.get("text"), bytes):  # a Parquet file whose texts are not marked as texts
+        with suppress(UnicodeDecodeError):
+            values["text"] = values["text"].decode()
     for name in ("id", "key", "label"):
         if name in values:
             values[name] = _as_identifier(values[name])
@@ -84,8 +90,8 @@ def _is_missing(value: Any) -> bool:
 
 
 def _as_identifier(value: Any) -> Any:
-    """Return a whole float as an integer, and bytes as text or in hexadecimal."""
-    if isinstance(value, float) and value.is_integer():
+    """Return a whole number as an integer, and bytes as text or in hexadecimal."""
+    if isinstance(value, (float, Decimal)) and math.isfinite(value) and value == int(value):
         return int(value)
     if isinstance(value, bytes):
         text = value.decode(errors="replace")

@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import Any
 
 from mmray.data.formats.source import (
+    RawRow,
     Source,
     SourceChunk,
     check_unchanged,
@@ -29,8 +30,8 @@ from mmray.data.formats.source import (
     is_hidden,
     read_head,
 )
-from mmray.data.formats.splits import splits_of_files
-from mmray.data.formats.text_lines import BOM, parse_json
+from mmray.data.formats.splits import split_of_file, splits_of_files
+from mmray.data.formats.text_lines import decode_text, parse_json
 from mmray.data.formats.values import class_name
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import MAX_IMAGE_BYTES
@@ -69,6 +70,11 @@ class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order."""
 
     title = "WebDataset"
+    row_needs = (
+        "an image and a text next to each other in one tar, with the same folder and the same name "
+        "up to the first dot, such as a/0.jpg and a/0.txt; or 0.cls, and classnames.txt next to "
+        "the tar"
+    )
     reads_folder = True
     magic = b"ustar"
     magic_offset = 257
@@ -94,9 +100,10 @@ class WebDatasetSource(Source):
         """
         files = [] if self.name else self.visible_files()
         names = self.files_with_suffix(self.suffixes, files)
-        for name in set(_CLASS_FILES).intersection(files):
-            lines = (self.folder / name).read_bytes().decode("utf-8-sig").splitlines()
-            self.class_names = tuple(class_name(line) for line in lines if line.strip())
+        for path in (self.folder / each for each in _CLASS_FILES):
+            if path.is_file():
+                lines = path.read_bytes().decode("utf-8-sig").splitlines()
+                self.class_names = tuple(class_name(line) for line in lines if line.strip())
         splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             name = names[index]
@@ -136,6 +143,24 @@ class WebDatasetSource(Source):
             yield number, f"{chunk.file}/{stem}", sample
         check_unchanged(self.folder, chunk)
 
+    def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
+        """Yield the samples of a tar, parsed.
+
+        A sample without a split gets that of the tar, otherwise that of its folder in the tar.
+
+        Args:
+            chunk: The tar, as `scan` yielded it.
+
+        Raises:
+            DataError: As `records`.
+        """
+        for row in super().read(chunk):
+            folder = row.location.removeprefix(f"{chunk.file}/").rpartition("/")[0]
+            split = split_of_file(f"{folder}/")
+            if split and not isinstance(row.values, BadRow):
+                row.values.setdefault("split", split)
+            yield row
+
     def parse(self, record: Sample) -> dict[str, Any]:
         """Return the values of a sample by column name.
 
@@ -169,13 +194,13 @@ class WebDatasetSource(Source):
                 _TEXT_EXTENSIONS & members.keys()
             ) or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
-            parsed = parse_json((members["json"].data or b"").removeprefix(BOM), strict=False)
+            parsed = parse_json(members["json"].data or b"", strict=False)
             values = {name: value for name, value in parsed.items() if name in used}
             if "caption" in values and "caption" not in mapped:
                 caption = values.pop("caption")
                 values = values if "texts" in values else {"text": caption} | values
         if "txt" in members:
-            values["text"] = _decode_text("txt", members["txt"])
+            values["text"] = decode_text(members["txt"].data or b"", "the txt")
         for extension, member in members.items():
             if f".{extension}" in SUBTITLE_SUFFIXES:
                 values.pop("text", None)
@@ -186,7 +211,7 @@ class WebDatasetSource(Source):
             if kind is not None:
                 values[kind] = replace(member, kind=kind)
         if "cls" in members:
-            values["label"] = _decode_text("cls", members["cls"])
+            values["label"] = decode_text(members["cls"].data or b"", "the cls")
             with suppress(ValueError):  # parse_row rejects a text
                 values["label"] = int(values["label"])
         for extension in members:
@@ -212,15 +237,6 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
         if f".{suffix}" in IMAGE_SUFFIXES and (not number or _NUMBER.fullmatch(number)):
             numbered.append((int(number) if number else -1, member))
     return [member for _, member in sorted(numbered, key=itemgetter(0))]
-
-
-def _decode_text(extension: str, member: TarMember) -> str:
-    try:
-        return (member.data or b"").decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadRow(
-            "parse", "encoding", f"the {extension} is not UTF-8 at byte {error.start}"
-        ) from None
 
 
 def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from mmray.data.rows import BadRow, ImageRef, is_safe_path
@@ -24,6 +25,7 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 Links = tuple[str, ...] | None
 """Folders to which symbolic links out of the folder of the source may lead. Empty: all folders of
 the file system of the source; None: links are not followed."""
+_MAX_COMPARED_NAMES = 100_000  # of a folder, to explain a missing file
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
@@ -136,16 +138,42 @@ def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
             _check_regular_file(folder, name, links)
         return retry_if_remote(folder, read)
     except (FileNotFoundError, NotADirectoryError):
-        hint = ""
-        slashed = name.replace("\\", "/")
-        if isinstance(folder, Path) and slashed != name and is_safe_path(slashed):
-            found = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
-            hint = f"; the path has backslashes, {found}: write it with /"
+        hint = _hint_at_missing(folder, name) if isinstance(folder, Path) else ""
         raise BadRow("read", "missing-image", f"there is no file {name}{hint}") from None
     except OSError as error:
         if error.errno not in _BAD_NAME_ERRNOS:
             raise
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+def _hint_at_missing(folder: Path, name: str) -> str:
+    """Return what may be wrong with the path of a missing file, with the name that exists."""
+    slashed = name.replace("\\", "/")
+    if slashed != name and is_safe_path(slashed):
+        found = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
+        return f"; the path has backslashes, {found}: write it with /"
+    parent, slash, base = name.strip().rpartition("/")
+    names = _list_folder(folder / parent)
+    wanted = unicodedata.normalize("NFKC", base).casefold()
+    for each in names:
+        alike = unicodedata.normalize("NFKC", each).casefold()
+        if wanted in (alike, alike.rpartition(".")[0]):
+            return f"; {parent}{slash}{each} exists: write its name exactly so"
+    for each in names:
+        if (folder / parent / each / base).is_file():
+            return (
+                f"; {parent}{slash}{each}/{base} exists: put the file of the rows into "
+                f"{folder / parent / each}, because paths are relative to it"
+            )
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _list_folder(folder: Path) -> list[str]:
+    """Return the names in a folder, at most 100,000; none if it does not exist."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _MAX_COMPARED_NAMES)]
+    return []
 
 
 def _check_reference(image: ImageRef) -> None:

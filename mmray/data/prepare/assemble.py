@@ -446,6 +446,7 @@ def rejection_error(
     total: int,
     result: PrepareResult,
     max_bad_fraction: float,
+    row_needs: str,
 ) -> DataError:
     """Return the error for a source with too many bad rows, or without a good row.
 
@@ -456,6 +457,7 @@ def rejection_error(
         total: Number of rows of the source; larger than `num_read` if prepare stopped early.
         result: Counts of bad rows by reason, with examples.
         max_bad_fraction: Limit of bad rows as a fraction of `total`.
+        row_needs: What a row of the format needs, for the message.
     """
     reasons = result.reasons
     quarantine = f"{out / result.quarantine}"
@@ -471,10 +473,7 @@ def rejection_error(
     kinds = reasons.keys() - {OVERLAP}
     advice = "Correct the source: the lines above name what was found, and how to fix it."
     if kinds & _COLUMN_REASONS:
-        advice = (
-            "Each row needs `image` (a path relative to its folder) and `text`. Map other column "
-            "names with --columns image=NAME text=NAME."
-        )
+        advice = f"Each row needs {row_needs}."
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = ""

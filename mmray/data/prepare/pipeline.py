@@ -278,6 +278,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
     first_rows = preview.read_first_rows(source, chunks)
+    preview.check_json_columns(source, first_rows)
     source.class_names = source.class_names or preview.find_class_names(source, chunks, first_rows)
     job = replace(job, class_names=source.class_names)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
@@ -322,7 +323,13 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     num_bad = result.reasons.total()
     if is_rejected:
         raise assemble.rejection_error(
-            source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction
+            source_path,
+            out,
+            num_rows + num_bad,
+            total,
+            result,
+            settings.max_bad_fraction,
+            source.row_needs,
         )
     shards = [shard for shard in result.shards if shard.num_kept]
     # rows without a split are training rows if others have one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,12 @@ from itertools import chain, islice
 from typing import Any
 
 from mmray.builtin import COLUMNS
-from mmray.data.formats.source import RawRow, Source, SourceChunk
+from mmray.data.formats.listing import JsonArraySource
+from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns
+from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import class_name, is_class
 from mmray.data.images.decode import BadImage
+from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob
@@ -44,6 +48,45 @@ def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRo
         DataError: A chunk changed after it was scanned.
     """
     return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
+
+
+def check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
+    """Check that JSON rows have columns of images and texts, as other formats check their header.
+
+    Args:
+        source: The source, whose `scan` was iterated.
+        first_rows: The first rows, parsed: values by column, or a BadRow.
+
+    Raises:
+        DataError: No row has a column of images or media, or none has texts.
+    """
+    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    if not rows or type(source) not in (JsonlSource, JsonArraySource):
+        return
+    place = f"{source.folder / source.name} ({source.describe()})"
+    names = {name: None for values in rows for name in values}
+    if len(first_rows) == 1 and (items := _find_items(rows[0])):
+        raise DataError(
+            f"{place} is one object with {', '.join(names)[:200]}, and not a row: write its rows "
+            f"as JSON lines, for example with `jq -c '{items}' {source.name} > rows.jsonl`"
+        )
+    # rename_columns has dropped what a mapped column replaces
+    lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
+    check_columns(list(names), lacking, place)
+
+
+def _find_items(values: dict[str, Any]) -> str:
+    """Return the expression of jq for the rows inside of a JSON object; "" if it is a row."""
+    for name, value in values.items():
+        if name in COLUMNS:
+            return ""
+        if isinstance(value, dict):
+            return ".[]"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return f".{json.dumps(name)}[]"
+        if name.lower().endswith(IMAGE_SUFFIXES):
+            return "to_entries[] | {image: .key, text: .value}"
+    return ""
 
 
 def find_class_names(
@@ -192,6 +235,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         source = job.open()
         chunks = list(source.scan(job.rows_per_shard, ()))
         first_rows = read_first_rows(source, chunks)
+        check_json_columns(source, first_rows)
         names = source.class_names or find_class_names(source, chunks[:1], first_rows)
         source.class_names = names
         yield from describe_source(job, source, chunks, first_rows)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MAX_CAPTION_BYTES = 64 * 1024
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
+# Unicode category Cc, which is stable, and the byte order mark
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ufeff]")
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
 

@@ -184,7 +184,12 @@ LINES = {
     "no image": ({"text": "x"}, "columns no-image", ""),
     "an image that is a number": (GOOD | {"image": 5}, "columns image", ""),
     "a caption that is a number": (GOOD | {"text": 5}, "text type", ""),
-    "NaN": (b'{"image": "good.png", "text": "x", "label": NaN}', "parse json", ""),
+    "NaN": (
+        b'{"id": "n", "image": "good.png", "text": "x", "label": NaN}',
+        KEPT,
+        "a missing value",
+    ),
+    "Infinity": (b'{"image": "good.png", "text": "x", "label": Infinity}', "parse json", ""),
     "a duplicate JSON key": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
     "NUL in a path": (GOOD | {"image": "a\0.png"}, "columns path", ""),
     "NUL in a caption": (

@@ -36,6 +36,8 @@ def write(tmp_path):
         ('"sep=|"\nimage|text\n0.png|one, two\n1.png|three\n', "bar"),
         ('image, text\n0.png, "one, two"\n1.png, three\n', "comma"),
         ('\ufeffimage,text\n0.png,"one, two"\n1.png,three\n', "comma"),
+        ("sep=\\t\nimage\ttext\n0.png\tone, two\n1.png\tthree\n", "tab"),
+        ('image,text\n0.png,"one, two"\n1.png,three\n,\n', "comma"),
         # the delimiter with the known names, not the one with most fields
         ("image;text;a,b,c,d\n0.png;one, two;x\n1.png;three;x\n", "semicolon"),
     ],
@@ -83,6 +85,9 @@ def test_file_without_names_of_columns_is_refused_until_they_are_numbered(write,
         (["one"], "rows.tsv:1"),
         (["two"], "rows.tsv:2"),
     ]
+    numbered = write("0,0.png,one\n1,1.png,two\n", "numbered.csv")
+    with pytest.raises(DataError, match=r"image=2 text=3"):
+        prepared(numbered, tmp_path / "numbered")
     flickr = write("0.png#0\tone\n1.png#1\ttwo\n", "token.txt")
     with pytest.raises(DataError, match=r"image=1 text=2"):
         prepared(flickr, tmp_path / "flickr")
@@ -93,6 +98,13 @@ def test_file_without_names_of_columns_is_refused_until_they_are_numbered(write,
     [
         (b"\xff\xfei\0m\0\x00\xd8", "is damaged UTF-16"),
         ("image,text\n0.png,x\n".encode("utf-16-le"), "zero bytes.*iconv -f UTF-16LE"),
+        ("image,text\n0.png,x\n".encode("utf-16-be"), "zero bytes.*iconv -f UTF-16BE"),
+        (bytes(64), "is no text"),
+        (b"\xd0\xcf\x11\xe0" + bytes(64), "is a workbook: save the sheet as CSV"),
+        (b"\xfd7zXZ" + bytes(64), "is xz: unpack it with `unxz rows.csv`"),
+        (color_image(0), r"is an image \(PNG\): give a file of rows"),
+        (b"a,b\n0,x\n", "if its first line is a row, number them: --columns image=1 text=2"),
+        (b"image_name,comment1\n0.png,x\n", "--columns image=image_name text=comment1"),
         (b"image,text\r0.png,x\r1.png,y\r", "carriage return only"),
         (b"file_name,title\n0.png,x\n", r"--columns image=file_name text=title"),
         (b"path;x\n0.png;y\n", r"\(CSV with the delimiter semicolon\) has the columns path, x"),
@@ -104,6 +116,44 @@ def test_file_without_names_of_columns_is_refused_until_they_are_numbered(write,
 def test_refusal_names_what_was_found_and_the_fix(write, tmp_path, data, message):
     with pytest.raises(DataError, match=f"(?s){message}"):
         prepared(write(data), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("photos/A.PNG", "photos/a.png exists: write its name exactly so"),
+        ("photos/a", "photos/a.png exists"),
+        (" photos/a.png", "photos/a.png exists"),
+        ("a.png", "photos/a.png exists: put the file of the rows into "),
+        ("/data/photos/a.png", "write it relative to the file of the rows"),
+    ],
+)
+def test_missing_image_names_the_file_that_exists(write, tmp_path, path, hint):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(color_image(0))
+    with pytest.raises(DataError, match=hint):
+        prepared(write(f"image,text\n{path},x\n"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"file_name": "0.png", "caption": "x"}, "--columns image=file_name text=caption"),
+        ({"image": "0.png", "question": "x"}, "columns image, question: none is `text`"),
+        ({"data": [{"image": "0.png", "text": "x"}]}, r"one object .* `jq -c '\.\"data\"\[\]' "),
+        ({"k": {"image": "0.png", "text": "x"}}, r"`jq -c '\.\[\]' rows\.json > rows\.jsonl`"),
+        ({"0.png": "x"}, r"jq -c 'to_entries\[\] \| \{image: \.key, text: \.value\}'"),
+    ],
+)
+def test_json_without_known_columns_is_refused_before_packing(write, tmp_path, value, message):
+    with pytest.raises(DataError, match=message):
+        prepared(write(json.dumps(value), "rows.json"), tmp_path / "out")
+
+
+def test_mapped_column_that_does_not_exist_is_named(write, tmp_path):
+    source = write(json.dumps({"image": "0.png", "title": "x"}), "rows.jsonl")
+    with pytest.raises(DataError, match=r"no column `titel`, .* did you mean `title`"):
+        prepared(source, tmp_path / "out", columns=("text=titel",))
 
 
 def test_python_lists_in_a_field_are_captions(write, tmp_path):
@@ -125,6 +175,7 @@ def test_json_array_is_streamed(write, tmp_path, monkeypatch):
         _, rows, faults = prepared(source, tmp_path / f"out{number}")
         assert [row.texts for row in rows] == [["café [x], {y}"]] * 2 and not faults
         assert rows[1].source == f"{number}.json:item 2"
+    assert prepared(write(text, "lines.jsonl"), tmp_path / "lines")[0].num_rows == 2
     with pytest.raises(DataError, match="item 3 of the array is not JSON"):
         prepared(write(text[:-2] + ", {broken", "bad.json"), tmp_path / "bad")
 

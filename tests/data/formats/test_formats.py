@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+import unicodedata
 from functools import partial
 
 import numpy as np
@@ -217,6 +218,25 @@ def test_split_folders_may_contain_class_folders(tmp_path):
     assert [row.label for row in rows] == [0, 1, 0] and manifest.class_names == ("cat", "dog")
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [("images/train", "images/test"), ("seg_train/seg_train", "seg_test/seg_test")],
+)
+def test_split_folders_may_be_in_another_folder_or_repeated(tmp_path, train, test):
+    for folder in (f"{train}/cat", f"{train}/dog", f"{test}/cat"):
+        images(tmp_path / "raw" / folder, 1)
+    manifest, _, _ = prepared(tmp_path / "raw", tmp_path / "out", duplicates="keep")
+    assert (manifest.splits, manifest.class_names) == ({"test": 1, "train": 2}, ("cat", "dog"))
+
+
+def test_format_folders_makes_classes_of_folders_named_like_splits(tmp_path):
+    for folder in ("car", "train", "test"):
+        images(tmp_path / "raw" / folder, 1)
+    settings = {"format": "folders", "duplicates": "keep"}
+    manifest, _, _ = prepared(tmp_path / "raw", tmp_path / "out", **settings)
+    assert manifest.class_names == ("car", "test", "train") and manifest.splits == {}
+
+
 def test_stray_images_do_not_turn_splits_into_classes(tmp_path):
     hidden = ("__MACOSX/train/cat", ".cache/x", "train/cat/.thumbnails")
     for folder in ("Training/cat", "test/dog", "more", *hidden):
@@ -262,6 +282,7 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
     (source / "some" / "2.png").unlink()
     for name, data in (("3.txt", b"caf\xe9"), ("4.txt", b" \n"), ("5.txt", b"one\n\ntwo\n")):
         (source / "some" / name).write_bytes(data)
+    (source / "some" / "Thumbs.db").write_bytes(b"x")
     _, rows, faults = prepared(source, tmp_path / "out")
     assert faults == {
         "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding",
@@ -564,15 +585,25 @@ def test_tars_take_their_class_names_from_a_file(tmp_path):
     members = [("a.png", color_image(0)), ("a.cls", b"1"), ("b.png", color_image(1))]
     source = folder_of_tar(tmp_path / "raw", [*members, ("b.cls", b"0")])
     (source / "classnames.txt").write_text("cat\nred_fox\n")
-    manifest, rows, _ = prepared(source, tmp_path / "out", caption="the {}")
-    assert manifest.class_names == ("cat", "red fox")
-    assert [row.texts for row in rows] == [["the red fox"], ["the cat"]]
+    for number, path in enumerate((source, source / "A.TAR")):
+        manifest, rows, _ = prepared(path, tmp_path / f"out{number}", caption="the {}")
+        assert manifest.class_names == ("cat", "red fox")
+        assert [row.texts for row in rows] == [["the red fox"], ["the cat"]]
 
 
 def test_compressed_tars_name_the_command_that_unpacks_them(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b" + bytes(600))
     with pytest.raises(DataError, match=r"gunzip a\.tar\.gz"):
         prepared(tmp_path, tmp_path / "out")
+
+
+def test_caption_files_of_other_encodings_are_read(tmp_path):
+    for number, encoding in enumerate(("utf-8-sig", "utf-16", "utf-8")):
+        (tmp_path / f"{number}é.png").write_bytes(color_image(number))
+        name = unicodedata.normalize("NFD", f"{number}é.txt")  # as macOS writes it
+        (tmp_path / name).write_bytes("Zoë".encode(encoding))
+    _, rows, faults = prepared(tmp_path, tmp_path / "out")
+    assert [row.texts for row in rows] == [["Zoë"]] * 3 and not faults
 
 
 @pytest.mark.parametrize("caption", ["{}.caption", "{}.png.txt", "{}.cap", "{}.txt"])
@@ -595,7 +626,9 @@ def test_other_files_named_like_images_may_be_captions(tmp_path):
     for folder in ("cat", "dog"):
         images(tmp_path / folder, 1)
         (tmp_path / folder / "0.xml").write_text("<x/>")
-    with pytest.raises(DataError, match=r"may have their captions \(cat/0\.xml, dog/0\.xml\)"):
+    with pytest.raises(
+        DataError, match=r"their captions \(cat/0\.xml, dog/0\.xml\): .* from \.txt, \.caption"
+    ):
         detect_source(str(tmp_path))
 
 

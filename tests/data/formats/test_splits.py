@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mmray.data.formats.splits import split_of_file, splits_of_files
+from mmray.data.formats.splits import split_of_file, splits_of_files, splits_of_folders
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from tests.data.formats.test_formats import LAX, add
@@ -25,6 +25,11 @@ from tests.data.prepare.test_pipeline import color_image
         ("val2017/000.tar", "val"),
         ("train_images/000.tar", "train"),
         ("test/train-0.parquet", "test"),
+        ("testA.parquet", "test"),
+        ("TestSet.parquet", "test"),
+        ("trn/0.tar", "train"),
+        ("held_out-0.tar", "test"),
+        ("subset=validation/0.parquet", "validation"),
         ("train_station/0.parquet", None),
         ("contest.parquet", None),
         ("year=2020/0.parquet", None),
@@ -32,6 +37,22 @@ from tests.data.prepare.test_pipeline import color_image
 )
 def test_split_of_a_path(path, split):
     assert split_of_file(path) == split
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        ("seg_train seg_test seg_pred", ("train", "test", None)),
+        ("train-clean-100 test-clean dev-other", ("train", "test", "dev")),
+        ("1_train 2_val", ("train", "val")),
+        ("train val_unseen", ("train", "val")),
+        ("train_station test_tube bus", (None, None, None)),
+        ("train bus", ("train", None)),
+    ],
+)
+def test_folders_that_differ_in_the_word_of_a_split_only_are_splits(names, splits):
+    folders = names.split()
+    assert splits_of_folders(folders) == dict(zip(folders, splits, strict=True))
 
 
 def test_one_train_folder_among_others_is_no_split():
@@ -54,6 +75,22 @@ def write_tar(folder, name, numbers):
             add(tar, f"{number}.txt", f"color {number}".encode())
 
 
+def write_members(folder, name, numbers):
+    """Add a folder of a tar."""
+    with tarfile.open(folder / "all.tar", "a") as tar:
+        for number in numbers:
+            add(tar, f"{name}{number}.png", color_image(number))
+            add(tar, f"{name}{number}.txt", f"color {number}".encode())
+
+
+def write_lines(folder, name, numbers):
+    lines = []
+    for number in numbers:
+        (folder / f"{number}.png").write_bytes(color_image(number))
+        lines.append(f"{number}.png,color {number}")
+    (folder / name).write_text("\n".join(("image,text", *lines)))
+
+
 def write_pairs(folder, name, numbers):
     for number in numbers:
         (folder / f"{name}{number}.png").write_bytes(color_image(number))
@@ -68,6 +105,9 @@ def write_pairs(folder, name, numbers):
         (write_parquet, ("0.parquet", "validation/0.parquet"), "validation"),
         (write_tar, ("train/000.tar", "val/000.tar"), "val"),
         (write_tar, ("cc-train-000.tar", "cc-test-000.tar"), "test"),
+        (write_tar, ("train/000.tar", "testA/000.tar"), "test"),
+        (write_members, ("train/", "valid/"), "valid"),
+        (write_lines, ("my_train.csv", "my_dev.csv"), "dev"),
         (write_pairs, ("Train/", "Testing/"), "test"),
         (write_pairs, ("train2014/", "val2014/"), "val"),
     ],
@@ -86,8 +126,9 @@ def test_layout_gives_splits_in_each_format(tmp_path, in_process, write, names, 
         f"color {number}" for number in range(4)
     }
     line = next((text for text, label in logs if label == "splits"), "")
-    # files without a split become training rows when the set is assembled
-    assert f"{splits} " in line and "--split none" in line
+    # files without a split become training rows when the set is assembled; the folders of a tar are
+    # known after it was read
+    assert write is write_members or (f"{splits} " in line and "--split none" in line)
     without = LAX.model_copy(update={"split": "none"})
     assert prepare(source, str(tmp_path / "none"), without).splits == {}
     other = LAX.model_copy(update={"split": "dev"})

@@ -2,16 +2,19 @@
 
 import base64
 import json
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from mmray.data.formats.values import normalize_values
 from mmray.data.rows import BadRow, parse_row, rename_columns
 from mmray.errors import DataError
 from tests.data.formats.test_formats import COUNT, images, prepared
 from tests.data.prepare.test_pipeline import color_image
+from tests.made import encode
 
 CHAT = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A color."}]
 TURN = {"user": "What?", "assistant": "A color.", "source": "x"}
@@ -26,6 +29,8 @@ def normalized(**values):
     [
         ({"id": 3.0, "label": float("nan")}, {"id": 3}),
         ({"id": 1.5}, {"id": 1.5}),  # parse_row refuses it
+        ({"id": Decimal(7), "text": b"caf\xc3\xa9"}, {"id": 7, "text": "café"}),
+        ({"image": "", "messages": CHAT}, {"messages": CHAT}),
         ({"id": b"k1", "key": bytes(16)}, {"id": "k1", "key": "00" * 16}),
         ({"label": 1.0, "text": "x"}, {"label": 1, "text": "x"}),
         ({"label": "red_fox", "text": "x"}, {"label": 1, "text": "x"}),
@@ -63,6 +68,13 @@ def test_mapped_column_replaces_others_of_its_kind():
     }
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000"])
+def test_images_of_each_format_in_base64_are_read(kind):
+    data = encode(Image.new("RGB", (24, 24), (9, 99, 7)), kind)
+    for text in (base64.b64encode(data).decode(), base64.urlsafe_b64encode(data)):
+        assert parse_row({"image": text, "text": "x"}, "f:1").images[0].data == data
+
+
 @pytest.mark.parametrize("encoding", ["base64", "lines", "data URI"])
 def test_images_in_base64_are_read(encoding):
     data = color_image(7)
@@ -78,6 +90,8 @@ def test_images_in_base64_are_read(encoding):
 def test_pixels_are_refused_with_what_was_found():
     with pytest.raises(BadRow, match="array of numbers"):
         parse_row({"image": [[[0, 1, 2]]], "text": "x"}, "f:1")
+    with pytest.raises(BadRow, match="an object with array, shape"):
+        parse_row({"image": {"array": [1], "shape": [1]}, "text": "x"}, "f:1")
     with pytest.raises(BadRow, match=r"the name of a class"):
         parse_row({"image": "a.png", "label": 1}, "f:1")
 
