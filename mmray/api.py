@@ -486,12 +486,7 @@ def tune(
     _check_positive("concurrency", concurrency)
     own = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
-    base = trials.restore_length(settings, own)
-    if space is None and goal == "throughput" and base.model.generates_text:
-        base = trials.restore_length(
-            trials.clear_length_and_derived_batch(settings, [trials.TOKENS]), own
-        )
-        space = trials.token_axes(base)
+    base, space = trials.base_and_space(settings, own, space, goal)
     if trials.is_shape_probe(goal, space or ()):
         _refuse_options_of_trials(
             samples=samples is not None,
@@ -502,11 +497,10 @@ def tune(
         )
         sweep = _measure_shapes(base, space, reporter)
     else:
-        given = trials.default_axes(base) if space is None else space
         request = SweepRequest(
             base=base,
             length=settings.train,
-            space=build_space(given, samples, base.train.seed),
+            space=build_space(space or {}, samples, base.train.seed),
             goal=goal,
             recipe_rows=own.batch.global_,
             concurrency=concurrency,

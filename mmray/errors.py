@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -95,6 +96,19 @@ class DeviceError(TrainingError):
     def __init__(self, message: str, node: str = ""):
         super().__init__(message, node)
         self.node = node
+
+    @classmethod
+    def from_error(cls, error: BaseException, where: str, node: str = "") -> DeviceError:
+        """Return a DeviceError for an error that a worker is handling, with its traceback as note.
+
+        Args:
+            error: The error, for which `is_device_error` is true.
+            where: The GPU, for the message.
+            node: As above.
+        """
+        failed = cls(f"{first_line(error)} ({where})", node)
+        failed.add_note("".join(traceback.format_exception(error)))
+        return failed
 
 
 class ResourceError(MmrayError):

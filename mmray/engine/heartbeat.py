@@ -21,6 +21,8 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
+import psutil
+
 from mmray.storage.paths import AnyPath, open_for_upload
 
 INTERVAL_S = 1.0
@@ -81,6 +83,20 @@ class HeartbeatState:
         self._progress += 1
 
 
+def describe_process(rank: int, node: str) -> dict[str, Any]:
+    """Return what identifies the process of a rank, for its heartbeats.
+
+    Args:
+        rank: The rank.
+        node: ID of its node, as the driver knows it.
+
+    Returns:
+        `rank`, `node`, `pid` and `started_s`, the start of the process in seconds since the epoch.
+    """
+    started_s = psutil.Process().create_time()
+    return {"rank": rank, "node": node, "pid": os.getpid(), "started_s": started_s}
+
+
 class Heartbeat(HeartbeatState):
     """Loop callback that sends heartbeats from a thread.
 
@@ -89,7 +105,7 @@ class Heartbeat(HeartbeatState):
             `state` (str), `where` (str, `file:line in function`) and `in_collective` (bool); at the
             end `process_info` and `ended`. If it returns True, all stacks are written to
             `folder`/stacks.
-        process_info: `rank`, node and process, for the driver.
+        process_info: The rank and its process, from `describe_process`.
         folder: Folder of the run.
     """
 

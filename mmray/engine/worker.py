@@ -60,7 +60,7 @@ from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.protocol import Architecture
 from mmray.models.synthetic import synthetic_rows
-from mmray.objectives.protocol import Batch
+from mmray.objectives.protocol import Batch, Objective
 from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:
@@ -106,22 +106,7 @@ def train_worker(
     context = replace(context, config=config)
     model = _prepare_model(context, group, model)
     objective = objectives.build(config.objective)
-    if device.type == "cpu":
-        keep_freed_memory()  # after sharding, which frees most of rank 0's weights
-    driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
-    if isinstance(context.reader, ConversationReader):
-        _check_packing(config, model, group, driver)
-    batch_shape, memory_table = dry_run(
-        config, model, objective, group, context.batch_shape, plan.steps
-    )
-    driver.report({"batch_shape": batch_shape})
-    if context.batch_shape.auto:
-        driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
-    # Rows of conversations differ in length, so no shape would be repeated.
-    fixed_shapes = not isinstance(context.reader, ConversationReader)
-    branches = branches_of(model) if fixed_shapes else {}
-    if text := graph_branches(branches, config.train, batch_shape, device, driver.notify):
-        driver.notify("device", text)
+    batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     log = profile_path = None
@@ -161,6 +146,36 @@ def train_worker(
             load = partial(_load, checkpoint, driver.heartbeat.count_progress)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
+
+
+def _dry_run(
+    context: WorkerContext,
+    model: nn.Module,
+    objective: Objective,
+    group: Group,
+    steps: int,
+    driver: DriverHandle,
+) -> tuple[BatchShape, dict[str, float]]:
+    """Return the batch shape that fits into memory, and the memory of a step by part.
+
+    The blocks of the model are compiled, and recorded as CUDA graphs, if the settings say so.
+    """
+    config = context.config
+    has_fixed_shapes = not isinstance(context.reader, ConversationReader)
+    if group.device.type == "cpu":
+        keep_freed_memory()  # after sharding, which frees most of rank 0's weights
+    driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
+    if not has_fixed_shapes:
+        _check_packing(config, model, group, driver)
+    batch_shape, memory_table = dry_run(config, model, objective, group, context.batch_shape, steps)
+    driver.report({"batch_shape": batch_shape})
+    if context.batch_shape.auto:
+        driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
+    # Rows of conversations differ in length, so no shape would be repeated.
+    branches = branches_of(model) if has_fixed_shapes else {}
+    if text := graph_branches(branches, config.train, batch_shape, group.device, driver.notify):
+        driver.notify("device", text)
+    return batch_shape, memory_table
 
 
 def _pinned_pixels(

@@ -108,78 +108,68 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """
     names = list(scores_by_set(run.newest("evaluate/"))) or [""]
     prefixes = {name: f"evaluate/{name}/" if name else "evaluate/" for name in names}
+    parts = {
+        "learning": _learning_charts(run, prefixes),
+        "recall": _recall_charts(run, prefixes),
+        "speed": _speed_charts(run),
+        "start": [_start_timeline(run)],
+    }
+    return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
+
+
+def _learning_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | None]:
+    """Return charts of the loss, the learning rate and the gradients.
+
+    `prefixes` are those of the metrics of each evaluation set, by its name.
+    """
     loss = {"train/loss": _line("training", BLUE)}
     for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
         loss[f"{prefix}loss"] = _line(f"held out {name}".strip(), color)
+    rate = {"train/lr": _line("rate", TEAL)}
+    gradient = {"train/grad_norm": _line("before clipping", ROSE)}
+    return [
+        _chart(run, "loss", "Loss", loss),
+        _chart(run, "lr", "Learning rate", rate, exponentformat="power"),
+        _chart(run, "gradient", "Gradient norm", gradient),
+    ]
+
+
+def _recall_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | None]:
+    """Return charts of recall and zero-shot accuracy of each evaluation set.
+
+    `prefixes` are those of the metrics of each set, by its name.
+    """
+    percent = {"range": [0, 1.03], "tickformat": ".0%"}
+    recall = []
+    zero_shot = []
+    for name, prefix in prefixes.items():
+        title = f"{f'{name}: recall' if name else 'Recall'} over the run (R@5 dashed, R@10 dotted)"
+        chart_name = f"recall-{name}" if name else "recall"
+        recall.append(_chart(run, chart_name, title, _recall_lines(prefix), 320, **percent))
+        title = f"{f'{name}: zero-shot' if name else 'Zero-shot'} accuracy over the run"
+        lines = {
+            f"{prefix}zero_shot/top_1": _line("top 1", BLUE),
+            f"{prefix}zero_shot/top_5": _line("top 5", ORANGE),
+            f"{prefix}zero_shot/mean_per_class_recall": _line("mean of classes", TEAL),
+        }
+        zero_shot.append(_chart(run, f"zero-shot-{name}", title, lines, 320, **percent))
+    return recall + zero_shot
+
+
+def _speed_charts(run: RunRecord) -> list[Figure | None]:
+    """Return charts of throughput, of the times of a step, and of memory."""
     rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
-    memory = {"memory/peak_gib": _line("peak", ROSE)}
     step = {
         "time/step_s": _line("whole step", TEAL),
         "time/data_wait_s": _line("waiting for data", ORANGE),
     }
-    percent = {"range": [0, 1.03], "tickformat": ".0%"}
-    parts = {
-        "learning": [
-            _chart(run, "loss", "Loss", loss),
-            _chart(
-                run,
-                "lr",
-                "Learning rate",
-                {"train/lr": _line("rate", TEAL)},
-                exponentformat="power",
-            ),
-            _chart(
-                run,
-                "gradient",
-                "Gradient norm",
-                {"train/grad_norm": _line("before clipping", ROSE)},
-            ),
-        ],
-        "recall": [
-            _chart(
-                run,
-                f"recall-{name}" if name else "recall",
-                f"{f'{name}: recall' if name else 'Recall'} over the run (R@5 dashed, R@10 dotted)",
-                _recall_lines(prefix),
-                320,
-                **percent,
-            )
-            for name, prefix in prefixes.items()
-        ]
-        + [
-            _chart(
-                run,
-                f"zero-shot-{name}",
-                f"{f'{name}: zero-shot' if name else 'Zero-shot'} accuracy over the run",
-                {
-                    f"{prefix}zero_shot/top_1": _line("top 1", BLUE),
-                    f"{prefix}zero_shot/top_5": _line("top 5", ORANGE),
-                    f"{prefix}zero_shot/mean_per_class_recall": _line("mean of classes", TEAL),
-                },
-                320,
-                **percent,
-            )
-            for name, prefix in prefixes.items()
-        ],
-        "speed": [
-            _chart(
-                run, "throughput", "Samples per second", rate, rangemode="tozero", tickformat=","
-            ),
-            _chart(
-                run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"
-            ),
-            _chart(
-                run,
-                "memory",
-                "Peak memory of a worker",
-                memory,
-                rangemode="tozero",
-                ticksuffix=" GiB",
-            ),
-        ],
-        "start": [_start_timeline(run)],
-    }
-    return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
+    memory = {"memory/peak_gib": _line("peak", ROSE)}
+    from_zero = {"rangemode": "tozero"}
+    return [
+        _chart(run, "throughput", "Samples per second", rate, **from_zero, tickformat=","),
+        _chart(run, "step", "Where a step's time goes", step, **from_zero, ticksuffix=" s"),
+        _chart(run, "memory", "Peak memory of a worker", memory, **from_zero, ticksuffix=" GiB"),
+    ]
 
 
 def _start_timeline(run: RunRecord) -> Figure | None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import traceback
 from contextlib import closing
 from typing import Any
 
-import psutil
-
-from mmray.errors import DeviceError, first_line, is_device_error
+from mmray.errors import DeviceError, is_device_error
 from mmray.processes import Channel
 from mmray.training.coordinator import IMPORTING
 
@@ -43,7 +40,7 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     import torch
 
     from mmray.data.stream.local import LocalBlocks
-    from mmray.engine.heartbeat import Heartbeat
+    from mmray.engine.heartbeat import Heartbeat, describe_process
     from mmray.engine.worker import train_worker
     from mmray.engine.worker_context import DriverHandle
 
@@ -59,13 +56,7 @@ def run_worker(channel: Channel) -> dict[str, Any]:
             stop.set()
         return bool(stacks_requested)
 
-    process = {
-        "rank": 0,
-        "node": "here",
-        "pid": os.getpid(),
-        "started_s": psutil.Process().create_time(),
-    }
-    heartbeat = Heartbeat(send_heartbeat, process, context.folder)
+    heartbeat = Heartbeat(send_heartbeat, describe_process(0, "here"), context.folder)
     driver = DriverHandle(
         report=lambda message: channel.send(("push", message)),
         stop_requested=stop.is_set,
@@ -74,13 +65,16 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     )
     device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
     try:
-        args = context.reader, resume_point, config.data.block_mb, context.decode_actors
-        blocks = LocalBlocks(*args, warn=lambda text: driver.notify("data", text))
+        blocks = LocalBlocks(
+            context.reader,
+            resume_point,
+            config.data.block_mb,
+            context.decode_actors,
+            warn=lambda text: driver.notify("data", text),
+        )
         with heartbeat.running(resume_point.step), closing(blocks):
             return train_worker(context, resume_point, blocks, device, driver)
     except Exception as error:
         if is_device_error(error):
-            failed = DeviceError(f"{first_line(error)} (on this machine)")
-            failed.add_note(traceback.format_exc())
-            raise failed from None
+            raise DeviceError.from_error(error, "on this machine") from None
         raise

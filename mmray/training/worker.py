@@ -5,7 +5,6 @@ to Ray.
 from __future__ import annotations
 
 import io
-import os
 import sys
 import threading
 import traceback
@@ -13,16 +12,15 @@ from collections.abc import Callable
 from contextlib import closing, redirect_stdout
 from typing import Any, TextIO
 
-import psutil
 import ray
 import ray.exceptions
 import ray.train
 
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.stream import RankBlocks
-from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.heartbeat import Heartbeat, describe_process
 from mmray.engine.worker_context import DriverHandle
-from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
+from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.training.coordinator import IMPORTING
 
 
@@ -67,17 +65,16 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.
     """
-    coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
-    context, start = arguments["context"], arguments["resume_point"]
-    this_worker = ray.get_runtime_context()
+    coordinator = arguments["coordinator"]
+    context = arguments["context"]
+    start = arguments["resume_point"]
+    rank = ray.train.get_context().get_world_rank()
     stop = threading.Event()
     must_yield = threading.Event()
     streams: list[RankBlocks] = []  # that of this rank, once it has started
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
-        """Send a heartbeat, and read the driver's requests (none, if the coordinator does not
-        answer).
-        """
+        """Send a heartbeat, and read the driver's requests; none if it does not answer."""
         try:
             stop_requested, stacks_requested, yield_requested = ray.get(
                 coordinator.heartbeat.remote(record), timeout=5
@@ -94,14 +91,8 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             must_yield.clear()
         return bool(stacks_requested)
 
-    node = this_worker.get_node_id()
-    process = {
-        "rank": rank,
-        "node": node,
-        "pid": os.getpid(),
-        "started_s": psutil.Process().create_time(),
-    }
-    heartbeat = Heartbeat(send_heartbeat, process, context.folder)
+    node = ray.get_runtime_context().get_node_id()
+    heartbeat = Heartbeat(send_heartbeat, describe_process(rank, node), context.folder)
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop_requested=stop.is_set,  # the ranks agree on it in the next step
@@ -134,15 +125,16 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             return train_worker(context, start, blocks, device, driver)
     except Exception as error:
         if is_device_error(error):
-            gpus = this_worker.get_accelerator_ids().get("GPU", [])
-            where = (
-                f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at "
-                f"{ray.util.get_node_ip_address()}"
-            )
-            failed = DeviceError(f"{first_line(error)} ({where})", node)
-            failed.add_note(traceback.format_exc())
-            raise failed from None
+            raise DeviceError.from_error(error, _device_of(rank), node) from None
         if not isinstance(error, MmrayError):
             # a traceback is not sent to the driver, a note is
             error.add_note(traceback.format_exc())
         raise
+
+
+def _device_of(rank: int) -> str:
+    """Return the rank, GPU and node of this worker, for the message of an error."""
+    worker = ray.get_runtime_context()
+    gpus = ", ".join(worker.get_accelerator_ids().get("GPU", [])) or "none"
+    node = worker.get_node_id()
+    return f"rank {rank}, GPU {gpus}, node {node[:8]} at {ray.util.get_node_ip_address()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,35 @@ def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
         searched: Names of the searched settings.
     """
     return goal == "throughput" and set(searched) <= {"batch.global"}
+
+
+def base_and_space(
+    settings: Config,
+    recipe: Config,
+    space: Mapping[str, str | Sequence[Any]] | None,
+    goal: str,
+) -> tuple[Config, Mapping[str, str | Sequence[Any]] | None]:
+    """Return the recipe of a sweep with its training length, and the search space.
+
+    Args:
+        settings: The recipe with the settings of all trials, without its own training length.
+        recipe: The recipe as the user named it.
+        space: Values or ranges by searched setting, as the user gave them; None: the usual ones.
+        goal: `throughput`, `loss` or `recall`.
+
+    Returns:
+        The recipe, in which `batch.tokens` replaces the micro-batch if it is searched, and the
+        space; None as the space: batch shapes are timed on synthetic batches.
+    """
+    base = restore_length(settings, recipe)
+    if space is not None:
+        return base, space
+    if goal != "throughput":
+        return base, default_axes(base)
+    if not base.model.generates_text:
+        return base, None
+    base = restore_length(clear_length_and_derived_batch(settings, [TOKENS]), recipe)
+    return base, token_axes(base)
 
 
 def default_axes(base: Config) -> dict[str, str]:

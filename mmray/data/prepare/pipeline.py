@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -283,15 +283,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     job = replace(job, class_names=source.class_names)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
-    if before is not None:
-        previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
-        # not that source with rows appended
-        if not previous_identity.items() <= before.source.items():
-            if (name := before.source["name"]) != (other := job.source.display_name):
-                raise UsageError(
-                    f"{job.out} holds the set made from {name}: choose another folder for {other}"
-                )
-            before = None
+    if before is not None and not _is_continued(before, job, chunks):
+        before = None
     done, num_packed = _pack(job, chunks, earlier, total, progress)
     total = num_packed if total is None else total
     if not total:
@@ -331,40 +324,15 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
             settings.max_bad_fraction,
             source.row_needs,
         )
-    shards = [shard for shard in result.shards if shard.num_kept]
-    # rows without a split are training rows if others have one
-    if any(shard.split for shard in shards):
-        shards = [replace(shard, split=shard.split or "train") for shard in shards]
-    default_split = "train" if any(shard.split for shard in shards) else ""
-    num_images = _by_split(result.num_images, default_split)
-    media_kinds = _by_split(result.media_kinds, default_split)
-    splits: Counter[str] = Counter()
-    for shard in shards:
-        splits.update({shard.split: shard.num_kept} if shard.split else {})
-    spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
-    values = settings.model_dump(mode="json")
-    manifest = Manifest(
-        num_rows=num_rows,
-        num_read=num_rows + num_bad,
-        num_quarantined=num_bad,
-        reasons=dict(result.reasons.most_common()),
-        splits=dict(splits),
-        fingerprint=fingerprint(shards),
-        tokenizer=None,
-        source=_source_identity(job, chunks) | spec,
-        settings=values,
-        shards=tuple(shards),
+    manifest = replace(
+        _build_manifest(job, source, chunks, result),
         num_same_text=dedup.num_same_text,
         leakage=leakage,
-        box_names=source.box_names,
-        class_names=source.class_names,
-        languages=dict(sorted(result.languages.items())),
-        num_images=num_images,
-        media_kinds=media_kinds,
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
     old = before.settings if before and before.tokenizer else {}
+    values = manifest.settings
     same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
     if same_captions or assemble.write_tokenizer(out, manifest, settings.vocab_size):
         manifest = replace(manifest, tokenizer=TOKENIZER)
@@ -379,6 +347,57 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     write_lease.check()
     _remove_files(out, lambda name: name not in wanted, (SHARDS, CHUNK_RECORDS))
     return manifest
+
+
+def _is_continued(before: Manifest, job: PrepareJob, chunks: Sequence[SourceChunk]) -> bool:
+    """Return whether the chunks are those of an earlier set, maybe with appended ones.
+
+    Raises UsageError if that set was made from another source.
+    """
+    previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
+    if previous_identity.items() <= before.source.items():
+        return True
+    name = before.source["name"]
+    other = job.source.display_name
+    if name != other:
+        raise UsageError(
+            f"{job.out} holds the set made from {name}: choose another folder for {other}"
+        )
+    return False
+
+
+def _build_manifest(
+    job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], result: assemble.PrepareResult
+) -> Manifest:
+    """Return the manifest of the kept rows, without a tokenizer."""
+    shards = [shard for shard in result.shards if shard.num_kept]
+    # rows without a split are training rows if others have one
+    if any(shard.split for shard in shards):
+        shards = [replace(shard, split=shard.split or "train") for shard in shards]
+    default_split = "train" if any(shard.split for shard in shards) else ""
+    splits: Counter[str] = Counter()
+    for shard in shards:
+        splits.update({shard.split: shard.num_kept} if shard.split else {})
+    spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
+    num_rows = sum(shard.num_kept for shard in shards)
+    num_bad = result.reasons.total()
+    return Manifest(
+        num_rows=num_rows,
+        num_read=num_rows + num_bad,
+        num_quarantined=num_bad,
+        reasons=dict(result.reasons.most_common()),
+        splits=dict(splits),
+        fingerprint=fingerprint(shards),
+        tokenizer=None,
+        source=_source_identity(job, chunks) | spec,
+        settings=job.settings.model_dump(mode="json"),
+        shards=tuple(shards),
+        box_names=source.box_names,
+        class_names=source.class_names,
+        languages=dict(sorted(result.languages.items())),
+        num_images=_by_split(result.num_images, default_split),
+        media_kinds=_by_split(result.media_kinds, default_split),
+    )
 
 
 class _EarlierChunk(NamedTuple):

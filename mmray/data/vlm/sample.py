@@ -157,6 +157,23 @@ def _turn(images: list[dict[str, Any]], question: str, answer: str) -> list[dict
 
 def _write_model(folder: Path) -> None:
     """Write what transformers would save, without importing it: it takes seconds."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": "<|im_end|>",
+        },
+        "processor_config.json": _processor_config(),
+        "config.json": _model_config(tokenizer),
+    }
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    for name, values in files.items():
+        (folder / name).write_text(json.dumps(values, indent=2))
+
+
+def _train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -176,8 +193,11 @@ def _write_model(folder: Path) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     special = [PAD, *SPECIAL_TOKENS, IMAGE, VIDEO]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    ids = {token: tokenizer.token_to_id(token) for token in special}
-    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def _model_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the config.json of a Qwen3-VL of 0.5 million parameters."""
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -196,8 +216,8 @@ def _write_model(folder: Path) -> None:
         "head_dim": 16,
         "max_position_embeddings": 512,
         "rope_parameters": rope,
-        "eos_token_id": ids["<|im_end|>"],
-        "pad_token_id": ids[PAD],
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id(PAD),
     }
     vision = {
         "model_type": "qwen3_vl_vision",
@@ -211,17 +231,21 @@ def _write_model(folder: Path) -> None:
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     }
-    config = {
+    return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
-        "image_token_id": ids[IMAGE],
-        "video_token_id": ids[VIDEO],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": tokenizer.token_to_id(IMAGE),
+        "video_token_id": tokenizer.token_to_id(VIDEO),
+        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
         "text_config": text,
         "vision_config": vision,
         "tie_word_embeddings": True,
     }
+
+
+def _processor_config() -> dict[str, Any]:
+    """Return the processor_config.json of a Qwen3-VL with images of 32 to 64 pixels."""
     images = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
     patches = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
     normalization = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -237,19 +261,8 @@ def _write_model(folder: Path) -> None:
         **patches,
         **normalization,
     }
-    files: dict[str, Any] = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD,
-            "eos_token": "<|im_end|>",
-        },
-        "processor_config.json": {
-            "processor_class": "Qwen3VLProcessor",
-            "image_processor": image_processor,
-            "video_processor": video_processor,
-        },
-        "config.json": config,
+    return {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor": image_processor,
+        "video_processor": video_processor,
     }
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    for name, values in files.items():
-        (folder / name).write_text(json.dumps(values, indent=2))
