@@ -28,7 +28,8 @@ from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 UNLIMITED_ROWS = 10**9  # rows that no window reaches, so that no loader restarts its workers
 CHUNK_ROWS = 32  # rows per arrival of a reader
 WARMUP_ARRIVALS = 2  # first arrivals of a consumer, excluded because other processes are starting
@@ -78,12 +79,10 @@ class BaselineDataset(Dataset[Any]):
     pad = False  # captions to `max_tokens`
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
-        self.source, self.tokenizer_json, self.side, self.max_tokens = (
-            source,
-            tokenizer_json,
-            side,
-            max_tokens,
-        )
+        self.source = source
+        self.tokenizer_json = tokenizer_json
+        self.side = side
+        self.max_tokens = max_tokens
 
     def __len__(self) -> int:
         return len(self.source) if isinstance(self.source, list) else self.source.num_rows
@@ -148,7 +147,8 @@ class TunedDataset(BaselineDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:
         image, text = self.row(index)
         short = min(image.size)
-        left, top = (image.width - short) / 2, (image.height - short) / 2
+        left = (image.width - short) / 2
+        top = (image.height - short) / 2
         box = (left, top, left + short, top + short)
         square = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box)
         pixels = np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))

@@ -39,14 +39,17 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
 
-GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
+GLOBAL_ROWS = 256
+CONSUMERS = 2
+SIDE = 224
 PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
 # The first blocks of a stream arrive while other actors start: they do not count, and its windows
 # last longer.
-STREAM_WINDOW_FACTOR, STREAM_WARMUP_ARRIVALS = 2, 6
+STREAM_WINDOW_FACTOR = 2
+STREAM_WARMUP_ARRIVALS = 6
 # below this share of the slowest stage, the stream itself is the bottleneck
 MIN_STREAM_SHARE = 0.75
 RATIOS = {
@@ -147,7 +150,8 @@ def _build_loaders(
     """Prepare the images and start the processes; return the loaders by name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
     notify("preparing the images: original bytes and re-encoded")
-    folder, sets = write_images(data, images, cache), {}
+    folder = write_images(data, images, cache)
+    sets = {}
     files = synthetic_images.read_captions(folder)
     for name, side in (("original", 0), ("prepared", PREPARED_SIDE)):
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
@@ -158,7 +162,8 @@ def _build_loaders(
         )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
-    consumers, readers = workers[:CONSUMERS], workers[:actors]
+    consumers = workers[:CONSUMERS]
+    readers = workers[:actors]
     ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
     row_readers = {
@@ -243,10 +248,8 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
     """
     lines = []
     for name in ("original", "prepared"):
-        stream, limits = (
-            rates[f"stream {name}"],
-            {"reading and decoding on the CPU": rates[f"reader {name}"]},
-        )
+        stream = rates[f"stream {name}"]
+        limits = {"reading and decoding on the CPU": rates[f"reader {name}"]}
         if gpu_rate is not None:
             limits["the device"] = gpu_rate
         slowest = min(limits, key=lambda stage: limits[stage])

@@ -42,7 +42,8 @@ TRANSFER_MB = COLLECTIVE_MB = 64
 ROUNDS = 3
 BUSY_FRACTION = 0.5  # of the cores, before the measurements
 # Below the first value a figure is poor, below the second it is bad.
-DECODES_PER_S, MB_PER_S = (200.0, 80.0), (300.0, 50.0)
+DECODES_PER_S = (200.0, 80.0)
+MB_PER_S = (300.0, 50.0)
 CLOCK_S = (0.5, 5.0)  # above
 
 
@@ -95,7 +96,8 @@ def _reports(nodes: list[Node], ids: list[str]) -> tuple[dict[str, NodeReport], 
         for node, node_id in zip(nodes, ids, strict=True)
     }
     ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
-    reports, failures = {}, {}
+    reports = {}
+    failures = {}
     for node_id, task in tasks.items():
         try:
             report = ray.get(task, timeout=0)

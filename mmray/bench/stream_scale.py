@@ -77,7 +77,9 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
         start_s = time.monotonic()
         _wait_for_first_blocks(groups, consumers)
         first_s = time.monotonic() - start_s
-        blocks, cpu_s, at_s = sum(_counts(groups)), _cpu_times(), time.monotonic()
+        blocks = sum(_counts(groups))
+        cpu_s = _cpu_times()
+        at_s = time.monotonic()
         time.sleep(window_s)
         blocks = sum(_counts(groups)) - blocks
         took_s = time.monotonic() - at_s

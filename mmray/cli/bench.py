@@ -152,8 +152,9 @@ def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str,
 
         if command.data is None:
             raise UsageError("bench loader --model needs a prepared set of conversations: --data")
-        arguments = command.model, command.data, command.rounds, command.window_s
-        result = bench_encoding(*arguments, console.status)
+        result = bench_encoding(
+            command.model, command.data, command.rounds, command.window_s, console.status
+        )
         columns = {
             name: (name.replace("_", " "), "" if name == "arm" else ",.1f")
             for name in result["rows"][0]

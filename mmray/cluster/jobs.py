@@ -23,7 +23,9 @@ from mmray.storage.paths import temp_dir
 
 MAX_UPLOAD_MIB = 50
 NUM_LISTED_FILES = 5
-RETRY_S, MAX_SILENCE_S = 1.0, 600.0  # of a head that does not answer
+# The head does not answer: retry, and give up after ten minutes.
+RETRY_S = 1.0
+MAX_SILENCE_S = 600.0
 STATUS_INTERVAL_S = 0.5
 # The first line of a command's log about its run, as the console prints it.
 RUN_LINE = re.compile(r"^run +(\S+)$", re.MULTILINE)

@@ -48,8 +48,13 @@ if TYPE_CHECKING:
 ROLE_LABEL = "mmray/role"
 LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
 UNLIMITED = 10_000  # maximum of a pool without a limit
-EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # for requests to the autoscaler
-CONNECT_TIMEOUT_S, FREE_INTERVAL_S, MAX_PROBES = 1.0, 0.25, 32
+# Requests to the autoscaler.
+EXPIRES_S = 60.0
+REFRESH_S = 15.0
+REQUEST_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 1.0
+FREE_INTERVAL_S = 0.25
+MAX_PROBES = 32
 START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
@@ -121,7 +126,8 @@ def schedulable_nodes() -> SchedulableNodes:
     Workers can start on a node that accepts connections and is not draining. The nodes have their
     free resources and labels.
     """
-    draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
+    draining = draining_nodes()
+    alive = [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
         reachable = {
             node["NodeID"]
@@ -220,7 +226,8 @@ class AutoscalerRequest:
             count == self._count and time.monotonic() - self._sent_s < REFRESH_S
         ):
             return
-        self._count, self._sent_s = count, time.monotonic()
+        self._count = count
+        self._sent_s = time.monotonic()
         try:
             request_nodes(
                 self.name, [dict(per_worker)] * count, selector, EXPIRES_S, REQUEST_TIMEOUT_S
@@ -242,7 +249,8 @@ def available_cores_if_local() -> int | None:
     Returns:
         The number of cores; None for any other cluster.
     """
-    nodes, available_cores = alive_nodes(), cores()
+    nodes = alive_nodes()
+    available_cores = cores()
     return (
         available_cores
         if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > available_cores

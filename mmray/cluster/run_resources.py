@@ -43,7 +43,8 @@ def resource_demand(
     Returns:
         The number of workers, the resources of each, and labels of the nodes.
     """
-    nodes, cluster = placement.alive_nodes(), config.cluster
+    nodes = placement.alive_nodes()
+    cluster = config.cluster
     pools = placement.autoscaling_pools()
     per_worker = {"CPU": cluster.num_cpus}
     resources = [each.resources for each in nodes] + [pool.resources for pool in pools]
@@ -160,7 +161,8 @@ def check_storage(config: Config) -> None:
         ResourceError: A training node cannot write to it, or does not see files of other nodes.
     """
     shared_storage.check_persistent(config.run.storage, Path.cwd())
-    demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
+    demand = resource_demand(config, with_data=False)
+    nodes = placement.alive_nodes()
     if len(nodes) > 1 or "://" in config.run.storage:
         selector = demand.worker_label_selector
         training_nodes = [

@@ -20,10 +20,12 @@ from mmray.errors import ResourceError
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-FIRST_LINE_S, LINE_INTERVAL_S = 10.0, 60.0
+FIRST_LINE_S = 10.0
+LINE_INTERVAL_S = 60.0
 POLL_INTERVAL_S = 0.5
 # A reservation that waits longer needs more than runs can give back, or another kind of node.
-YIELD_AFTER_S, IGNORE_AFTER_S = 5.0, 120.0
+YIELD_AFTER_S = 5.0
+IGNORE_AFTER_S = 120.0
 MAX_LISTED_JOBS = 3
 Log = Callable[[str, str], None]  # (text, label)
 

@@ -184,7 +184,8 @@ def from_yaml(
             "--print-config does"
         )
     try:
-        recipe, name = recipes.get(str(values.get("recipe"))), values.get("recipe", "custom")
+        recipe = recipes.get(str(values.get("recipe")))
+        name = values.get("recipe", "custom")
         if recipes and recipe is None and name != "custom" and "model" not in values:
             known = ", ".join(recipes)
             raise UsageError(

@@ -123,7 +123,7 @@ class ConsoleReporter:
             self.status(title)
             yield
             return
-        columns = (
+        columns = [
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -131,7 +131,7 @@ class ConsoleReporter:
             # The only column that wraps in a narrow terminal.
             TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),
             TimeElapsedColumn(),
-        )
+        ]
         with _Display(*columns, console=self.console, transient=True) as display:
             self._display = display
             self._start_bar(title)

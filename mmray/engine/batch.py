@@ -127,7 +127,9 @@ def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) 
     """
     if batch.tokens is not None:
         return _resolve_by_tokens(batch, world_size, max_row_tokens)
-    accumulation, total, auto = batch.accumulation, batch.global_, batch.micro == "auto"
+    accumulation = batch.accumulation
+    total = batch.global_
+    auto = batch.micro == "auto"
     micro = None if batch.micro == "auto" else batch.micro
     if auto and (total is None or accumulation is not None):
         raise UsageError(

@@ -138,7 +138,10 @@ class Trainer:
             TrainingError: The rows of a step are missing or are not those of the sample order, or
                 the gradient was not finite in too many steps in a row.
         """
-        spec, plan, progress, rates = self.spec, self.spec.plan, self.progress, self.meter.rates
+        spec = self.spec
+        plan = self.spec.plan
+        progress = self.progress
+        rates = self.meter.rates
         batches = Prefetcher(
             steps,
             plan,
@@ -205,7 +208,8 @@ class Trainer:
         micro-batch size. With several ranks the others wait in a collective, and the plan decides
         which rows of a step by tokens are together, so the error ends the attempt.
         """
-        spec, state = self.spec, self.state
+        spec = self.spec
+        state = self.state
         seed_of = partial(micro_seed, spec.train.seed, self.progress.step, spec.group.rank)
         # The request is reduced over ranks in the step: all ranks must leave the loop together.
         stop = spec.stop()
@@ -240,7 +244,8 @@ class Trainer:
 
     def _check_finite(self, result: StepResult) -> None:
         """Count skipped steps; raise TrainingError after too many in a row."""
-        progress, plan = self.progress, self.spec.plan
+        progress = self.progress
+        plan = self.spec.plan
         progress.skipped += not result.is_finite
         progress.skipped_in_a_row = 0 if result.is_finite else progress.skipped_in_a_row + 1
         if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
@@ -259,7 +264,9 @@ class Trainer:
         Returns:
             The logged line, None if the step was not logged.
         """
-        spec, step, rates = self.spec, self.progress.step, self.meter.rates
+        spec = self.spec
+        step = self.progress.step
+        rates = self.meter.rates
         last = step == spec.plan.steps or result.stop
         evaluating = spec.evaluate is not None and (
             step == spec.plan.steps or _is_due(step, spec.evaluate_every)
@@ -286,7 +293,8 @@ class Trainer:
 
         Takes three small collectives, so only for steps that are logged.
         """
-        spec, meter = self.spec, self.meter
+        spec = self.spec
+        meter = self.meter
         step = self.progress.step - 1
         local_sums = [*result.means.values(), *meter.token_counts]
         sums, reduced = reduce_over_ranks(spec.group, local_sums, meter.compute())
@@ -310,7 +318,8 @@ class Trainer:
         return metrics | spec.static_metrics | reduced
 
     def _evaluate(self) -> Metrics:
-        spec, step = self.spec, self.progress.step
+        spec = self.spec
+        step = self.progress.step
         assert spec.evaluate is not None
         averaged = nullcontext() if self.ema is None else self.ema.swapped()
         with spec.heartbeat.state("evaluating"), averaged, strategy.freed_afterwards(spec.model):
@@ -341,7 +350,10 @@ class Trainer:
         must write or copy before the next update, and to copies of the running statistics, which
         the next forward changes.
         """
-        spec, step, schedule, rates = self.spec, self.progress.step, self.schedule, self.meter.rates
+        spec = self.spec
+        step = self.progress.step
+        schedule = self.schedule
+        rates = self.meter.rates
         assert spec.save is not None
         self.saved_step = step
         model_state = dict(spec.model.state_dict())

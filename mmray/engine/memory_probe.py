@@ -449,7 +449,8 @@ class SavedBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights, self._references = strategy.parameter_storages(model), Counter[int]()
+        self._weights = strategy.parameter_storages(model)
+        self._references = Counter[int]()
         self._bytes = self.peak = 0
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -498,7 +499,9 @@ def keep_freed_memory() -> bool:
         Whether the setting was accepted; False if the C library has no mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    m_mmap_threshold, m_trim_threshold = -3, -1  # <malloc.h>
+    # Of <malloc.h>.
+    m_mmap_threshold = -3
+    m_trim_threshold = -1
     return mallopt is not None and all(
         mallopt(option, 2**31 - 1) for option in (m_mmap_threshold, m_trim_threshold)
     )

@@ -328,7 +328,9 @@ class DeviceCopier:
     """
 
     def __init__(self, device: torch.device, timers: PhaseTimers):
-        self._device, self._timers, self._stream = device, timers, torch.cuda.Stream(device)
+        self._device = device
+        self._timers = timers
+        self._stream = torch.cuda.Stream(device)
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._last_copy: torch.cuda.Event | None = None
 

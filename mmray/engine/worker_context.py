@@ -126,7 +126,8 @@ class DataBoundHint:
             fraction = sum(self._wait_fractions) / len(self._wait_fractions)
             if fraction >= INPUT_BOUND_FRACTION:
                 self.notify("throughput", self.format_hint(fraction))
-            self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
+            self._next = step + HINT_EVERY_STEPS
+            self._wait_fractions = ()
 
     def format_hint(self, wait_fraction: float) -> str:
         """Return a hint for the user: how many decode actors would keep the device busy.
@@ -137,7 +138,8 @@ class DataBoundHint:
         Args:
             wait_fraction: Fraction of the time that training waits for data, 0 to 1.
         """
-        actors, prepared = self.context.decode_actors, self.context.reader.prepared
+        actors = self.context.decode_actors
+        prepared = self.context.reader.prepared
         sets: Any = getattr(prepared, "sets", (prepared,))
         # margin for a crop
         side = getattr(self.context.config.model.inputs, "image_side", sys.maxsize)

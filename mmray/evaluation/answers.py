@@ -193,7 +193,8 @@ def _levenshtein(first: str, second: str) -> int:
     """Fewest insertions, deletions and substitutions of characters between two texts."""
     row = list(range(len(second) + 1))
     for index, letter in enumerate(first, 1):
-        previous, row[0] = row[0], index
+        previous = row[0]
+        row[0] = index
         for column, other in enumerate(second, 1):
             cost = previous + (letter != other)
             previous = row[column]

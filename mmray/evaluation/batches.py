@@ -63,6 +63,7 @@ class EvalDataset:
         settings: Metrics to compute, rows of a batch, and the limit of rows.
         max_pixels: Images with more pixels are not decoded.
         on_rows: Called with the number of rows of each batch when it is done, to show progress.
+        task: Compute only the metrics of `retrieval` or of `zero_shot` classification; "": both.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class EvalDataset:
         settings: Evaluate,
         max_pixels: int = MAX_PIXELS,
         on_rows: Callable[[int], None] | None = None,
+        task: str = "",
     ) -> None:
         self.on_rows = on_rows or (lambda _: None)
+        self.task = task
         self.prepared = prepared
         self.inputs = inputs
         self.settings = settings

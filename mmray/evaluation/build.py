@@ -101,10 +101,16 @@ def build_evaluator(
         if config.model.generates_text:
             return ConversationEvaluator(config, prepared, max_pixels, on_rows)
         settings = config.evaluate.with_prompts(eval_set.prompts)
-        options = (config.model.inputs, tokenizer_json, settings, max_pixels, on_rows)
-        if config.model.kind == "towers":
-            return ClipEvaluator(prepared, *options)
-        return Evaluator(prepared, *options, task=eval_set.task)
+        evaluator = ClipEvaluator if config.model.kind == "towers" else Evaluator
+        return evaluator(
+            prepared,
+            config.model.inputs,
+            tokenizer_json,
+            settings,
+            max_pixels,
+            on_rows,
+            eval_set.task,
+        )
 
     return SetsEvaluator({each.name: build(each) for each in config.data.eval_sets})
 

@@ -33,14 +33,8 @@ from mmray.objectives.protocol import Objective, split_objective
 class Evaluator(EvalDataset):
     """Computes retrieval and classification metrics of a model that embeds images and texts.
 
-    Args:
-        options: Arguments of EvalDataset, such as the set of held-out rows.
-        task: Compute only the metrics of `retrieval` or of `zero_shot` classification; "": both.
+    Its arguments are those of EvalDataset.
     """
-
-    def __init__(self, *options: Any, task: str = "") -> None:
-        super().__init__(*options)
-        self.task = task
 
     def score(
         self,
@@ -90,8 +84,10 @@ class Evaluator(EvalDataset):
             loss_rows = settings.loss_batch or global_rows
             metrics |= retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
             if save_examples is not None:
-                data = self.prepared, group.device, self.max_pixels
-                save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
+                examples = retrieval.retrieval_examples(
+                    embedded, retrieval_ranks, self.prepared, group.device, self.max_pixels
+                )
+                save_examples(examples)
         classes = settings.classes or self.prepared.manifest.class_names
         if classes and self.task != "retrieval":
             if (num_labels := int(embedded.label.max()) + 1) > len(classes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 IGNORE_INDEX = -100  # class of a position where nothing is predicted, as in torch
 
 
-class CrossEntropy:
+class CrossEntropy(ABC):
     """Cross-entropy of each target, divided by the number of targets in the global batch.
 
     Attributes:
@@ -29,6 +30,7 @@ class CrossEntropy:
     logits: str
     accuracy: str
 
+    @abstractmethod
     def targets(self, batch: Batch) -> Tensor:
         """Return the class to predict at each position, int64 [B, ...]; IGNORE_INDEX (-100) where
         nothing is predicted.
@@ -37,7 +39,6 @@ class CrossEntropy:
             batch: Columns of the rows by name, such as `label` int64 [B] and `valid` bool [B],
                 False for padding; each subclass reads its own.
         """
-        raise NotImplementedError
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of targets, an int64 scalar: the denominator of the loss.

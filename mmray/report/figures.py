@@ -164,7 +164,7 @@ def _speed_charts(run: RunRecord) -> list[Figure | None]:
         "time/data_wait_s": _line("waiting for data", ORANGE),
     }
     memory = {"memory/peak_gib": _line("peak", ROSE)}
-    from_zero = {"rangemode": "tozero"}
+    from_zero: dict[str, Any] = {"rangemode": "tozero"}
     return [
         _chart(run, "throughput", "Samples per second", rate, **from_zero, tickformat=","),
         _chart(run, "step", "Where a step's time goes", step, **from_zero, ticksuffix=" s"),

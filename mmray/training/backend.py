@@ -65,7 +65,8 @@ class Attempt:
             decoders: Number of processes that read and decode rows, of all workers together; None:
                 as many as they need.
         """
-        resolved, config = self.resolved, self.resolved.config
+        resolved = self.resolved
+        config = self.resolved.config
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
         reader: RowReader | ConversationReader
         if isinstance(config.model, Vlm):

@@ -55,7 +55,8 @@ class Coordinator:
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
         # a copy: without Ray, threads share this
-        now_s, latest = time.monotonic(), list(self._heartbeats.values())
+        now_s = time.monotonic()
+        latest = list(self._heartbeats.values())
         return list(self._messages), [
             {**record, "age_s": now_s - received_s} for record, received_s in latest
         ]

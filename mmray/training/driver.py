@@ -157,7 +157,8 @@ def _train(
 ) -> RunOutcome:
     reporter.status("checking the data")
     backend.check(config, reporter)
-    resolved, given = resolve_run(backend.resolve(config), reporter), config.cluster
+    resolved = resolve_run(backend.resolve(config), reporter)
+    given = config.cluster
     # Device and CPUs depend on the machine: the run's file keeps what was given.
     saved = resolved.config.with_cluster(
         accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker
@@ -244,7 +245,8 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
             "shuffle",
         )
     epochs = resolved.steps * resolved.batch_shape.global_batch_size / num_rows
-    cluster, gpus = resolved.config.cluster, resolved.config.train.gpus_per_worker
+    cluster = resolved.config.cluster
+    gpus = resolved.config.train.gpus_per_worker
     count, device = (
         (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
     )
@@ -265,7 +267,8 @@ def describe_idle(config: Config, num_local: int | None) -> str | None:
     Returns:
         Such as `3 of 4 GPUs; --cluster.workers 4 uses them`; None if nothing is idle.
     """
-    cluster, on_gpus = config.cluster, config.cluster.accelerator == "gpu"
+    cluster = config.cluster
+    on_gpus = config.cluster.accelerator == "gpu"
     if num_local is None:
         return None
     unit = config.train.gpus_per_worker if on_gpus else cluster.max_workers

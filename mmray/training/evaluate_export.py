@@ -78,7 +78,8 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     """
     run = RunDir(to_path(folder))
     config = load_run_config(folder)
-    metric, faults = best_metric(config), list[str]()
+    metric = best_metric(config)
+    faults = list[str]()
     if step is None:
         checkpoint = files.latest_valid_checkpoint(run.checkpoints, faults.append, rename=False)
     else:
@@ -93,9 +94,11 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
                 "checkpoint"
             ]
         elif not checkpoint.exists():
-            faults, checkpoint = [], None
+            faults = []
+            checkpoint = None
         elif (fault := files.verify(checkpoint)) is not None:
-            faults, checkpoint = [f"checkpoint {checkpoint} is not valid: {fault}"], None
+            faults = [f"checkpoint {checkpoint} is not valid: {fault}"]
+            checkpoint = None
     if checkpoint is None:
         existing = ", ".join(files.list_checkpoint_names(run.checkpoints)) or "none"
         which = "valid checkpoint" if step is None else f"valid checkpoint for --step {step}"
@@ -376,7 +379,8 @@ def _score_on_ray(
     config = config.with_cluster(workers=num_free_workers(config))
     on_gpu = "GPU" in resource_demand(config, with_data=False).per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
-    coordinator, num_received = ray_trainer.start_coordinator(set()), 0
+    coordinator = ray_trainer.start_coordinator(set())
+    num_received = 0
     demand = resource_demand(config, with_data=False)
     queue_timeout_s = config.cluster.queue_timeout_s
 
@@ -419,7 +423,8 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
             "of the tokenizer that the weights were trained with"
         )
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
-    num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
+    num_tokens = build_encoder(tokenizer_json, inputs).vocab_size
+    rows = config.model.vocab_size
     if num_tokens < rows:
         log(
             f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their "

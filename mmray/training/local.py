@@ -42,7 +42,8 @@ class WorkerFailed(Exception):
 
     def __init__(self, kind: str, cause: Exception) -> None:
         super().__init__(str(cause))
-        self.kind, self.cause = kind, cause
+        self.kind = kind
+        self.cause = cause
 
 
 class LocalBackend:
@@ -112,7 +113,8 @@ def check_gpus(config: Config) -> None:
     Raises:
         ResourceError: torch can use fewer.
     """
-    needed, found = config.train.gpus_per_worker, count_gpus()
+    needed = config.train.gpus_per_worker
+    found = count_gpus()
     if config.cluster.accelerator == "gpu" and found < needed:
         raise ResourceError(
             f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch "

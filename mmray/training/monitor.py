@@ -27,10 +27,13 @@ from mmray.training import RunReporter
 if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape
 
-WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
-CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
+WASTED_STEPS = "wasted_steps"
+CHECKPOINT_S = "checkpoint_s"
+CHECK_INTERVAL_S = 1.0
+CAPACITY_INTERVAL_S = 5.0
 # of samples, which take at most this share of the time
-MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01
+MEMORY_INTERVAL_S = 3.0
+MEMORY_COST_FRACTION = 0.01
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
 STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
@@ -193,7 +196,9 @@ class HangDetector:
         Returns:
             A message that names the ranks for which the others wait; None without a hang.
         """
-        stalled, stalled_s, some_within_limit = [], 0.0, False
+        stalled = []
+        stalled_s = 0.0
+        some_within_limit = False
         self._waits_s = {}
         some_wait = any(
             record.state in STATE_TEXTS and record.age_s <= SILENT_S for record in records
@@ -204,12 +209,14 @@ class HangDetector:
             excused = some_wait and record.state not in STATE_TEXTS and record.age_s <= SILENT_S
             if excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
                 self._last[record.rank] = progress, now_s
-            idle_s, limit_s = now_s - self._last[record.rank][1], self.limits_s[record.state]
+            idle_s = now_s - self._last[record.rank][1]
+            limit_s = self.limits_s[record.state]
             if record.state == "waiting_for_data":
                 self._waits_s[record.rank] = idle_s
             if record.state in STATE_TEXTS and record.age_s > SILENT_S:
                 # perhaps stopped (SIGSTOP) since then
-                idle_s, limit_s = record.age_s, self.limits_s["training"]
+                idle_s = record.age_s
+                limit_s = self.limits_s["training"]
             if idle_s > limit_s:
                 stalled.append(record)
                 stalled_s = max(stalled_s, idle_s)
@@ -310,7 +317,8 @@ class RunProgress:
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
         self.bad_rows = message.get("bad_rows", self.bad_rows)
         if "step" in message:
-            self.last_step, self.logged = message["step"], True
+            self.last_step = message["step"]
+            self.logged = True
 
 
 @dataclass
@@ -436,7 +444,9 @@ class AttemptMonitor:
         """
         if self._signalled or not self.trained:
             raise ForceExit
-        self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
+        # It overrides a resize or a preemption.
+        self._signalled = True
+        self.stop_reason = None
         self.request_stop(
             "user",
             "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately",
@@ -523,7 +533,8 @@ class AttemptMonitor:
         deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
-        self.preempted, first_s = True, min(deadlines)
+        self.preempted = True
+        first_s = min(deadlines)
         if time.time() >= checkpoint_request_time_s(
             first_s, self.progress.checkpoint_s, self.progress.step_s
         ):

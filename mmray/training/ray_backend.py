@@ -59,8 +59,11 @@ if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
-STABLE_POLLS, MAX_POLLS = 4, 20
-ACTOR_GIB, BLOCKS_PER_ACTOR = 0.5, 4  # memory of a decode actor
+STABLE_POLLS = 4
+MAX_POLLS = 20
+# Memory of a decode actor.
+ACTOR_GIB = 0.5
+BLOCKS_PER_ACTOR = 4
 MAX_DECODERS = 1024  # of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
@@ -152,12 +155,11 @@ class RayBackend:
         they are lost.
         """
         assert self._nodes is not None, "schedulable_nodes comes before"
-        demand, end_s = (
-            resource_demand(config, excluded=self._excluded),
-            time.monotonic() + NODE_LOSS_S,
-        )
+        demand = resource_demand(config, excluded=self._excluded)
+        end_s = time.monotonic() + NODE_LOSS_S
         while time.monotonic() < end_s:
-            alive, unavailable = placement.alive_nodes(), set(self._nodes.unavailable)
+            alive = placement.alive_nodes()
+            unavailable = set(self._nodes.unavailable)
             answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
             is_draining = unavailable <= placement.draining_nodes().keys()  # also without any
             if is_draining or fits(demand, answering) or not fits(demand, alive):
@@ -231,7 +233,9 @@ class RayWorkers:
         autoscaler: placement.AutoscalerRequest,
         metrics: RayMetrics,
     ) -> None:
-        self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
+        self.config = attempt.resolved.config
+        self._excluded = excluded
+        self.autoscaler = autoscaler
         self.world = attempt.config.cluster.max_workers
         self.coordinator = start_coordinator(attempt.bad_rows)
         # As for the largest group: a smaller one needs no more CPUs for each worker.

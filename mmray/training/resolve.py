@@ -363,7 +363,8 @@ def batch_on_device(config: Config) -> Batch:
     Args:
         config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
     """
-    batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
+    batch = config.batch
+    can_probe = getattr(config.model, "batch_norm", "frozen") != "synced"
     given = {batch.micro, batch.accumulation, batch.tokens} != {None}
     return (
         batch.replace(micro="auto")

@@ -84,7 +84,8 @@ class Supervisor:
         self.backend = backend
         self.starts = starts or []
         # of earlier commands
-        self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}
+        self.start_s = time.monotonic()
+        self.earlier = run.read_json("result.json") or {}
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         # checkpoints from this step on were verified, or written by this command
         self.trusted_from = math.inf

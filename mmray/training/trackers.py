@@ -363,7 +363,9 @@ class WandbTracker:
         self._run.finish(exit_code=0 if success else 1)
 
 
-MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
+# Limits of MLflow.
+MAX_PARAM_CHARS = 500
+MAX_PARAMS_PER_CALL = 100
 
 
 class MlflowTracker:

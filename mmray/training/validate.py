@@ -240,7 +240,9 @@ def objective_reasons(config: Config) -> list[str]:
     (engine/memory_probe.py).
     """
     model: Any = config.model
-    kind, terms, reasons = model.kind, config.objective.terms, list[str]()
+    kind = model.kind
+    terms = config.objective.terms
+    reasons = list[str]()
     if ("region_text" in terms or getattr(model, "regions", False)) and not model.inputs.max_boxes:
         reasons.append(
             "objective region_text needs boxes in the batches; set "

@@ -130,7 +130,8 @@ def _measure_in_worker(arguments: dict[str, Any]) -> Measurements:
     from mmray.engine.collectives import Group  # the driver imports this module without the engine
     from mmray.tuning.shape_worker import measure_shapes
 
-    task, coordinator = arguments["task"], arguments["coordinator"]
+    task = arguments["task"]
+    coordinator = arguments["coordinator"]
     group = Group.current(ray.train.torch.get_device(), task.config.cluster.group_timeout_s)
     report = coordinator.push.remote if group.rank == 0 else lambda _: None
     return measure_shapes(task, group, report)

@@ -42,7 +42,8 @@ class ProfiledSteps:
         # Not the operators that start kernels: recording each delays the next kernel, and so widens
         # the gaps.
         kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-        self._device, self.profile = device, profile(activities=[kind])
+        self._device = device
+        self.profile = profile(activities=[kind])
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS (5) further

@@ -9,6 +9,7 @@ import codecs
 import json
 import re
 import unicodedata
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
@@ -42,6 +43,7 @@ class ListingSource(Source):
 
     listing: ClassVar[str] = "listing.jsonl"  # in the folder of the prepared set
 
+    @abstractmethod
     def list_rows(self) -> Rows:
         """Yield the rows of the source in order; they are written to a file, from which tasks read
         them.
@@ -54,7 +56,6 @@ class ListingSource(Source):
         Raises:
             DataError: The source cannot be listed.
         """
-        raise NotImplementedError
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]

@@ -9,6 +9,7 @@ parsed is a BadRow.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class RawRow(NamedTuple):
     values: dict[str, Any] | BadRow
 
 
-class Source:
+class Source(ABC):
     """Rows of one source format, such as CSV; cheap to construct in each task.
 
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; the table
@@ -159,6 +160,7 @@ class Source:
         """
         return False
 
+    @abstractmethod
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
@@ -175,7 +177,6 @@ class Source:
         Raises:
             DataError: A file cannot be read or has another format.
         """
-        raise NotImplementedError
 
     def visible_files(self) -> list[str]:
         """Return the visible files of the folder as relative paths; the first call reuses the
@@ -218,6 +219,7 @@ class Source:
             )
         return names
 
+    @abstractmethod
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         """Yield the unparsed rows of a chunk (a part of one file).
 
@@ -231,7 +233,6 @@ class Source:
         Raises:
             DataError: The chunk differs from the scanned one.
         """
-        raise NotImplementedError
 
     def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
         """Yield the labels of the rows that have one.
@@ -247,6 +248,7 @@ class Source:
                 if isinstance(row.values, dict) and "label" in row.values:
                     yield row.values["label"]
 
+    @abstractmethod
     def parse(self, record: Any) -> dict[str, Any]:
         """Return the values of a row by the column names of the source.
 
@@ -256,7 +258,6 @@ class Source:
         Raises:
             BadRow: The row is invalid.
         """
-        raise NotImplementedError
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk (a part of one file), parsed and with mmray's column names.

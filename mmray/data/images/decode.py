@@ -46,7 +46,10 @@ _TRANSPOSE = {
 _JPEG_START = b"\xff\xd8\xff"
 _JPEG_COLORS = ("YCbCr", "RGB")
 # The first byte of a segment, and kinds of segments: APP1 has EXIF and XMP, APP2 further images.
-_MARKER, _START_OF_SCAN, _APP1, _APP2 = 0xFF, 0xDA, 0xE1, 0xE2
+_MARKER = 0xFF
+_START_OF_SCAN = 0xDA
+_APP1 = 0xE1
+_APP2 = 0xE2
 # Keywords of the texts of a PNG in which ImageMagick and Adobe store EXIF, and their maximum size.
 _ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 _MAX_ORIENTATION_TEXT = 65536

@@ -42,7 +42,10 @@ SAME_CONTENT = 2
 SAME_TEXT = 3
 # more hardly change a vocabulary of some thousand tokens, and all are in memory
 MAX_TRAINING_TEXTS = 1_000_000
-MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the rows with these texts
+# Rows with the texts for the tokenizer: bytes and runs of adjacent rows at most, rows a read.
+MAX_SAMPLED_BYTES = 8 << 30
+MAX_RUNS = 8192
+ROWS_PER_READ = 1 << 16
 
 
 def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -151,7 +154,8 @@ def _first_kept_occurrence(
         if kept_image[image] != NO_ROW:
             first[row] = kept_image[image]
         elif kept_text[text] != NO_ROW:
-            first[row], reason_code[row] = kept_text[text], SAME_TEXT
+            first[row] = kept_text[text]
+            reason_code[row] = SAME_TEXT
         else:
             kept_image[image] = kept_text[text] = row
     return first, reason_code

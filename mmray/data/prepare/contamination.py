@@ -367,7 +367,8 @@ def nearest(
     match = best[group]
     rows = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH]
     match = match[match != _NO_MATCH]
-    index[rows], distances[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
+    index[rows] = match & ((1 << _ROW_BITS) - 1)
+    distances[rows] = match >> _ROW_BITS
     return index, distances
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -70,7 +70,8 @@ if TYPE_CHECKING:
 
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
 # A request to a store takes as long as reading some MB.
-SHARD_ROWS, STORE_SHARD_ROWS = 512, 4096
+SHARD_ROWS = 512
+STORE_SHARD_ROWS = 4096
 _FLAG = re.compile(r"(^|\s)--[a-z]")
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
@@ -349,7 +350,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     return manifest
 
 
-def _is_continued(before: Manifest, job: PrepareJob, chunks: Sequence[SourceChunk]) -> bool:
+def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
     """Return whether the chunks are those of an earlier set, maybe with appended ones.
 
     Raises UsageError if that set was made from another source.
@@ -367,7 +368,7 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: Sequence[SourceChun
 
 
 def _build_manifest(
-    job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], result: assemble.PrepareResult
+    job: PrepareJob, source: Source, chunks: list[SourceChunk], result: assemble.PrepareResult
 ) -> Manifest:
     """Return the manifest of the kept rows, without a tokenizer."""
     shards = [shard for shard in result.shards if shard.num_kept]

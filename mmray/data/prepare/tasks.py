@@ -92,7 +92,8 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
 
     wait_for_data_cpu()
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
-    tasks, local_cores = min(len(rows), MAX_TASKS), available_cores_if_local()
+    tasks = min(len(rows), MAX_TASKS)
+    local_cores = available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores.
     # With many tasks there is one more, because each worker waits 0.2 s for its next task. None:
     # one for each CPU of the cluster.

@@ -38,7 +38,9 @@ UPDATE_S = 0.5  # between two checks of the actors
 # A further actor without a CPU for this long is requested without a preference for the rank's node,
 # because an autoscaler cannot add that node again.
 PREFERENCE_S = 10.0
-RETRY_S, MAX_RETRY_S = 1.0, 60.0  # before lost actors are replaced; doubled by each loss in a row
+# Wait before lost actors are replaced; each loss in a row doubles it, up to the maximum.
+RETRY_S = 1.0
+MAX_RETRY_S = 60.0
 ACTOR_BYTES = 2**29  # memory of an actor without its blocks
 BLOCKS_PER_ACTOR = 2  # in memory at a time
 

@@ -444,7 +444,8 @@ class SamplePlan:
             if self.shuffle:
                 key = splitmix64(self._shuffle_key(seen) ^ np.uint64(number + 1))
                 row = self._permute_set(row, num_rows, key)
-            rows[selected], pass_index[selected] = row + first_row, seen
+            rows[selected] = row + first_row
+            pass_index[selected] = seen
             first_index = first_index + per_epoch
             first_row = first_row + num_rows
         return rows, pass_index

@@ -7,11 +7,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-GROW_WINDOW_S, GROW_SHARE = 5.0, 0.05  # grow if the rank waited for this share of the window
+# Grow if the rank waited for this share of the window.
+GROW_WINDOW_S = 5.0
+GROW_SHARE = 0.05
 GROWTH = 0.5  # processes to add, relative to those there are
 # Shrink by this share if the rank has hardly waited in the window, which is doubled each time the
 # number had to grow again.
-SHRINK_WINDOW_S, SHRINK_SHARE, SHRINKAGE = 60.0, 0.01, 0.25
+SHRINK_WINDOW_S = 60.0
+SHRINK_SHARE = 0.01
+SHRINKAGE = 0.25
 IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait because it reads nothing
 
 

@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
@@ -52,7 +53,7 @@ class DecodedImage(NamedTuple):
     image_size: tuple[int, int]
 
 
-class SetReader:
+class SetReader(ABC):
     """Reads the rows of a prepared set in the sample order; base of the readers of model inputs.
 
     Cheap to pickle; files are opened on first use.
@@ -116,6 +117,7 @@ class SetReader:
         self.fetcher.request(plan, positions, in_first_window)
         return not in_first_window
 
+    @abstractmethod
     def check_row(self, row: Row) -> None:
         """Check whether a stored row can be used for training; images are decoded in a child
         process.
@@ -126,7 +128,6 @@ class SetReader:
         Raises:
             Exception: The reason, one of the types in `row_errors`.
         """
-        raise NotImplementedError
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Read a row again that could not be used, and return the reason for quarantine.jsonl.

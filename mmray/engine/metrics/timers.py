@@ -130,7 +130,9 @@ class PhaseTimers:
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._process, self._peak_bytes = device, psutil.Process(), 0
+        self._device = device
+        self._process = psutil.Process()
+        self._peak_bytes = 0
         self._phase_s = dict.fromkeys(PHASES, 0.0)
         # Start and end of each timed scope: events on a GPU, seconds on a CPU.
         self._scopes: dict[str, list[tuple[Any, Any]]] = {name: [] for name in PHASES}

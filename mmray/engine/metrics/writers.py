@@ -255,7 +255,8 @@ class LogUploader:
         self._notify = notify
         self._check_lease = check_lease
         self._uploaded: dict[Path, tuple[int, int]] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if not isinstance(folder, RemotePath):
             self.local_folder = folder
