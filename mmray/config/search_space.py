@@ -125,24 +125,6 @@ class Space:
         return [dict(zip(self.axes, each, strict=True)) for each in combinations]
 
 
-def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int = 0) -> Space:
-    """Parse the values of `--space`.
-
-    Args:
-        given: Texts such as `batch.micro=8,16` or `optimizer.lr=loguniform(1e-5,1e-3)`.
-        num_samples: Number of configurations to sample; None: 32 if there is a range, otherwise all
-            combinations.
-        seed: Seed of the random choice of configurations.
-
-    Returns:
-        The listed values or the range of each setting, with the number of samples and the seed.
-
-    Raises:
-        UsageError: A text is invalid, or a setting cannot be searched.
-    """
-    return build_space(parse_axes(given), num_samples, seed)
-
-
 def parse_axes(given: Sequence[str]) -> dict[str, str]:
     """Split the values of `--space` at the first `=`.
 

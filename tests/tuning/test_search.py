@@ -16,7 +16,7 @@ from rich.console import Console
 import mmray
 from mmray import cli
 from mmray.config import from_yaml, to_yaml
-from mmray.config.search_space import parse_space
+from mmray.config.search_space import build_space, parse_axes
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
@@ -89,7 +89,9 @@ class Watching(Silent):
 def request_of(recipe, space, goal, concurrency=None, **length):
     """A sweep whose trials have this length."""
     train = clear_length_and_derived_batch(recipe, []).train.replace(**length)
-    return SweepRequest(recipe, train, parse_space(space), goal, concurrency=concurrency)
+    return SweepRequest(
+        recipe, train, build_space(parse_axes(space)), goal, concurrency=concurrency
+    )
 
 
 @pytest.fixture(scope="module")
