@@ -173,11 +173,15 @@ def compare_versions(reports: dict[str, NodeReport]) -> Finding:
 
 
 def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
-    """Yield a finding for each measurement of a node.
+    """Compare the measurements of a node with what training needs.
 
     Args:
         node_id: ID of the node.
-        report: What it measured.
+        report: What was measured on it: load, GPUs, rates of disk and decoding, ...
+
+    Yields:
+        For each measurement its level (`ok`, `warning` or `error`), the value and, if it is not ok,
+        what to do.
     """
     place = f"node {node_id[:8]}"
     is_busy = report.busy_cores > BUSY_FRACTION * report.num_cores

@@ -16,9 +16,10 @@ FILE = Path(__file__).with_name("prompts.json")
 
 @cache
 def prompt_sets() -> dict[str, tuple[str, ...]]:
-    """Return the prompts of each set by name, with `{}` for the class name.
+    """Return the built-in sets of prompts for zero-shot classification, by name.
 
-    `imagenet` has 80, `cifar` 18, and `simple` the 7 that work best together on ImageNet.
+    A prompt is a text such as `a photo of a {}.` with `{}` for the class name. `imagenet` has 80,
+    `cifar` 18, and `simple` the 7 that work best together on ImageNet.
     """
     return {name: tuple(texts) for name, texts in json.loads(FILE.read_text()).items()}
 

@@ -65,7 +65,8 @@ class HeartbeatState:
 
     @contextmanager
     def state(self, name: str) -> Iterator[None]:
-        """Context manager that sets a state, and restores the previous one at its end.
+        """Context manager that sets the state that heartbeats report, and restores the previous one
+        at its end.
 
         Args:
             name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or

@@ -83,8 +83,8 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     """Return the settings of the trials that are tried first; empty for a grid.
 
     They are the recipe's own, then other global batches with scaled learning rates: by the square
-    root of the global batch (Malladi et al. 2022), then by the batch itself (Goyal et al. 2017). At
-    most half of the samples, so that the others explore.
+    root of the global batch (Malladi et al. 2022), then by the batch itself (Goyal et al. 2017).
+    They are at most half of the samples, so that the others explore.
 
     Args:
         base: The recipe.

@@ -85,7 +85,7 @@ def full_span(media: Media) -> tuple[float, float]:
 
 
 class ClipColumns:
-    """Frames and samples of the clip of a row (data/columns.py).
+    """Decodes clips of audio and video into the columns of a block (several rows read together).
 
     A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N],
     `num_samples` int32 [R] and `has_text` bool [R]. A row without video or audio has the number 0.

@@ -55,7 +55,7 @@ class Scene(NamedTuple):
     end_s: float
 
     def caption(self) -> str:
-        """Return a sentence with all properties."""
+        """Return a caption of the clip that names its shape, color, movement and background."""
         moves = "rests" if self.movement == "still" else f"moves {self.movement}"
         return f"a {self.color} {self.shape} {moves} on {self.background}"
 

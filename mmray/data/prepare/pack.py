@@ -89,7 +89,7 @@ class PrepareJob:
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of a shard: the setting, in which a number has replaced `auto`."""
+        """Number of rows of a shard (a file of the set); `auto` was replaced before the packing."""
         assert self.settings.rows_per_shard != "auto", "the pipeline chooses a number first"
         return self.settings.rows_per_shard
 

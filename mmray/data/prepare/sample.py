@@ -87,7 +87,15 @@ SEVERAL = (
 
 
 class Scene(NamedTuple):
-    """One combination; `where` is the position of a single shape, or a number word for a group."""
+    """What an image of the sample data shows.
+
+    Attributes:
+        shape: One of SHAPES, such as `star`.
+        color: Name of its color.
+        size: `small` or `large`.
+        where: Position of a single shape, or a word for the number of shapes, such as `three`.
+        background: Name of the color of the background.
+    """
 
     shape: str
     color: str
@@ -96,7 +104,7 @@ class Scene(NamedTuple):
     background: str
 
     def captions(self) -> list[str]:
-        """Return three captions; each names all attributes, so it is unique to the scene."""
+        """Return three captions; each names all attributes, so no other scene has it."""
         templates = SEVERAL if self.where in COUNTS else ONE
         return [
             template.format(**self._asdict()).replace("crosss", "crosses") for template in templates
