@@ -3,13 +3,9 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import (
-    DEFAULT_SAMPLES,
-    override_settings,
-    parse_space,
-    setting_value,
-)
+from mmray.config.search_space import DEFAULT_SAMPLES, override_settings, setting_value
 from mmray.errors import UsageError
+from tests.spaces import parse_space
 
 
 def test_lists_are_crossed_with_the_last_fastest():

@@ -16,7 +16,6 @@ from rich.console import Console
 import mmray
 from mmray import cli
 from mmray.config import from_yaml, to_yaml
-from mmray.config.search_space import build_space, parse_axes
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
@@ -27,6 +26,7 @@ from mmray.tuning.search import search
 from mmray.tuning.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
 from tests.nodes import several_nodes
+from tests.spaces import parse_space
 from tests.training.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
@@ -89,9 +89,7 @@ class Watching(Silent):
 def request_of(recipe, space, goal, concurrency=None, **length):
     """A sweep whose trials have this length."""
     train = clear_length_and_derived_batch(recipe, []).train.replace(**length)
-    return SweepRequest(
-        recipe, train, build_space(parse_axes(space)), goal, concurrency=concurrency
-    )
+    return SweepRequest(recipe, train, parse_space(space), goal, concurrency=concurrency)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from mmray.config import recipes
-from mmray.config.search_space import parse_space
 from mmray.tuning.suggestions import build_optuna, random_settings, starting_points, tune_space
 from mmray.tuning.trials import typed_space
+from tests.spaces import parse_space
 
 SAMPLE = recipes.load("sample")
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from mmray.config import recipes, to_yaml
-from mmray.config.search_space import Space, parse_space
+from mmray.config.search_space import Space
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.sweep_files import Rung, TrialRow
 from mmray.training.monitor import signal_handlers
@@ -16,6 +16,7 @@ from mmray.tuning.results import TrialOutcome, recommend_trial
 from mmray.tuning.rungs import select_promoted
 from mmray.tuning.sweep import STOP_FILE, SweepProgress, SweepState, resolve_sweep_dir
 from mmray.tuning.trials import SweepPlan, TrialResources
+from tests.spaces import parse_space
 from tests.training.runs import Silent
 
 SAMPLE = recipes.load("sample")

@@ -10,7 +10,6 @@ import pytest
 from mmray.cluster import placement
 from mmray.cluster.capacity import Node
 from mmray.config import Config, recipes
-from mmray.config.search_space import build_space, parse_axes
 from mmray.errors import ResourceError, UsageError
 from mmray.sweep_files import Rung
 from mmray.tuning.ray_tune import train_rungs
@@ -30,6 +29,7 @@ from mmray.tuning.trials import (
     token_axes,
     warmup_warning,
 )
+from tests.spaces import parse_space
 from tests.training import runs
 
 SAMPLE = recipes.load("sample").with_cluster(workers=2)  # micro and global 128, 300 steps
@@ -37,12 +37,12 @@ FOLDER = Path("/sweeps/one")
 
 
 def trials(*given, base=SAMPLE, goal="throughput"):
-    return corner_trials(base, build_space(parse_axes(given)), goal)
+    return corner_trials(base, parse_space(given), goal)
 
 
 def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     """The plan of a sweep; `settings` has the length of a trial."""
-    space = build_space(parse_axes(given))
+    space = parse_space(given)
     length = clear_length_and_derived_batch(base, []) if settings is None else settings
     request = SweepRequest(base, length.train, space, goal, recipe_rows=128)
     plan = build_plan(request, corner_trials(base, space, goal), TrialData(num_rows=num_rows))
