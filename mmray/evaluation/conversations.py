@@ -303,20 +303,21 @@ def _shown_turns(row: Row, question: str) -> list[dict[str, Any]]:
         parts = [
             {"text": part["text"]}
             if part["type"] == "text"
-            else {"image": thumbnail(_picture(next(media), row.spans))}
+            else _shown_medium(next(media), row.spans)
             for part in message["content"]
         ]
         turns.append({"role": message["role"], "parts": parts})
     return turns
 
 
-def _picture(media: Media, spans: Sequence[Any] | None) -> np.ndarray:
-    """Return the pixels [H, W, 3] of an image, or of the frame in the middle of a video."""
+def _shown_medium(media: Media, spans: Sequence[Any] | None) -> dict[str, Any]:
     if media.kind == "image":
-        return decode(media.data)
+        return {"image": thumbnail(decode(media.data))}
     start, end = full_span(media) if not spans or spans[0] is None else spans[0]
+    if media.kind == "audio":
+        return {"text": f"[audio, {start:.1f} to {end:.1f} s]"}
     frames, _ = read_frames(media.data, [(start + end) / 2])
-    return frames[0]
+    return {"image": thumbnail(frames[0])}
 
 
 def _prompt(messages: Sequence[Message]) -> list[Message]:

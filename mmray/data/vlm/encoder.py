@@ -1,4 +1,4 @@
-"""Conversations with images and videos as the inputs of a vision-language model, by its own
+"""Conversations with images, videos and audio as the inputs of a vision-language model, by its own
 processor.
 
 Image processors of transformers run in numpy (`pil`), so a data process needs no torch: about 110
@@ -8,11 +8,9 @@ MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -22,11 +20,11 @@ import numpy as np
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import (
     WEIGHTS_SETTING,
-    Family,
     budget_arguments,
     find_family,
     read_config,
 )
+from mmray.data.vlm.processor import load_frame_processor, load_processor, torch_hidden
 from mmray.data.vlm.video import Clip, FrameProcessor
 from mmray.errors import UsageError
 
@@ -45,6 +43,8 @@ _INPUT_SETTINGS = (
     "frame_rate",
     "frame_pixels",
 )
+# Shorter audio is padded: transformers merges a single token of audio in another way.
+MIN_AUDIO_S = 0.1
 SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -71,9 +71,9 @@ class EncodedRow:
     Args:
         input_ids: int32 [T].
         loss_mask: bool [T], True for the assistant's tokens.
-        images: Inputs of the vision encoder by name, as the processor returns them, such as
-            `pixel_values` (uint8, not normalized) and `image_grid_thw`, and those of videos, such
-            as `pixel_values_videos`. Empty without media.
+        images: Inputs of the encoders of media by name, as the processor returns them, such as
+            `pixel_values` and `pixel_values_videos` (uint8, not normalized), `image_grid_thw`, and
+            `input_features` (log-mel spectrograms, float16). Empty without media.
     """
 
     input_ids: np.ndarray
@@ -82,17 +82,19 @@ class EncodedRow:
 
 
 class MediaSize(NamedTuple):
-    """What determines the number of tokens of an image or a video.
+    """What determines the number of tokens of an image, a video or audio.
 
     Args:
-        width: Upright width in pixels.
-        height: Upright height in pixels.
+        width: Upright width in pixels; 0 for audio.
+        height: Upright height in pixels; 0 for audio.
         times_s: Times of the frames of a video in seconds; () for an image.
+        samples: Samples of audio; 0 for others.
     """
 
-    width: int
-    height: int
+    width: int = 0
+    height: int = 0
     times_s: Sequence[float] = ()
+    samples: int = 0
 
 
 def encoder_arguments(inputs: Any) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class ProcessorEncoder:
         self.frames = frames
         self.frame_rate = frame_rate
         self.kinds = self.family.media_kinds(frames, weights)
-        with _torch_hidden() if without_torch else nullcontext():
+        with torch_hidden() if without_torch else nullcontext():
             self.processor = load_processor(weights, self.config)
             if "video" in self.kinds:
                 self.processor.video_processor = load_frame_processor(
@@ -151,7 +153,7 @@ class ProcessorEncoder:
                 )
         self.tokenizer = self.processor.tokenizer
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | budget_arguments(
-            self.family, self.processor.image_processor, max_pixels, min_pixels
+            self.family, getattr(self.processor, "image_processor", None), max_pixels, min_pixels
         )
         if self.processor.chat_template is None:
             raise UsageError(
@@ -168,16 +170,17 @@ class ProcessorEncoder:
         """SHA-256 as hex of what determines the tokens of a row.
 
         This is the version of transformers, the model type, the tokenizer, the chat template, and
-        the settings of the image and video processors.
+        the settings of the processors of images, videos and audio.
         """
         video_processor = getattr(self.processor, "video_processor", None)
+        first = self.processor.image_processor if self.family.pixels else self._features
         parts = (
             version("transformers"),
             self.config["model_type"],
             self.tokenizer.backend_tokenizer.to_str(),
             self.tokenizer.special_tokens_map,
             self._template,
-            self.processor.image_processor.to_json_string(),
+            first.to_json_string(),
             self._image_arguments,
             video_processor and (vars(video_processor), self.frames, self.frame_rate),
         )
@@ -188,9 +191,9 @@ class ProcessorEncoder:
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
-            media: RGB images of PIL or uint8 [H, W, 3], and `Clip`s of videos: one for each part of
-                its kind, in order.
+                {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
+            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of
+                `audio_rate`: one for each part of its kind, in order.
 
         Returns:
             Token ids [T], the mask of the assistant's tokens, and the inputs of the vision encoder.
@@ -222,9 +225,9 @@ class ProcessorEncoder:
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
-            media: RGB images of PIL or uint8 [H, W, 3], and `Clip`s of videos: one for each part of
-                its kind, in order.
+                {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
+            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of
+                `audio_rate`: one for each part of its kind, in order.
 
         Returns:
             Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The
@@ -245,8 +248,8 @@ class ProcessorEncoder:
         )
 
     def encode_dummy(self) -> EncodedRow:
-        """Encode a prompt without targets, with one blank medium of each kind that the model takes:
-        an image of 28 x 28 pixels, and a video with the fewest frames.
+        """Encode a prompt without targets, with one small blank medium of each kind that the model
+        takes.
 
         It is added to a micro-batch that lacks a kind, so that the vision encoder always runs
         equally often.
@@ -255,14 +258,47 @@ class ProcessorEncoder:
             Token ids [T], a `loss_mask` that is False everywhere, and the inputs of the vision
             encoder.
         """
-        blank = np.zeros((28, 28, 3), np.uint8)
-        media: dict[str, Any] = {"image": blank}
-        if "video" in self.kinds:
-            times_s = self.choose_times(length_s=0.1, phase=0.5)
-            media["video"] = Clip(np.stack([blank] * len(times_s)), times_s)
         parts = [{"type": kind} for kind in self.kinds]
-        blanks = [media[kind] for kind in self.kinds]
+        blanks = [self.blank(kind, side=28, length_s=0.1) for kind in self.kinds]
         return self.encode_prompt([{"role": "user", "content": parts}], blanks)
+
+    def blank(self, kind: str, side: int, length_s: float) -> Any:
+        """Return a black image or video, or silence.
+
+        Args:
+            kind: `image`, `video` or `audio`.
+            side: Width and height in pixels.
+            length_s: Seconds of a video or audio.
+        """
+        image = np.zeros((side, side, 3), np.uint8)
+        if kind == "image":
+            return image
+        if kind == "audio":
+            return np.zeros(self.num_samples(length_s), np.int16)
+        times_s = self.choose_times(length_s, phase=0.5)
+        return Clip(np.stack([image] * len(times_s)), times_s)
+
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second of the audio that the model takes."""
+        return int(self._features.sampling_rate)
+
+    @property
+    def max_audio_s(self) -> float:
+        """Longest audio that the model takes, in seconds."""
+        return float(self._features.chunk_length)
+
+    def num_samples(self, length_s: float) -> int:
+        """Return how many samples represent audio of some seconds.
+
+        Args:
+            length_s: Length of the audio in seconds; what exceeds `max_audio_s` is not used.
+        """
+        return round(min(max(length_s, MIN_AUDIO_S), self.max_audio_s) * self.audio_rate)
+
+    @property
+    def _features(self) -> Any:
+        return self.processor.feature_extractor
 
     def count_tokens(self, messages: Sequence[Message], sizes: Sequence[MediaSize]) -> int:
         """Return how many tokens a row will have after encoding, from its texts and the sizes of
@@ -270,15 +306,16 @@ class ProcessorEncoder:
 
         Args:
             messages: Messages {role, content}. content is a text or a list of parts {"type":
-                "image"}, {"type": "video"} and {"type": "text", "text": "..."}.
-            sizes: Size of the image or video of each part, in order.
+                "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
+            sizes: Size of the medium of each part, in order.
         """
         text, _ = self._render(self._as_parts(messages))
-        images = [size for size in sizes if not size.times_s]
+        images = [size for size in sizes if size.width and not size.times_s]
         expanded, _ = self.processor.get_text_with_replacements(
             [text],
             images_replacements=[self._replacement(size, len(images)) for size in images],
             videos_replacements=[self._clip_text(size) for size in sizes if size.times_s],
+            audio_replacements=[self._audio_text(size) for size in sizes if size.samples],
         )
         return len(self._tokenize(expanded[0])["input_ids"])
 
@@ -363,7 +400,7 @@ class ProcessorEncoder:
     def _check_media(self, conversation: Sequence[Message], media: Sequence[Any]) -> None:
         """Raise RowError unless the model takes the media, and there is one for each part."""
         types = [part["type"] for message in conversation for part in message["content"]]
-        given = ["video" if isinstance(each, Clip) else "image" for each in media]
+        given = [_kind_of(each) for each in media]
         for kind in ("image", "video", "audio"):
             if kind in types and kind not in self.kinds:
                 raise RowError("media", f"the row has {kind}, which {self.weights} does not take")
@@ -388,15 +425,22 @@ class ProcessorEncoder:
                 "add_special_tokens": self._adds_special_tokens(text),
             },
         }
-        clips = [each for each in media if isinstance(each, Clip)]
-        images = [each for each in media if not isinstance(each, Clip)]
-        if clips:
+        by_kind: dict[str, list[Any]] = {}
+        for each in media:
+            by_kind.setdefault(_kind_of(each), []).append(each)
+        if clips := by_kind.get("video"):
             video_processor = self.processor.video_processor
             metadata = [video_processor.metadata(clip.times_s) for clip in clips]
             arguments["videos"] = [clip.frames for clip in clips]
             arguments["videos_kwargs"] = {"video_metadata": metadata}
-        if images:
+        if images := by_kind.get("image"):
             arguments["images"] = [images]
+        if audio := by_kind.get("audio"):
+            arguments["audio"] = [each.astype(np.float32) / 32768 for each in audio]
+            arguments["audio_kwargs"] = {
+                "sampling_rate": self.audio_rate,
+                "return_tensors": "np",
+            }
         try:
             return dict(
                 self.processor(
@@ -419,7 +463,7 @@ class ProcessorEncoder:
         return first is None or not text.startswith(first)
 
     def _media_columns(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
-        """Return the inputs of the vision encoder, pixels as uint8."""
+        """Return the inputs of the encoders of media, pixels as uint8 and audio as float16."""
         columns = {
             name: np.asarray(value)
             for name, value in inputs.items()
@@ -430,6 +474,8 @@ class ProcessorEncoder:
             columns = {name: value[0] for name, value in columns.items()}
         if "pixel_values" in columns:
             columns["pixel_values"] = columns["pixel_values"].astype(np.uint8)
+        if "input_features" in columns:
+            columns["input_features"] = columns["input_features"].astype(np.float16)
         if "pixel_attention_mask" in columns:
             columns["pixel_attention_mask"] = columns["pixel_attention_mask"].astype(bool)
         return columns
@@ -443,6 +489,13 @@ class ProcessorEncoder:
             "video_metadata": [video_processor.metadata(size.times_s)],
         }
         return str(self.processor.replace_video_token(inputs, 0))
+
+    def _audio_text(self, size: MediaSize) -> str:
+        """Return the text that replaces the placeholder of audio."""
+        hops = -(-size.samples // self._features.hop_length)
+        # Two convolutions and a pooling halve the spectrogram twice.
+        num_tokens = ((hops - 1) // 2 + 1 - 2) // 2 + 1
+        return str(self.processor.replace_audio_token({"num_audio_tokens": [num_tokens]}, 0))
 
     def _replacement(self, size: MediaSize, num_images: int) -> str:
         """Return the text that replaces the placeholder of an image."""
@@ -461,6 +514,12 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
+
+
+def _kind_of(medium: Any) -> str:
+    if isinstance(medium, Clip):
+        return "video"
+    return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
 
 
 def _mask_of_spans(
@@ -484,95 +543,3 @@ def _mask_of_spans(
                 shift = replaced["new_span"][1] - replaced["span"][1]
         mask |= is_text & (start < last + shift) & (stop > first + shift)
     return mask
-
-
-# --- loading
-
-
-@contextmanager
-def _torch_hidden() -> Iterator[None]:
-    """Scope in which transformers does not find torch, unless one of them was imported before.
-
-    transformers imports torch whenever it is installed, which costs 600 MB in each data process.
-    It checks once, so other packages can import torch afterwards.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        yield
-        return
-    logger = logging.getLogger("transformers")  # it warns that it has no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False
-        del sys.modules["torch"]
-
-
-def load_processor(weights: str, config: dict[str, Any]) -> Any:
-    """Load the processor of a model with an image processor in numpy and without a video processor,
-    which would need torch.
-
-    Args:
-        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        config: Content of its config.json; `model_type` determines the class.
-
-    Returns:
-        A transformers.ProcessorMixin with `tokenizer`, `image_processor` and `chat_template`.
-
-    Raises:
-        UsageError: The processor cannot be loaded.
-    """
-    import transformers
-    from transformers import AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[config["model_type"]])
-
-    class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
-        def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
-            return type(argument)
-
-        @classmethod
-        def _get_arguments_from_pretrained(
-            cls, path: str, processor_dict: Any = None, **options: Any
-        ) -> list[Any]:
-            parts = {
-                "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
-                "tokenizer": AutoTokenizer.from_pretrained(path),
-                "video_processor": None,
-            }
-            return [parts[name] for name in processor_class.get_attributes()]
-
-    try:
-        return WithoutVideo.from_pretrained(weights)
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from None
-
-
-def load_frame_processor(weights: str, family: Family, frame_pixels: int | None) -> FrameProcessor:
-    """Load the settings of a model's video processor, without transformers' class, which needs
-    torch.
-
-    Args:
-        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        family: Description of the model's inputs; its `video` is not empty.
-        frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
-            default.
-
-    Raises:
-        UsageError: The settings cannot be read.
-    """
-    from transformers.video_processing_utils import BaseVideoProcessor
-
-    try:
-        settings, _ = BaseVideoProcessor.get_video_processor_dict(weights)
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot read the video processor of `{weights}`: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from None
-    return FrameProcessor(settings, family.video == "clip", frame_pixels)

@@ -26,7 +26,7 @@ class Family:
     Args:
         pixels: Layout of `pixel_values` of a row: `patches` [patches, channels x values], `images`
             [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`
-            [1, tiles, 3, H, W].
+            [1, tiles, 3, H, W]. Empty: the family takes audio instead of images.
         projector: Names of the modules between the vision encoder and the language model. A
             parameter belongs to the projector if a part of its dotted name is one of them.
         budget: How the image processor limits the pixels of an image: `size` (pixels of an image),
@@ -67,7 +67,8 @@ class Family:
                 f"model.inputs.frames: {weights} takes no videos here; set it to 0, or use a model "
                 f"of type {supported}"
             )
-        return ("image", "video") if frames else ("image",)
+        kind = "image" if self.pixels else "audio"
+        return (kind, "video") if frames else (kind,)
 
 
 _QWEN = Family(
@@ -103,6 +104,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llava": Family(pixels="images", projector=_LLAVA, count_is_exact=True),
         "llava_next": Family(pixels="tiles", projector=_LLAVA, count_is_exact=True),
         "llava_onevision": Family(pixels="tiles", projector=_LLAVA),
+        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",)),
     }
 )
 """Families by `model_type` of config.json."""
@@ -214,7 +216,8 @@ def budget_arguments(
     for name in given:
         if name not in supported.get(family.budget, ()):
             raise UsageError(
-                f"model.inputs.{name}: the images of this model have a fixed size; leave it empty"
+                f"model.inputs.{name}: the images of this model have a fixed size, or it has none; "
+                "leave it empty"
             )
     if not given:
         return {}

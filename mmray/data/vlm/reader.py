@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.media.clips import full_span
-from mmray.data.media.decode import read_frames
+from mmray.data.media.clips import choose_window, full_span
+from mmray.data.media.decode import read_audio, read_frames
 from mmray.data.messages import conversations_of
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
@@ -115,11 +115,12 @@ class ConversationReader(SetReader):
 
         Args:
             row: A row with the bytes of its media.
-            choice: Index of the caption to use, in whose span the frames of a video are.
-            phase: Random number in [0, 1): place of each frame in its interval.
+            choice: Index of the caption to use, whose span a video or audio is cut to.
+            phase: Random number in [0, 1): place of each frame in its interval, and of the part of
+                audio that the model takes.
 
         Returns:
-            RGB images of PIL, and `Clip`s of videos, in the order of `row.media`.
+            RGB images of PIL, `Clip`s of videos, and audio int16 [N], in the order of `row.media`.
 
         Raises:
             BadImage: A medium cannot be decoded, or has more than `max_pixels`.
@@ -130,7 +131,7 @@ class ConversationReader(SetReader):
         for media in row.media:
             if media.kind not in self.encoder.kinds:
                 raise RowError("media", f"the row has {media.kind}, which the model does not take")
-            if media.kind == "video":
+            if media.kind != "image":
                 if self.subprocess_decoder is not None:
                     self.subprocess_decoder.check_media(media.data, media.kind, self.max_pixels)
                 decoded.append(read_clip(media, self.encoder, span, phase, self.max_pixels))
@@ -146,7 +147,7 @@ class ConversationReader(SetReader):
         Args:
             row: A row with the bytes of its media.
             choice: Index of the caption to use, if the row has no messages.
-            phase: Random number in [0, 1): place of each frame of a video in its interval.
+            phase: As of `media_of`.
 
         Raises:
             BadImage: A medium cannot be decoded.
@@ -180,20 +181,28 @@ def read_clip(
     span: Sequence[float] | None = None,
     phase: float = 0.5,
     max_pixels: int = MAX_PIXELS,
-) -> Clip:
-    """Decode the frames that represent a video.
+) -> Clip | np.ndarray:
+    """Decode the frames that represent a video, or the samples of audio.
 
     Args:
-        media: The video with its bytes.
-        encoder: Processor of the model, which chooses the times.
-        span: Start and end in seconds; None: the whole video.
-        phase: Number in [0, 1): place of each frame in its interval.
+        media: Video or audio with its bytes.
+        encoder: Processor of the model, which chooses times and length.
+        span: Start and end in seconds; None: the whole file.
+        phase: Number in [0, 1): place of each frame in its interval, and of the samples in a span
+            over `max_audio_s`.
         max_pixels: Maximum width x height of a frame before it is resized.
+
+    Returns:
+        The frames, or samples int16 [N] of `audio_rate`.
 
     Raises:
         BadMedia: It cannot be decoded.
     """
     start, end = full_span(media) if span is None else span
+    if media.kind == "audio":
+        start, end = choose_window((start, end), encoder.max_audio_s, phase)
+        rate = encoder.audio_rate
+        return read_audio(media.data, start, start + encoder.num_samples(end - start) / rate, rate)
     times_s = encoder.choose_times(end - start, phase)
     frames, _ = read_frames(media.data, [start + time for time in times_s], max_pixels)
     return Clip(frames, times_s)

@@ -65,10 +65,12 @@ class ProcessorCounter:
 
 
 def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:
-    """Return what determines the tokens of an image, or of a video in the span of a text."""
+    """Return what determines the tokens of a medium, of video and audio in the span of a text."""
     if media.kind not in encoder.kinds:
         raise ValueError(f"the row has {media.kind}, which the model does not take")
     if media.kind == "image":
         return MediaSize(media.width, media.height)
     length_s = media.duration or 0.0 if span is None else span[1] - span[0]
+    if media.kind == "audio":
+        return MediaSize(samples=encoder.num_samples(length_s))
     return MediaSize(media.width, media.height, encoder.choose_times(length_s, LATEST))

@@ -79,15 +79,13 @@ class Vlm(nn.Module):
         self.text_config = self.net.config.get_text_config()
         self.dummy = self.encoder.encode_dummy()
         self.packed = is_packable(self.net.config.to_dict(), self.family)
-        processor = self.encoder.processor
-        # Of pixels 0 to 255; settings, not weights.
-        for prefix, settings in (
-            ("", processor.image_processor),
-            ("video_", getattr(processor, "video_processor", None) or processor.image_processor),
-        ):
-            scale = 1 / settings.rescale_factor
+        # Of pixels 0 to 255; settings, not weights. Empty without images or videos.
+        for prefix, part in (("", "image_processor"), ("video_", "video_processor")):
+            settings = getattr(self.encoder.processor, part, None)
+            scale = 1 / getattr(settings, "rescale_factor", 1)
             for name in ("mean", "std"):
-                values = torch.tensor(getattr(settings, f"image_{name}"), dtype=torch.float64)
+                given = getattr(settings, f"image_{name}", [])
+                values = torch.tensor(given, dtype=torch.float64)
                 self.register_buffer(prefix + name, scale * values, persistent=False)
         if self.net.get_output_embeddings().bias is not None:
             raise UsageError(
@@ -136,7 +134,8 @@ class Vlm(nn.Module):
         """Return a batch of artificial rows of the maximum length, to measure memory and speed.
 
         Each row has `model.inputs.max_tokens` tokens. It has up to 8 blank images of 512 x 512
-        pixels, as far as they fit, and every token but the first is a target.
+        pixels (or silences of the longest audio), as far as they fit, and every token but the first
+        is a target.
 
         Args:
             rows: Number of rows, R.
@@ -147,10 +146,12 @@ class Vlm(nn.Module):
             The tensors are on the CPU.
         """
         encoder = self.encoder
-        blank = np.zeros((SYNTHETIC_SIDE, SYNTHETIC_SIDE, 3), np.uint8)
+        kind = encoder.kinds[0]
+        length_s = encoder.max_audio_s if kind == "audio" else 0.0
+        blank = encoder.blank(kind, SYNTHETIC_SIDE, length_s)
         row = self.dummy
         for number in range(1, MAX_SYNTHETIC_IMAGES + 1):
-            messages = [{"role": "user", "content": [{"type": "image"}] * number}]
+            messages = [{"role": "user", "content": [{"type": kind}] * number}]
             larger = encoder.encode_prompt(messages, [blank] * number)
             if len(larger.input_ids) > encoder.max_tokens:
                 break
@@ -272,12 +273,13 @@ class Vlm(nn.Module):
         return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms[1]))
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the submodules `vision`, the image encoder, and `language`, the decoder.
+        """Return the submodules `vision`, the encoder of images (or of audio), and `language`, the
+        decoder.
 
         They are the units of compile and activation checkpointing.
         """
         return {
-            "vision": self.net.get_encoder(modality="image"),
+            "vision": self.net.get_encoder(modality=self.encoder.kinds[0]),
             "language": self.net.get_decoder(),
         }
 
@@ -312,7 +314,7 @@ class Vlm(nn.Module):
                 the user's. content is a text or a list of parts {"type": "image"} and
                 {"type": "text", "text": ...}.
             images: For each conversation its media, one per part in order: RGB images of PIL or
-                uint8 [H, W, 3], and `Clip`s of videos.
+                uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of `encoder.audio_rate`.
             max_new_tokens: Most tokens of an answer.
 
         Returns:
@@ -364,8 +366,12 @@ class Vlm(nn.Module):
         return int(self.encoder.tokenizer.eos_token_id if pad_id is None else pad_id)
 
     def _image_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the normalized pixels in the layout that the model takes."""
+        """Return the normalized pixels in the layout that the model takes, and features of audio
+        in its precision.
+        """
         columns = {}
+        if "input_features" in inputs:
+            columns["input_features"] = inputs["input_features"].to(self.mean.dtype)
         for name, mean, std in (
             ("pixel_values", self.mean, self.std),
             ("pixel_values_videos", self.video_mean, self.video_std),

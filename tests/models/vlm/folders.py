@@ -53,9 +53,11 @@ TOKENS = {
     "llava": "<image> </s>",
     "llava_next": "<image> </s>",
     "llava_onevision": "<image> <video>",
+    "qwen2_audio": "<|AUDIO|> <|audio_bos|> <|audio_eos|>",
 }
 TOKENS["smolvlm"] = TOKENS["idefics3"]
 FAMILIES = tuple(TOKENS)
+AUDIO_S = 2  # longest audio
 ROLES = {  # names of tokens that the processor reads from the tokenizer
     "internvl": {
         "start_image_token": "<img>",
@@ -79,6 +81,9 @@ TEMPLATES = {
     "gemma3": GEMMA,
     "llava": LLAVA,
     "llava_onevision": CHATML.replace("IMAGE", "<image>"),
+    "qwen2_audio": CHATML.replace("'image'", "'audio'").replace(
+        "IMAGE", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    ),
 }
 TEMPLATES |= {
     "qwen3_vl": TEMPLATES["qwen2_5_vl"],
@@ -134,7 +139,7 @@ def make_processor(family: str, tokenizer: Any) -> Any:
     import transformers as hf
 
     template = {"chat_template": TEMPLATES[family]}
-    if family.startswith("qwen"):
+    if family.endswith("_vl"):
         patch = 14 if family == "qwen2_5_vl" else 16
         size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
         image = hf.Qwen2VLImageProcessor(patch_size=patch, size=size)
@@ -144,6 +149,9 @@ def make_processor(family: str, tokenizer: Any) -> Any:
             return hf.Qwen2_5_VLProcessor(image, tokenizer, video, **template)
         video = hf.Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 16384})
         return hf.Qwen3VLProcessor(image, tokenizer, video, **template)
+    if family == "qwen2_audio":
+        audio = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=AUDIO_S)
+        return hf.Qwen2AudioProcessor(audio, tokenizer, **template)
     if family == "internvl":
         image = hf.GotOcr2ImageProcessor(
             size={"height": 28, "width": 28}, crop_to_patches=True, max_patches=4
@@ -221,7 +229,7 @@ def make_config(family: str, tokenizer: Any) -> Any:
         "image_size": 28,
         "patch_size": 14,
     }
-    if family.startswith("qwen"):
+    if family.endswith("_vl"):
         vision = {
             "depth": 2,
             "hidden_size": 32,
@@ -252,6 +260,20 @@ def make_config(family: str, tokenizer: Any) -> Any:
             vision_config=vision,
             tie_word_embeddings=True,
             **ids,
+        )
+    if family == "qwen2_audio":
+        audio = {
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 32,
+            "max_source_positions": 50 * AUDIO_S,
+        }
+        return hf.Qwen2AudioConfig(
+            audio_config=audio,
+            text_config=text | {"model_type": "qwen2"},
+            audio_token_index=token("<|AUDIO|>"),
         )
     if family == "internvl":
         return hf.InternVLConfig(

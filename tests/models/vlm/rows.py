@@ -90,6 +90,36 @@ VIDEO_ROWS: tuple[tuple[list[dict[str, Any]], list[Any]], ...] = (
 )
 
 
+def tone(length_s: float, pitch: float) -> np.ndarray:
+    """Samples int16 of 16,000 a second."""
+    times = np.arange(round(16000 * length_s)) / 16000
+    return (9999 * np.sin(2 * np.pi * pitch * times)).astype(np.int16)
+
+
+AUDIO_ROWS: tuple[tuple[list[dict[str, Any]], list[Any]], ...] = tuple(
+    (
+        [
+            message
+            | {
+                "content": [
+                    part | {"type": "audio"} if part["type"] == "image" else part
+                    for part in message["content"]
+                ]
+            }
+            if not isinstance(message["content"], str)
+            else message
+            for message in messages
+        ],
+        media,
+    )
+    for (messages, _), media in zip(
+        ROWS,
+        ([], [tone(0.7, 440)], [tone(2.0, 200), tone(0.111, 3000), tone(1.3, 900)]),
+        strict=True,
+    )
+)
+
+
 def settings(weights: Any, **inputs: Any) -> Any:
     """The `model` section."""
     values = {"max_tokens": 500, "max_pixels": None, "min_pixels": None} | inputs
@@ -102,10 +132,15 @@ def all_media(weights: Any) -> Any:
     return settings(weights, frames=4 if family.video else 0)
 
 
+def rows_of(encoder: ProcessorEncoder) -> Any:
+    """Messages and media of the rows for a model."""
+    if "audio" in encoder.kinds:
+        return AUDIO_ROWS
+    return VIDEO_ROWS if "video" in encoder.kinds else ROWS
+
+
 def encode_rows(encoder: ProcessorEncoder) -> list[EncodedRow]:
-    """ROWS, and VIDEO_ROWS for a model that takes videos."""
-    rows = VIDEO_ROWS if "video" in encoder.kinds else ROWS
-    return [encoder.encode(messages, media) for messages, media in rows]
+    return [encoder.encode(messages, media) for messages, media in rows_of(encoder)]
 
 
 def stored_rows(count: int) -> list[Row]:

@@ -16,7 +16,7 @@ from mmray.data.vlm.video import Clip
 from mmray.models.vlm.model import Vlm
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from tests.models.vlm import folders
-from tests.models.vlm.rows import ROWS, VIDEO_ROWS, all_media, encode_rows, text
+from tests.models.vlm.rows import all_media, encode_rows, rows_of, text
 
 ALL = pytest.mark.parametrize("family", folders.FAMILIES)
 
@@ -88,9 +88,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     loss, num_targets, _ = gradients(model, [rows], packed=False)
     processor = AutoProcessor.from_pretrained(model.encoder.weights)
     expected = 0.0
-    for row, (messages, media) in zip(rows, VIDEO_ROWS, strict=False):
-        images = [each for each in media if not isinstance(each, Clip)]
-        clips = [each for each in media if isinstance(each, Clip)]
+    for row, (messages, media) in zip(rows, rows_of(model.encoder), strict=True):
         conversation = [
             message | {"content": [text(message["content"])]}
             if isinstance(message["content"], str)
@@ -100,8 +98,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         prompt = processor.apply_chat_template(conversation)
         inputs = processor(
             text=[prompt],
-            images=[images] if images else None,
-            **video_arguments(clips),
+            **media_arguments(media),
             return_tensors="pt",
             add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
         )
@@ -111,36 +108,48 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         columns |= model._image_inputs(columns) if columns else {}
         for name in columns:
             own = columns[name].double()
-            levels = 2 / 255 / 0.22 if name.startswith("pixel_values") else 0
+            # float16 of a log-mel spectrogram below 4.
+            levels = 1e-3 if name == "input_features" else 0
+            if name.startswith("pixel_values"):
+                levels = 2 / 255 / 0.22
             assert own.shape == inputs[name].shape, name
             # Tiles of zeros are padding, which the model does not read.
             difference = (own - inputs[name]).where(inputs[name] != 0, 0)
             assert difference.abs().max() <= levels + 1e-6, name
         labels = torch.where(torch.from_numpy(row.loss_mask), inputs["input_ids"], IGNORE_INDEX)
         num_items = torch.tensor(num_targets)
+        if family == "qwen2_audio":  # its loss is the mean of a row
+            output = model.net(**inputs | columns, labels=labels)
+            expected += output.loss.item() * row.loss_mask.sum() / num_targets
+            continue
         output = model.net(**inputs | columns, labels=labels, num_items_in_batch=num_items)
         expected += output.loss.item()
     # Losses of transformers are float32.
     assert loss / num_targets == pytest.approx(expected, rel=1e-6)
 
 
-def video_arguments(clips: list[Clip]) -> dict[str, Any]:
-    """Clips as arguments of transformers' processor."""
-    if not clips:
-        return {}
-    steps = [clip.times_s[1] - clip.times_s[0] for clip in clips]
-    metadata = [
-        {
-            "total_num_frames": len(clip.frames),
-            "fps": 1 / step,
-            "frames_indices": [time / step for time in clip.times_s],
-        }
-        for clip, step in zip(clips, steps, strict=True)
-    ]
-    return {
-        "videos": [clip.frames for clip in clips],
-        "videos_kwargs": {"video_metadata": metadata, "do_sample_frames": False},
-    }
+def media_arguments(media: list[Any]) -> dict[str, Any]:
+    """Media as arguments of transformers' processor."""
+    clips = [each for each in media if isinstance(each, Clip)]
+    arrays = [each for each in media if not isinstance(each, Clip)]
+    audio = [each / 32768 for each in arrays if each.ndim == 1]
+    images = [each for each in arrays if each.ndim == 3]
+    arguments: dict[str, Any] = {"images": [images]} if images else {}
+    if audio:
+        arguments |= {"audio": audio, "audio_kwargs": {"sampling_rate": 16000}}
+    if clips:
+        steps = [clip.times_s[1] - clip.times_s[0] for clip in clips]
+        metadata = [
+            {
+                "total_num_frames": len(clip.frames),
+                "fps": 1 / step,
+                "frames_indices": [time / step for time in clip.times_s],
+            }
+            for clip, step in zip(clips, steps, strict=True)
+        ]
+        arguments["videos"] = [clip.frames for clip in clips]
+        arguments["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+    return arguments
 
 
 @ALL
@@ -161,10 +170,12 @@ def test_targets_are_the_answers_with_their_end(family, model_of):
 @ALL
 def test_tokens_are_counted_without_pixels(family, model_of):
     encoder = model_of(family).encoder
-    for row, (messages, media) in zip(encode_rows(encoder), VIDEO_ROWS, strict=False):
+    for row, (messages, media) in zip(encode_rows(encoder), rows_of(encoder), strict=True):
         sizes = [
             MediaSize(*each.frames.shape[2:0:-1], each.times_s)
             if isinstance(each, Clip)
+            else MediaSize(samples=len(each))
+            if each.ndim == 1
             else MediaSize(each.shape[1], each.shape[0])
             for each in media
         ]
@@ -174,7 +185,7 @@ def test_tokens_are_counted_without_pixels(family, model_of):
 @ALL
 def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
     model = model_of(family)
-    rows = VIDEO_ROWS if "video" in model.encoder.kinds else ROWS
+    rows = rows_of(model.encoder)
     prompts = [messages[:1] for messages, _ in rows]
     images = [[], rows[1][1], *(media[:2] for _, media in rows[2:])]
     together = model.answer(prompts, images, 4)

@@ -1,4 +1,4 @@
-"""Conversations with videos: from JSON lines to the frames that a model gets."""
+"""Conversations with videos and audio: from JSON lines to what a model gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from mmray.errors import UsageError
 from mmray.evaluation.conversations import ConversationEvaluator
 from mmray.models.export.vlm import Conversations
 from mmray.models.vlm.model import Vlm
-from tests.data.media.synthetic import encode_video, read_clock
+from tests.data.media.synthetic import (
+    encode_audio,
+    encode_video,
+    read_clock,
+    time_of_sweep,
+)
 from tests.made import png
 from tests.models.vlm.rows import settings
 
@@ -117,6 +122,33 @@ def test_tokens_are_counted_from_durations(family, folder_of, prepared):
     for row in prepared.read(np.arange(3)):
         choices = range(1 if row.messages else 2)
         lengths = [len(reader.encode_row(row, choice).input_ids) for choice in choices]
+        assert count(row) == max(lengths)
+
+
+def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path):
+    """A sweep whose pitch tells the time; the model takes at most 2 s."""
+    (tmp_path / "a.flac").write_bytes(encode_audio("flac", 3.0))
+    answer = {"role": "assistant", "content": "circle"}
+    rows = [
+        {"t0_s": 1.0, "t1_s": 1.5, "messages": [{"role": "user", "content": "<audio>?"}, answer]},
+        {"texts": ["red", {"text": "blue", "t0_s": 0.5, "t1_s": 2.9}]},
+    ]
+    lines = [json.dumps({"id": str(n), "audio": "a.flac"} | row) for n, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), Prepare(vocab_size=0))
+    prepared = PreparedSet.open(str(tmp_path / "set"))
+    weights = str(folder_of("qwen2_audio"))
+    reader = ConversationReader(prepared, model_settings(weights, frames=0), 10**7)
+    part, captions = prepared.read(np.arange(2))
+    [samples] = reader.media_of(part)
+    assert len(samples) == 8000
+    assert time_of_sweep(samples[:1600], 16000) == pytest.approx(1.05, abs=0.02)
+    [samples] = reader.media_of(captions, choice=1, phase=0.5)
+    assert len(samples) == 2 * 16000
+    assert time_of_sweep(samples[:1600], 16000) == pytest.approx(0.75, abs=0.02)
+    count = ProcessorCounter(weights, question="what").build()
+    for row, choices in ((part, 1), (captions, 2)):
+        lengths = [len(reader.encode_row(row, choice).input_ids) for choice in range(choices)]
         assert count(row) == max(lengths)
 
 

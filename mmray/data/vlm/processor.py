@@ -1,0 +1,107 @@
+"""Load the processor of a vision-language model without torch, which costs 600 MB in each data
+process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from mmray.data.vlm.families import WEIGHTS_SETTING, Family
+from mmray.data.vlm.video import FrameProcessor
+from mmray.errors import UsageError
+
+
+@contextmanager
+def torch_hidden() -> Iterator[None]:
+    """Scope in which transformers does not find torch, unless one of them was imported before.
+
+    transformers imports torch whenever it is installed, which costs 600 MB in each data process.
+    It checks once, so other packages can import torch afterwards.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    logger = logging.getLogger("transformers")  # it warns that it has no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
+        del sys.modules["torch"]
+
+
+def load_processor(weights: str, config: dict[str, Any]) -> Any:
+    """Load the processor of a model with an image processor in numpy, and without a video
+    processor, which would need torch.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        config: Content of its config.json; `model_type` determines the class.
+
+    Returns:
+        A transformers.ProcessorMixin with `tokenizer`, `chat_template`, and `image_processor` or
+        `feature_extractor`.
+
+    Raises:
+        UsageError: The processor cannot be loaded.
+    """
+    import transformers
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[config["model_type"]])
+
+    class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
+        def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
+            return type(argument)
+
+        @classmethod
+        def _get_arguments_from_pretrained(
+            cls, path: str, processor_dict: Any = None, **options: Any
+        ) -> list[Any]:
+            load: dict[str, Callable[[str], Any]] = {
+                "image_processor": partial(AutoImageProcessor.from_pretrained, backend="pil"),
+                "feature_extractor": AutoFeatureExtractor.from_pretrained,
+                "tokenizer": AutoTokenizer.from_pretrained,
+                "video_processor": lambda _: None,
+            }
+            return [load[name](path) for name in processor_class.get_attributes()]
+
+    try:
+        return WithoutVideo.from_pretrained(weights)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def load_frame_processor(weights: str, family: Family, frame_pixels: int | None) -> FrameProcessor:
+    """Load the settings of a model's video processor, without transformers' class, which needs
+    torch.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+        family: Description of the model's inputs; its `video` is not empty.
+        frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
+            default.
+
+    Raises:
+        UsageError: The settings cannot be read.
+    """
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    try:
+        settings, _ = BaseVideoProcessor.get_video_processor_dict(weights)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot read the video processor of `{weights}`: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    return FrameProcessor(settings, family.video == "clip", frame_pixels)
