@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -63,15 +63,16 @@ def save_weights(
     file.chmod(mode)
 
 
-def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
+def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, Tensor]:
     """Read a state_dict from a file (.safetensors or torch.save) without running code of the file.
 
     Args:
         setting: Name of the setting that has the path, such as `model.weights`, for errors.
         file: Path of the file; `~` is expanded.
+        device: `cpu`, or `meta` for shapes only.
 
     Returns:
-        Tensors on the CPU by name. Of a training checkpoint with a key `state_dict`, its value.
+        Tensors on the device by name. Of a training checkpoint with a key `state_dict`, its value.
 
     Raises:
         UsageError: The file does not exist, is damaged, or contains something else.
@@ -81,11 +82,17 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
         raise UsageError(f"{setting}: no file {path}; check the path")
     try:
         if path.suffix == ".safetensors":
+            if device == "meta":
+                with safe_open(path, "pt") as saved:
+                    shapes = {
+                        name: saved.get_slice(name).get_shape() for name in saved.offset_keys()
+                    }
+                return {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
             return load_file(path)
         is_torchscript = _is_torchscript(path)
         state: Any = None
         if not is_torchscript:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location=device, weights_only=True)
     except READ_ERRORS as error:
         raise UsageError(
             f"{setting}: cannot read weights from {path}: {first_line(error)}"
@@ -105,6 +112,22 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
             f"{setting}: {path} is not a state_dict (names to tensors); save `model.state_dict()`"
         )
     return state
+
+
+def read_architecture(spec: Any) -> dict[str, Any]:
+    """Return the layers of a checkpoint file without reading its weights.
+
+    Args:
+        spec: The `model` section, whose `weights` is a checkpoint file.
+
+    Returns:
+        {"config": values of transformers' config}, as `architecture()` of the model.
+
+    Raises:
+        UsageError: The file cannot be read, or is no checkpoint of open_clip with a ViT.
+    """
+    state = read_state_dict(WEIGHTS_SETTING, spec.weights, "meta")
+    return {"config": open_clip.hf_config(state, open_clip.rename_to_hf(state), spec)}
 
 
 def _is_torchscript(path: Path) -> bool:

@@ -114,12 +114,14 @@ def train(
     if local or not needs_ray(config.cluster):
         timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:
-            check_classes(config)
+            check_classes(config, reporter.log)
             return _train(config, timeline, backend, should_stop)
     timeline.status("starting Ray")
     actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
-    with ray_session(config.cluster, actors, partial(check_classes, config), reporter.log):
+    with ray_session(
+        config.cluster, actors, partial(check_classes, config, reporter.log), reporter.log
+    ):
         from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train
 
         outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
@@ -127,12 +129,13 @@ def train(
         return outcome
 
 
-def check_classes(config: Config) -> None:
+def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     """Check that the classes and packages that settings name can be loaded.
 
     Args:
         config: Settings of the run: trackers, callbacks, objective, model kind and LoRA are
             checked.
+        log: Called with a message and its heading for settings that only workers can check.
 
     Raises:
         UsageError: One cannot be loaded.
@@ -149,7 +152,7 @@ def check_classes(config: Config) -> None:
     if ":" in config.model.kind:
         plugins.load_class(config.model.kind, "model.kind")
     if validate.has_new_patterns(config):
-        validate.check_patterns(config)
+        validate.check_patterns(config, log)
 
 
 def _train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -370,19 +371,18 @@ def _patterns(config: Config) -> set[str]:
     return {*config.optimizer.freeze, *config.optimizer.lr_multipliers}
 
 
-_VOCAB_SIZE = 1024  # names of weights do not depend on it
+_VOCAB_SIZE = 8  # names of weights do not depend on it, and all weights have so many tokens
 
 
-def check_patterns(config: Config) -> None:
+def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
     """Check that the patterns of names in the settings match weights of the model.
 
-    The model is built without memory and without reading weights.
-
-    A model whose layers are only known from weights on the hub or in a checkpoint file is not
-    checked.
+    The model is built without memory and without reading weights. If its layers are only known from
+    weights that are not on this machine, the workers check it, after they have loaded them.
 
     Args:
         config: Settings of a run.
+        log: Called with a message and its heading if the patterns are not checked.
 
     Raises:
         UsageError: A pattern of `optimizer.freeze`, `optimizer.lr_multipliers` or
@@ -392,37 +392,53 @@ def check_patterns(config: Config) -> None:
     from mmray.engine.optimizer import build_optimizer, freeze_parameters
     from mmray.models.build import build_without_weights
 
-    known, architecture = _architecture(config.model)
-    if not known:
+    if getattr(config.model, "weights", "") == SAMPLE_VLM:
+        return  # it is written later
+    unknown, architecture = _architecture(config.model)
+    if unknown:
+        log(
+            f"{unknown} is not on this machine; the workers load it, and check the patterns of "
+            "optimizer.freeze, optimizer.lr_multipliers and model.lora.targets then",
+            "not checked",
+        )
         return
     model = build_without_weights(config.model, _VOCAB_SIZE, architecture)
     freeze_parameters(model, config.optimizer.freeze)
     build_optimizer(model, config.optimizer.replace(kind="adamw", settings={}))
 
 
-def _architecture(spec: Any) -> tuple[bool, Architecture]:
-    """Return whether the layers are known without reading weights, and what describes them."""
-    from transformers import AutoConfig
-
-    def saved_config(weights: str) -> dict[str, Any] | None:
-        try:
-            config = AutoConfig.from_pretrained(Path(weights).expanduser(), local_files_only=True)
-        except (OSError, ValueError, ImportError):
-            return None
-        saved: dict[str, Any] = config.to_dict()
-        return saved
+def _architecture(spec: Any) -> tuple[str, Architecture]:
+    """Return the weights of which the layers are not known here ("" if all are), and the layers."""
+    from mmray.models.weights import read_architecture
 
     weights = getattr(spec, "weights", "none")
-    if weights == SAMPLE_VLM:
-        return False, None
+    if weights != "none" and getattr(spec, "is_checkpoint_file", False):
+        is_here = Path(weights).expanduser().is_file()
+        return ("", read_architecture(spec)) if is_here else (weights, None)
     if weights != "none":
-        config = saved_config(weights)
-        return config is not None, {"config": config} | (
-            {"unused": []} if isinstance(spec, Vlm) else {}
-        )
-    towers = {"image": spec.image, "text": spec.text} if hasattr(spec.image, "weights") else {}
-    given = {part: tower.weights for part, tower in towers.items() if tower.weights != "none"}
-    if not given:
-        return True, {}
-    configs = {part: saved_config(path) for part, path in given.items()}
-    return None not in configs.values() and "image" in given, configs
+        config = _saved_config(weights)
+        unused = {"unused": []} if isinstance(spec, Vlm) else {}
+        return ("", {"config": config} | unused) if config else (weights, None)
+    # The layers of an image tower are in its settings, unless it is a model of transformers.
+    towers = {"text": getattr(spec, "text", None), "image": getattr(spec, "image", None)}
+    if getattr(towers["image"], "name", "") != "transformers":
+        del towers["image"]
+    configs = {}
+    for part, tower in towers.items():
+        if getattr(tower, "weights", "none") != "none":
+            configs[part] = _saved_config(tower.weights)
+            if configs[part] is None:
+                return tower.weights, None
+    return "", configs
+
+
+def _saved_config(weights: str) -> dict[str, Any] | None:
+    """Return config.json of a folder of transformers, or of a name in the cache of the hub."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(Path(weights).expanduser(), local_files_only=True)
+    except (OSError, ValueError, ImportError):
+        return None
+    saved: dict[str, Any] = config.to_dict()
+    return saved

@@ -183,13 +183,13 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
     config = task.config
     if not needs_ray(config.cluster):
         check_gpus(config)
-        check_classes(config)
+        check_classes(config, reporter.log)
         task = replace(task, config=_with_vocab(resolve_on_this_machine(config)))
         return measure_in_groups(task, _run_locally, reporter)
     with ray_session(config.cluster, log=reporter.log):
         from mmray.tuning.shape_group import ShapeGroup  # imports Ray Train
 
-        check_classes(config)
+        check_classes(config, reporter.log)
         group = ShapeGroup(config, scratch, reporter)
         if group.workers < config.cluster.max_workers:
             reporter.log(f"{group.workers} of {config.cluster.max_workers} could start", "workers")

@@ -6,6 +6,8 @@ import sys
 from contextlib import suppress
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mmray import cli, objectives
 from mmray.config import (
@@ -31,6 +33,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.training import driver
 from mmray.training.validate import unsupported_reasons, validate_settings
+from tests.models.test_pretrained import SIDE, TOKENS, OpenClip
 from tests.training.runs import Silent
 
 
@@ -260,9 +263,33 @@ def test_patterns_that_match_no_weight_are_refused_before_data_is_read(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        driver.check_classes(config(**sections))
-    driver.check_classes(config(optimizer={"freeze": ("image.*",)}))
+        driver.check_classes(config(**sections), print)
+    driver.check_classes(config(optimizer={"freeze": ("image.*",)}), print)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_patterns_are_checked_in_the_header_of_a_checkpoint_file(suffix, tmp_path):
+    state = OpenClip(quick=False).state_dict()
+    file = tmp_path / f"clip{suffix}"
+    save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
+    inputs = Inputs(image_side=SIDE, max_tokens=TOKENS)
+    spec = Clip(weights=str(file), activation="gelu", inputs=inputs)
+    logs = []
+
+    def check(spec, pattern):
+        optimizer = Config().optimizer.replace(freeze=(pattern,))
+        driver.check_classes(
+            Config(model=spec, optimizer=optimizer), lambda *line: logs.append(line)
+        )
+
+    check(spec, "image.*")
+    with pytest.raises(UsageError, match=r"optimizer\.freeze: `vision\.\*` matches no"):
+        check(spec, "vision.*")
+    assert not logs
+    for weights in ("openai/clip-that-is-nowhere", "elsewhere.pt"):
+        check(spec.replace(weights=weights), "vision.*")
+        assert f"{weights} is not on this machine" in logs.pop()[0]
 
 
 def test_settings_that_weights_override_pass():
