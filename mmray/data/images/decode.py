@@ -58,6 +58,9 @@ _METADATA_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")  # of a PNG
 # pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
+# Modes of 8 bits, whose conversion to RGB raises no error.
+_CONVERTIBLE = ("RGB", "RGBA", "L", "LA", "CMYK")
+
 
 class BadImage(ValueError):
     """Bytes that are not a complete image of acceptable size.
@@ -120,7 +123,7 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     image = _open(data, max_pixels)
     if _decode_jpeg_fast(image, data, eighth=True) is not None:
         return image.size
-    return _decode_with_pillow(image, data, max_pixels).size
+    return _decode_with_pillow(image, data, max_pixels, to_rgb=False).size
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -215,7 +218,10 @@ def _check_icon(data: bytes, max_pixels: int) -> None:
                 raise BadImage("too-large", f"{width} x {height} is over {max_pixels} pixels")
 
 
-def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
+def _decode_with_pillow(
+    image: ImageFile.ImageFile, data: bytes, max_pixels: int, to_rgb: bool = True
+) -> Image.Image:
+    """Return the upright image, in RGB unless only its size is needed. Raises BadImage."""
     if image.mode == "F":
         raise BadImage("format", "its samples are floats of unknown range: convert it to 8 bits")
     if image.format == "PNG":
@@ -231,7 +237,9 @@ def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int
     try:
         image.load()
         move = _TRANSPOSE.get(_orientation(image))
-        rgb = _to_rgb(image if move is None else image.transpose(move))
+        upright = image if move is None else image.transpose(move)
+        is_checked = not to_rgb and upright.mode in _CONVERTIBLE
+        rgb = upright if is_checked else _to_rgb(upright)
     except MemoryError:
         raise  # not an error of the image, so its row must not be quarantined
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
