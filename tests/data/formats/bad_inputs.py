@@ -265,7 +265,7 @@ LINES = {
     ),
     "an empty turn": (chat(content=" "), "columns messages", ""),
     "an image part of an unknown type": (
-        chat(content=[{"type": "video", "video": "a.mp4"}]),
+        chat(content=[{"type": "file", "file": "a.pdf"}]),
         "columns messages",
         "",
     ),
