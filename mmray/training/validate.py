@@ -417,10 +417,15 @@ def _architecture(spec: Any) -> tuple[str, Architecture]:
         return ("", read_architecture(spec)) if is_here else (weights, None)
     if weights != "none":
         config = _saved_config(weights)
-        unused = {"unused": []} if isinstance(spec, Vlm) else {}
-        return ("", {"config": config} | unused) if config else (weights, None)
+        layers: dict[str, Any] = {"config": config}
+        if isinstance(spec, Vlm):
+            layers["unused"] = []
+        return ("", layers) if config else (weights, None)
     # The layers of an image tower are in its settings, unless it is a model of transformers.
-    towers = {"text": getattr(spec, "text", None), "image": getattr(spec, "image", None)}
+    towers: dict[str, Any] = {
+        "text": getattr(spec, "text", None),
+        "image": getattr(spec, "image", None),
+    }
     if getattr(towers["image"], "name", "") != "transformers":
         del towers["image"]
     configs = {}

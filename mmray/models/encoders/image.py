@@ -190,7 +190,7 @@ def _hf_network(
     from transformers import AutoConfig, ViTConfig
 
     weights = None
-    if "image" in (architecture or {}):
+    if architecture and "image" in architecture:
         config = AutoConfig.for_model(**architecture["image"])
     elif spec.name == "vit":
         sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
