@@ -233,7 +233,7 @@ def prepare(
             to_path(place)  # raises UsageError for an invalid address before Ray starts
         with data_session(cluster, shown.log):
             if in_memory:
-                source = store_rows(source, f"{out}.rows", checked.column_names)
+                source = store_rows(source, f"{out}.rows", checked.column_names, checked.keep)
             manifest = pipeline.prepare(
                 str(source),
                 str(out),
@@ -277,6 +277,7 @@ def evaluate(
     data: str | Path | None = None,
     *,
     split: str | None = None,
+    where: str | None = None,
     step: int | Literal["best"] | None = None,
     address: str | None = None,
     workers: int | None = None,
@@ -290,6 +291,8 @@ def evaluate(
         run: the run or its folder.
         data: prepared set or raw source; None: the held-out rows of the run.
         split: split of the set; None: data.eval_split of the run, or `test` of another set.
+        where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None:
+            data.eval_where of the run, or all rows of another set.
         step: step of the checkpoint, or `best`; None: the newest valid one.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
@@ -319,6 +322,7 @@ def evaluate(
             address,
             shown,
             EvalSettings.model_validate(dict(saved) | settings),
+            where,
             workers=workers,
             accelerator=accelerator,
         )
@@ -329,6 +333,7 @@ def evaluate_weights(
     data: str | Path,
     *,
     split: str | None = None,
+    where: str | None = None,
     address: str | None = None,
     workers: int = 1,
     accelerator: Accelerator | None = None,
@@ -343,6 +348,7 @@ def evaluate_weights(
             `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
         data: prepared set or raw source.
         split: split of the set; None: `test`.
+        where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None: all.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers.
         accelerator: device of the workers; None: GPUs if there are any.
@@ -372,7 +378,7 @@ def evaluate_weights(
             workers=workers,
             accelerator=accelerator or config.cluster.accelerator,
         )
-        return evaluate_export.evaluate_pretrained(config, str(data), split, shown)
+        return evaluate_export.evaluate_pretrained(config, str(data), split, shown, where)
 
 
 def export(
@@ -645,7 +651,9 @@ def _stored(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
 
         cache = data.get("cache", config.data.cache)
         for name in given:
-            stored[name] = store_rows(data[name], cache, config.prepare.column_names)
+            stored[name] = store_rows(
+                data[name], cache, config.prepare.column_names, config.prepare.keep
+            )
     return stored
 
 

@@ -6,6 +6,7 @@ whose values are `module:Name`, imported when they are used (`plugins.load_part`
 
 from __future__ import annotations
 
+from keyword import iskeyword
 from typing import NamedTuple
 
 FORMATS = {
@@ -48,6 +49,14 @@ COLUMNS = (
     "t1_s",
 )
 """Columns of a source row; `mmray.data.rows` validates their values."""
+
+KEEP_ALL = "all"
+"""Value of `prepare.keep`: all columns of the source that are not in COLUMNS."""
+
+
+def is_column_name(name: str) -> bool:
+    """Return whether a column of the source can have a name in `data.where`, which is Python."""
+    return name.isidentifier() and not iskeyword(name)
 
 
 class ModelKind(NamedTuple):

@@ -20,6 +20,9 @@ from mmray.errors import UsageError
 class _Options:
     split: str | None = None
     """Split of the set; None: data.eval_split of the run, or `test` of another set."""
+    where: str | None = None
+    """Evaluate on the rows for which this holds of columns of the set: `similarity > 0.3`; None:
+    data.eval_where of the run, or all rows of another set."""
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
@@ -118,6 +121,7 @@ def _evaluate_run(
             command.run,
             command.data,
             split=command.split,
+            where=command.where,
             step=command.step,
             address=command.address,
             workers=command.workers,
@@ -138,6 +142,7 @@ def _evaluate_weights(
             config,
             command.data,
             split=command.split,
+            where=command.where,
             address=command.address,
             workers=command.workers or 1,
             accelerator=command.accelerator,

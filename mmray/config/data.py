@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from mmray.builtin import COLUMNS, FORMATS
+from mmray.builtin import COLUMNS, FORMATS, KEEP_ALL, is_column_name
 from mmray.config.base import Section, parse_range, parse_weighted_sum
 from mmray.config.prompts import prompt_sets
 from mmray.errors import UsageError, suggest
@@ -218,6 +218,11 @@ class Prepare(Section, settings_prefix="prepare"):
     columns: tuple[str, ...] = Field(
         (), description="Columns of the source, as OURS=THEIRS: image=url text=caption."
     )
+    keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME,NAME|all")] = Field(
+        (),
+        description="Columns of the source (numbers, booleans, texts) to store, such as "
+        "similarity,width, for data.where; all: all that mmray does not read.",
+    )
     allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
         (),
         description="Hosts for image downloads over https, as host or host:8443; empty: quarantine "
@@ -280,6 +285,22 @@ class Prepare(Section, settings_prefix="prepare"):
                 )
         return columns
 
+    @field_validator("keep")
+    @classmethod
+    def _check_keep(cls, keep: tuple[str, ...]) -> tuple[str, ...]:
+        names = tuple(name.strip() for text in keep for name in text.split(",") if name.strip())
+        for name in names:
+            if name in COLUMNS:
+                raise ValueError(f"`{name}` is a column that mmray stores itself; leave it out")
+            if not is_column_name(name):
+                raise ValueError(
+                    f"`{name}` cannot be a name in data.where; rename the column to letters, "
+                    "digits and _"
+                )
+            if names.count(name) > 1 or (name == KEEP_ALL and len(names) > 1):
+                raise ValueError(f"`{name}` must be the only value (got {','.join(names)})")
+        return names
+
     @field_validator("link_folders")
     @classmethod
     def _make_absolute(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -340,6 +361,14 @@ class Data(Section, settings_prefix="data"):
         "the (first) training set.",
     )
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
+    where: str | None = Field(
+        None,
+        description="Train on the rows for which this holds of columns that `prepare --keep` or "
+        "`score` stored: `similarity > 0.3 and width >= 200`.",
+    )
+    eval_where: str | None = Field(
+        None, description="Evaluate on the rows for which this holds, like `where`."
+    )
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
     workers: int | str = Field(
         "auto",

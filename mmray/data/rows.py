@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,6 +21,7 @@ from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
+KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
@@ -103,6 +104,7 @@ class SourceRow:
         image_size: Width and height of the image in whose pixels the boxes are; None: upright.
         spans: Start and end of each text in seconds, None for the whole file; empty: no text has
             a span.
+        columns: Values of the columns of `prepare.keep`.
     """
 
     key: str
@@ -116,6 +118,7 @@ class SourceRow:
     messages: tuple[Message, ...] = ()
     image_size: tuple[int, int] | None = None
     spans: tuple[tuple[float, float] | None, ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
@@ -201,6 +204,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         messages=messages,
         image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
         spans=spans,
+        columns=values.get(KEPT_COLUMNS, {}),
     )
 
 

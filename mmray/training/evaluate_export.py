@@ -40,6 +40,7 @@ from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir, find_set
+from mmray.training.selected_rows import check_selections, select_rows_of_run
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -245,6 +246,7 @@ def evaluate_run(
     address: str | None,
     reporter: RunReporter,
     settings: EvalSettings | None = None,
+    where: str | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
     """Evaluate a checkpoint of a run.
@@ -257,6 +259,8 @@ def evaluate_run(
         address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
         reporter: Receives progress and messages.
         settings: Settings of the evaluation; None: those of the run.
+        where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
+            `data` is given.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
@@ -271,6 +275,8 @@ def evaluate_run(
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
+    if where is not None or data is not None:
+        config = config.replace(data=config.data.replace(eval_where=where))
     changes = {name: value for name, value in cluster.items() if value is not None}
     config = config.with_cluster(address=address, **changes)
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
@@ -280,7 +286,7 @@ def evaluate_run(
 
 
 def evaluate_pretrained(
-    config: Config, data: str, split: str | None, reporter: RunReporter
+    config: Config, data: str, split: str | None, reporter: RunReporter, where: str | None = None
 ) -> dict[str, float]:
     """Evaluate a model with pretrained weights.
 
@@ -290,6 +296,7 @@ def evaluate_pretrained(
         data: Prepared set or raw source to evaluate on.
         split: Split of the set; None: `test`.
         reporter: Receives progress and messages.
+        where: Evaluate on the rows for which this holds; None: all.
 
     Returns:
         Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`. Ray Train writes its small
@@ -302,6 +309,7 @@ def evaluate_pretrained(
         TrainingError: A worker failed.
     """
     config, tokenizer_json = _with_tokenizer(config, reporter.log)
+    config = config.replace(data=config.data.replace(eval_where=where))
     return _evaluate(
         config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter
     )
@@ -319,6 +327,8 @@ def _evaluate(
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
+    # None of the run's expressions is for another set.
+    check_selections(config.replace(data=config.data.replace(where=None)))
     if reasons := validate.evaluation_reasons(config, is_trained=True):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
@@ -332,7 +342,10 @@ def _evaluate(
                 check_capacity(config, with_data=False)
             except ResourceError as error:  # names the settings of a run
                 raise ResourceError(str(error).replace("--cluster.", "--")) from None
-        held_out = _open_held_out(config, folder, split, reporter)
+        held_out = {
+            name: select_rows_of_run(each, config, folder, "data.eval_where", reporter)
+            for name, each in _open_held_out(config, folder, split, reporter).items()
+        }
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())

@@ -36,6 +36,7 @@ from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import check_eval_sets
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
+from mmray.training.selected_rows import select_rows_of_run
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,14 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
             f"{held_out[0]}: --data.eval-split {held_out[0]}",
             "evaluate",
         )
+    storage = to_path(config.run.storage)
+    train_sets = [
+        select_rows_of_run(each, config, storage, "data.where", reporter) for each in train_sets
+    ]
+    eval_sets = {
+        name: select_rows_of_run(each, config, storage, "data.eval_where", reporter)
+        for name, each in eval_sets.items()
+    }
     sets = [*train_sets, *eval_sets.values()]
     _check_media_kinds(config, sets, reporter)
     if not config.model.generates_text and "audio" not in config.model.media_kinds:

@@ -45,6 +45,7 @@ RESUMABLE_CHANGES = (
     "data.local_cache_gb",
     "data.eval",
     "data.eval_split",
+    "data.eval_where",
     "train.steps",
     "train.samples",
     "train.epochs",

@@ -16,6 +16,7 @@ from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import UsageError
 from mmray.storage.paths import to_path
+from mmray.training.selected_rows import check_selections
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -31,13 +32,14 @@ HEADS = {  # objective: setting of `fusion`, with its value if it has such a hea
 def validate_settings(config: Config) -> None:
     """Check that the settings of a run do not contradict each other.
 
-    Uses neither Ray nor data nor weights.
+    Uses neither Ray nor weights, and of the data only manifests.
 
     Args:
         config: Settings of the run.
 
     Raises:
         UsageError: They contradict each other, or a path or URI is invalid.
+        DataError: The manifest of a set with `data.where` is damaged.
     """
     resolve_batch_shape(config.batch, config.cluster.max_workers, config.model.inputs.max_tokens)
     reasons = unsupported_reasons(config)
@@ -47,6 +49,7 @@ def validate_settings(config: Config) -> None:
     sources += [each.address for each in config.data.eval_sets]
     for address in filter(None, [*sources, config.data.cache, config.run.storage]):
         to_path(address)  # raises UsageError for an address that cannot be opened
+    check_selections(config)
 
 
 def unsupported_reasons(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.formats.source import SourceChunk, check_columns, known_columns
+from mmray.data.formats.source import SourceChunk, check_columns, check_keep, known_columns
 from mmray.data.formats.text_lines import CP1252_HINT, JsonlSource, LineReader, load_json
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow
@@ -50,6 +50,7 @@ class CsvSource(JsonlSource):
 
     title = "CSV"
     suffixes: ClassVar[tuple[str, ...]] = (".csv",)
+    has_types = False
     delimiter: ClassVar[str] = ","
 
     def check(self, name: str) -> None:
@@ -63,6 +64,7 @@ class CsvSource(JsonlSource):
         layout = self._layout(name)
         place = f"{self.folder / name} ({self.describe()})"
         check_columns(layout.names, self.columns, place, _NO_HEADER)
+        check_keep(layout.names, self.keep, place)
 
     def describe(self) -> str:
         """Return the format with the delimiter that was found, such as `CSV with the delimiter

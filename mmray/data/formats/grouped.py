@@ -32,6 +32,7 @@ class GroupedSource(ListingSource):
             source.folder, source.name, {}, source.prepared_folder, source.caption_template
         )
         self._source = source
+        self.has_types = source.has_types
 
     def describe(self) -> str:
         """Return the format of the source, such as `CSV with the delimiter comma, grouped by

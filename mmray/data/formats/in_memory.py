@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from mmray.data.formats.source import check_columns, known_columns
+from mmray.builtin import KEEP_ALL
+from mmray.data.formats.source import check_columns, check_keep, known_columns
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
@@ -47,7 +48,9 @@ _HASH_BYTES = 1 << 20
 _MAX_PATH = 4096
 
 
-def store_rows(dataset: Any, folder: str | Path, columns: dict[str, str]) -> str:
+def store_rows(
+    dataset: Any, folder: str | Path, columns: dict[str, str], keep: Sequence[str] = ()
+) -> str:
     """Store a dataset as Parquet files, with the bytes of its images.
 
     Equal rows are stored once: the folder is named after the content of its files.
@@ -57,6 +60,7 @@ def store_rows(dataset: Any, folder: str | Path, columns: dict[str, str]) -> str
             array of uint8 [H, W] or [H, W, C], or a path, relative to the working directory.
         folder: Parent folder, or its address, that all nodes can write.
         columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
+        keep: Other columns to store, `prepare.keep`.
 
     Returns:
         The address of the folder with the files, a source for `prepare`.
@@ -70,9 +74,9 @@ def store_rows(dataset: Any, folder: str | Path, columns: dict[str, str]) -> str
     staging.mkdir(parents=True, exist_ok=True)
     try:
         if _package(dataset) == "ray":
-            _write_ray_dataset(dataset, staging, columns)
+            _write_ray_dataset(dataset, staging, columns, keep)
         else:
-            _write_tables(dataset, staging, columns)
+            _write_tables(dataset, staging, columns, keep)
         return str(_move_to_digest(staging, parent))
     finally:
         remove_tree(staging)
@@ -86,7 +90,9 @@ def is_dataset(value: Any) -> bool:
     )
 
 
-def encode_row(row: Mapping[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def encode_row(
+    row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the known columns of a row with values that Parquet can store.
 
     Images become {"path", "bytes"}, and conversations JSON.
@@ -94,13 +100,16 @@ def encode_row(row: Mapping[str, Any], columns: dict[str, str]) -> dict[str, Any
     Args:
         row: Values by column name.
         columns: Column of the dataset by mmray's column name.
+        keep: Other columns to return, `prepare.keep`.
 
     Raises:
         DataError: No column has images, or none has texts.
     """
     names = {columns.get(name, name): name for name in known_columns({})}
+    names |= {name: name for name in (row if keep == (KEEP_ALL,) else keep) if name not in names}
     known = {name: value for name, value in row.items() if name in names}
     check_columns([*map(str, row)], columns, "the dataset")
+    check_keep([*map(str, row)], keep, "the dataset")
     return {name: _encode_value(names[name], value) for name, value in known.items()}
 
 
@@ -168,28 +177,32 @@ def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _write_ray_dataset(dataset: Any, staging: AnyPath, columns: dict[str, str]) -> None:
+def _write_ray_dataset(
+    dataset: Any, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
+) -> None:
     if isinstance(staging, RemotePath):
         options = {"path": staging.fs_path, "filesystem": staging.filesystem}
     else:
         options = {"path": str(staging.absolute())}
-    dataset.map(encode_row, fn_args=(columns,)).write_parquet(**options)
+    dataset.map(encode_row, fn_args=(columns, keep)).write_parquet(**options)
 
 
-def _write_tables(dataset: Any, staging: AnyPath, columns: dict[str, str]) -> None:
-    for number, table in enumerate(_tables(dataset, columns)):
+def _write_tables(
+    dataset: Any, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
+) -> None:
+    for number, table in enumerate(_tables(dataset, columns, keep)):
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
         (staging / f"{number:06}.parquet").write_bytes(buffer.getvalue())
 
 
-def _tables(dataset: Any, columns: dict[str, str]) -> Iterator[pa.Table]:
+def _tables(dataset: Any, columns: dict[str, str], keep: Sequence[str]) -> Iterator[pa.Table]:
     """Yield tables of encoded rows, in order; each with the features of Hugging Face `datasets`."""
     rows, metadata = _rows_of(dataset)
     first = 0
     while part := list(islice(rows, _ROWS_PER_FILE)):
         try:
-            table = pa.Table.from_pylist([encode_row(row, columns) for row in part])
+            table = pa.Table.from_pylist([encode_row(row, columns, keep) for row in part])
         except (pa.ArrowException, AttributeError) as error:
             place = f"rows {first} to {first + len(part) - 1} of the dataset"
             raise DataError(f"{place} have values of different types: {error}") from None

@@ -24,6 +24,7 @@ from mmray.data.formats.source import (
     Source,
     SourceChunk,
     check_columns,
+    check_keep,
     check_unchanged,
     file_signature,
     known_columns,
@@ -259,10 +260,11 @@ class ParquetSource(Source):
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
         names = known_columns(self.columns)
-        known = [column for column in schema.names if column in names]
+        known = [column for column in schema.names if column in names or self.keeps(column)]
         if len(set(known)) < len(known):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         check_columns(schema.names, self.columns, str(self.folder / name))
+        check_keep(schema.names, self.keep, str(self.folder / name))
         return known
 
 

@@ -15,11 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.builtin import COLUMNS
+from mmray.builtin import COLUMNS, KEEP_ALL
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
     IMAGE_COLUMNS,
+    IMAGE_SIZE,
+    KEPT_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
     BadRow,
@@ -109,6 +111,7 @@ class Source(ABC):
         magic_offset: Index of the first of these bytes in the file.
         suffixes: Suffixes of the files, such as `.csv`.
         row_needs: What a row needs, for the message if rows lack an image or a text.
+        has_types: Whether its values have types; the fields of a CSV are texts.
     """
 
     title: ClassVar[str]
@@ -118,6 +121,7 @@ class Source(ABC):
     magic: ClassVar[bytes] = b""
     magic_offset: ClassVar[int] = 0
     suffixes: ClassVar[tuple[str, ...]] = ()
+    has_types: bool = True
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class Source(ABC):
         self._files = files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
+        self.keep: tuple[str, ...] = ()  # `prepare.keep`
         self.links: tuple[str, ...] | None = None  # followed out of the folder, see images/read.py
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
@@ -290,20 +295,29 @@ class Source(ABC):
             Line, location (`file:line`), and the values by mmray's column names.
         """
         line, location, record = item
-        values: dict[str, Any] | BadRow
+        if isinstance(record, BadRow):
+            return RawRow(line, location, record)
         try:
-            values = (
-                record
-                if isinstance(record, BadRow)
-                else normalize_values(
-                    rename_columns(self.parse(record), self.columns),
-                    self.class_names,
-                    self.caption_template,
-                )
+            parsed = self.parse(record)
+            values = normalize_values(
+                rename_columns(parsed, self.columns), self.class_names, self.caption_template
             )
         except BadRow as bad:
-            values = bad
+            return RawRow(line, location, bad)
+        if self.keep:
+            kept = {name: value for name, value in parsed.items() if self.keeps(name)}
+            values[KEPT_COLUMNS] = kept
         return RawRow(line, location, values)
+
+    def keeps(self, name: str) -> bool:
+        """Return whether `prepare.keep` stores a column of the source.
+
+        Args:
+            name: Name of the column in the source.
+        """
+        if self.keep != (KEEP_ALL,):
+            return name in self.keep
+        return name not in known_columns(self.columns) and name != IMAGE_SIZE
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
@@ -314,6 +328,19 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
             without an entry has mmray's name.
     """
     return {columns.get(column, column) for column in COLUMNS}
+
+
+def check_keep(names: Collection[str], keep: Sequence[str], place: str) -> None:
+    """Raise DataError if a source has no column of a name in `prepare.keep`.
+
+    Args:
+        names: Names of all columns of the source.
+        keep: Value of `prepare.keep`.
+        place: The file, for the message.
+    """
+    for name in keep if keep != (KEEP_ALL,) else ():
+        if name not in names:
+            raise DataError(f"--keep {name}: {place} has no such column; {suggest(name, names)}")
 
 
 def check_columns(

@@ -173,8 +173,8 @@ class WebDatasetSource(Source):
 
         Returns:
             `images`, a list of ImageRef with the bytes, `audio` and `video`, ImageRef with the
-            bytes, and `text` or `texts`, `label` and the known columns of `json`, as far as the
-            sample has them.
+            bytes, and `text` or `texts`, `label` and the known columns of `json` and those of
+            `prepare.keep`, as far as the sample has them.
 
         Raises:
             BadRow: A member is damaged or invalid, or the sample has only images with unknown
@@ -186,6 +186,7 @@ class WebDatasetSource(Source):
                 raise member
             members[extension] = member
         values: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         if "json" in members:
             mapped = {
                 theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")
@@ -195,6 +196,7 @@ class WebDatasetSource(Source):
             ) or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
             parsed = parse_json(members["json"].data or b"", strict=False)
+            kept = {name: value for name, value in parsed.items() if self.keeps(name)}
             values = {name: value for name, value in parsed.items() if name in used}
             if "caption" in values and "caption" not in mapped:
                 caption = values.pop("caption")
@@ -219,14 +221,14 @@ class WebDatasetSource(Source):
         if images := _image_members(members):
             values["images"] = images
         elif not values.keys().isdisjoint(MEDIA_COLUMNS):
-            return values
+            return kept | values
         elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
             detail = (
                 f"it has {', '.join(others)[:200]}; its images are the members named up to the "
                 "first dot, as KEY.jpg or KEY.0.jpg, KEY.1.jpg"
             )
             raise BadRow("columns", "no-image", detail)
-        return values
+        return kept | values
 
 
 def _image_members(members: dict[str, TarMember]) -> list[TarMember]:

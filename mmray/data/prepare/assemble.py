@@ -315,6 +315,7 @@ class PrepareResult:
         languages: Number of kept rows by language.
         num_images: Number of kept rows by (split, number of images).
         media_kinds: Number of kept rows with audio or video by (split, kinds of media).
+        column_types: Types of each kept column in the chunks, by its name.
     """
 
     shards: list[Shard]
@@ -324,6 +325,7 @@ class PrepareResult:
     languages: Counter[str] = field(default_factory=Counter)
     num_images: Counter[tuple[str | None, int]] = field(default_factory=Counter)
     media_kinds: Counter[tuple[str | None, str]] = field(default_factory=Counter)
+    column_types: dict[str, set[str | None]] = field(default_factory=dict)
 
 
 def quarantine_rows(
@@ -386,6 +388,8 @@ def quarantine_rows(
                 result.num_images[split, number] += 1
                 if kinds:
                     result.media_kinds[split, kinds] += 1
+            for name, kind in record["columns"].items():
+                result.column_types.setdefault(name, set()).add(kind)
             languages = zip(rows["language"], drops, strict=True)
             result.languages.update(
                 name for name, is_dropped in languages if name and not is_dropped

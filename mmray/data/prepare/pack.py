@@ -28,9 +28,11 @@ from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.media.decode import read_header, verify_media
+from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS
+from mmray.data.store.row_columns import KEPT, column_file
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.text.tokenizer import clean_caption
@@ -53,6 +55,7 @@ _PACK_SETTINGS = (
     "split",
     "rows_per_shard",
     "columns",
+    "keep",
     "caption",
     "group",
     "check",
@@ -115,6 +118,7 @@ class PrepareJob:
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
         source.links = self.settings.links
+        source.keep = self.settings.keep
         if self.settings.group == "image":
             source = GroupedSource(source)
         source.class_names = self.class_names
@@ -177,13 +181,16 @@ def pack_chunk(
         or record["class_names"] != list(job.class_names)
         or not is_current(record, job, chunk)
     ):
-        packer = _ChunkPacker(job, chunk, subprocess_decoder)
-        items = job.open().read(chunk)
+        source = job.open()
+        packer = _ChunkPacker(job, chunk, subprocess_decoder, source.has_types)
+        items = source.read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
             for item, row, images in prefetch_rows(items, job.settings.allow_urls, fetch):
                 packer.pack(item, row, images, exit_stack)
-        record = packer.record()  # after the shard files are closed
+        # after the shard files are closed
+        packer.write_columns()
+        record = packer.record()
         write_atomic(out / record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
     return chunk.index, len(record["rows"]["key"]) + num_bad, num_bad
@@ -273,9 +280,9 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
     Returns:
         `job` (digest of the settings), `class_names`, `chunk` (fields of the SourceChunk), `shards`
-        (their manifest entries), `rows` (a list of values for each of RECORD_COLUMNS), `bad_rows`
-        and `files` (name, size and time of the image files). None if the record is missing or
-        unreadable.
+        (their manifest entries), `rows` (a list of values for each of RECORD_COLUMNS), `columns`
+        (types of the kept columns), `bad_rows` and `files` (name, size and time of the image
+        files). None if the record is missing or unreadable.
     """
     try:
         record: dict[str, Any] = orjson.loads((out / name).read_bytes())
@@ -308,6 +315,13 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
             row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows
         )
         and all(file_size(out / shard["file"]) == shard["num_bytes"] for shard in record["shards"])
+        and not (
+            record["columns"]
+            and any(
+                file_size(out / column_file(KEPT, shard["file"])) is None
+                for shard in record["shards"]
+            )
+        )
         and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
 
@@ -316,7 +330,11 @@ class _ChunkPacker:
     """State of one chunk while it is packed."""
 
     def __init__(
-        self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
+        self,
+        job: PrepareJob,
+        chunk: SourceChunk,
+        subprocess_decoder: SubprocessDecoder | None,
+        has_types: bool,
     ) -> None:
         self.job = job
         self.chunk = chunk
@@ -325,6 +343,7 @@ class _ChunkPacker:
         self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
+        self.columns = KeptColumns(has_types)
         self.bad_rows: list[dict[str, Any]] = []
         self.image_signatures: list[tuple[str, int | None, int | None]] = []
         # never overwrite a file that an earlier manifest names
@@ -353,6 +372,8 @@ class _ChunkPacker:
                 open_shard(self.out, name, row.split)
             )
         self.writers[row.split].append(row)
+        if self.job.settings.keep:
+            self.columns.append(row.split, parsed.columns, location)
         captions = [*row.texts, *(row.messages or [])]
         text_digest, row_digest = (
             _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
@@ -374,6 +395,11 @@ class _ChunkPacker:
             )
         )
 
+    def write_columns(self) -> None:
+        if self.job.settings.keep:
+            files = {split: writer.entry().file for split, writer in self.writers.items()}
+            self.columns.write(self.out, files)
+
     def record(self) -> dict[str, Any]:
         return {
             "job": self.job.digest(),
@@ -383,6 +409,7 @@ class _ChunkPacker:
             "rows": {
                 name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)
             },
+            "columns": self.columns.types,
             "bad_rows": self.bad_rows,
             "files": self.image_signatures,
         }

@@ -25,6 +25,7 @@ from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, preview, sample
+from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import (
     PrepareJob,
     is_current,
@@ -51,6 +52,7 @@ from mmray.data.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file
 from mmray.data.vlm.sample import generate_conversations
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.plugins import check_installed
@@ -325,10 +327,14 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
             settings.max_bad_fraction,
             source.row_needs,
         )
+    # Scores of the set stay; rows that were added need a rerun of `mmray score`.
+    columns = existing.columns if existing else {}
+    columns = {name: types for name, types in columns.items() if name != KEPT}
     manifest = replace(
         _build_manifest(job, source, chunks, result),
         num_same_text=dedup.num_same_text,
         leakage=leakage,
+        columns=columns | merge_types(result.column_types, source.has_types),
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
@@ -345,8 +351,10 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     wanted = {shard.file for shard in result.shards} | {
         record_path(index) for index in range(len(chunks))
     }
+    wanted |= {column_file(KEPT, shard.file) for shard in result.shards}
+    folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
     write_lease.check()
-    _remove_files(out, lambda name: name not in wanted, (SHARDS, CHUNK_RECORDS))
+    _remove_files(out, lambda name: name not in wanted, folders)
     return manifest
 
 

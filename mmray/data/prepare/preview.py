@@ -13,7 +13,7 @@ from typing import Any
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import JsonArraySource
-from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns
+from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_keep
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import class_name, is_class
 from mmray.data.images.decode import BadImage
@@ -21,7 +21,7 @@ from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob
-from mmray.data.rows import BadRow, ImageRef, parse_row
+from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
@@ -150,12 +150,25 @@ def describe_source(
         yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
     if columns := _format_columns(source, chunks, first_rows):
         yield columns, "columns"
+    if kept := _kept_columns(job, source, first_rows):
+        yield ", ".join(kept), "kept"
     for row in first_rows:
         if isinstance(row.values, dict):
             yield _format_example(row), "example"
             break
     if job.settings.allow_urls:
         yield f"images by URL, only from {', '.join(job.settings.allow_urls)}", "download"
+
+
+def _kept_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> list[str]:
+    """Return the names of the columns that `prepare.keep` stores. Raises DataError."""
+    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    kept = list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
+    names = {name: None for row in rows for name in row if name != KEPT_COLUMNS}
+    if rows and source.has_types:  # an empty field of a CSV is no value; its header was checked
+        place = f"the first {len(first_rows)} rows of {job.source.name or job.source.address}"
+        check_keep([*kept, *names], job.settings.keep, place)
+    return kept
 
 
 def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
@@ -184,7 +197,11 @@ def _format_columns(
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
     theirs = {source.columns.get(name, name) for name in used}
-    ignored = [name for name in found if name not in theirs and name != "text_file"]
+    ignored = [
+        name
+        for name in found
+        if name not in theirs and name != "text_file" and not source.keeps(name)
+    ]
     text = ", ".join(
         f"{name}={source.columns[name]}" if name in source.columns else name for name in used
     )

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from mmray.data.rows import is_safe_path
+from mmray.data.store.row_columns import Columns
 from mmray.data.store.shard_table import Shard, ShardTable, TableFile
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, write_atomic
@@ -62,6 +63,8 @@ class Manifest:
             rows have none.
         media_kinds: Number of rows with audio or video by the kinds of their media (`audio`,
             `video`, `audio video`, ...), for each split in the same way.
+        columns: Type of each column of the rows by its name, by folder in `columns/`: those that
+            `prepare.keep` stores, and scores (store/row_columns.py).
     """
 
     num_rows: int
@@ -82,6 +85,7 @@ class Manifest:
     languages: dict[str, int] = field(default_factory=dict)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
     media_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
 
     @property
     def images_verified(self) -> bool:

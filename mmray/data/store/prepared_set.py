@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -47,6 +48,10 @@ class PreparedSet:
         split: Split whose rows are the set, such as `train`; None: all rows.
         cache: Cache of this node for reads from an object store; None: none.
         shuffle_block: Number of adjacent rows that the cache fetches at once.
+
+    Attributes:
+        table: The shards of the full set.
+        shard_numbers: Indices in it of the shards with rows of this set, int64.
     """
 
     def __init__(
@@ -61,12 +66,12 @@ class PreparedSet:
         self.manifest = manifest
         self.split = split
         shards = manifest.shards
-        self._table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
-        self._numbers = self._table.of_split(split)
-        kept = self._table.num_kept[self._numbers]
+        self.table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
+        self.shard_numbers = self.table.of_split(split)
+        kept = self.table.num_kept[self.shard_numbers]
         self._starts = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
         schema = SCHEMAS[manifest.schema_version]
-        self._shard_reader = ShardReader(folder, self._table, cache, schema)
+        self._shard_reader = ShardReader(folder, self.table, cache, schema)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
         self._arguments = (folder, manifest, split, cache, shuffle_block)
@@ -114,12 +119,21 @@ class PreparedSet:
         """
         return PreparedSet(self.folder, self.manifest, self.split, cache, shuffle_block)
 
+    def with_table(self, table: ShardTable) -> PreparedSet:
+        """Return this set with another list of shards, such as one that drops more rows.
+
+        Args:
+            table: The shards.
+        """
+        manifest = replace(self.manifest, shards=table)
+        return PreparedSet(self.folder, manifest, self.split, *self._arguments[3:])
+
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards (files) with rows of this set, in order, with their names, sizes and
         digests.
         """
-        return tuple(self._table[number] for number in self._numbers.tolist())
+        return tuple(self.table[number] for number in self.shard_numbers.tolist())
 
     @property
     def num_rows(self) -> int:
@@ -129,7 +143,7 @@ class PreparedSet:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the files (shards) that have these rows."""
-        return int(self._table.num_bytes[self._numbers].sum())
+        return int(self.table.num_bytes[self.shard_numbers].sum())
 
     @property
     def max_pixels(self) -> int:
@@ -139,7 +153,7 @@ class PreparedSet:
     @property
     def fingerprint(self) -> str:
         """Hex digest of these rows in this order; sets with the same digest have the same rows."""
-        return self._table.fingerprint(self._numbers)
+        return self.table.fingerprint(self.shard_numbers)
 
     @property
     def rows_by_num_images(self) -> dict[int, int]:
@@ -271,7 +285,7 @@ class PreparedSet:
                 in_batch = request.rows_in_batch.tolist()
                 values = [columns.slice(number, 1).to_pylist()[0] for number in in_batch]
             except (UnicodeDecodeError, pa.ArrowException) as error:
-                file = self._table.file_name(request.shard)
+                file = self.table.file_name(request.shard)
                 raise ValueError(f"{file}: {error}") from None
             for index, value in zip(request.indices, values, strict=True):
                 out[index] = to_row(value) if column is None else value[column]
@@ -326,7 +340,7 @@ class PreparedSet:
         is_first = (np.diff(places, prepend=-1) != 0) | (np.diff(batches, prepend=-1) != 0)
         starts = np.flatnonzero(is_first)
         for start, end in pairwise([*starts.tolist(), len(rows)]):
-            shard = int(self._numbers[places[start]])
+            shard = int(self.shard_numbers[places[start]])
             block = None
             if self._cached_block_rows:
                 block = self._block_of(int(places[start]), int(rows[start]))
@@ -352,7 +366,7 @@ class PreparedSet:
         in_shards = rows - self._starts[places]
         out = in_shards.copy()
         for place in np.unique(places).tolist():
-            dropped = self._table.dropped(int(self._numbers[place]))
+            dropped = self.table.dropped(int(self.shard_numbers[place]))
             if len(dropped):
                 # Rows of the set before each dropped row of the shard.
                 kept_before = dropped - np.arange(len(dropped))

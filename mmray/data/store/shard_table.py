@@ -7,7 +7,7 @@ memory once, and a process reads those of a shard without parsing others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -169,10 +169,19 @@ class ShardTable:
         ]
         columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))
         columns.append(_list_array([_parse_offsets(shard.batches) for shard in rows]))
-        stream = pa.BufferOutputStream()
-        with pa.ipc.new_file(stream, _SCHEMA) as writer:
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
-        return cls(stream.getvalue())
+        return cls(_write_table(columns))
+
+    def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
+        """Return the table with other dropped rows of some shards, in memory and without a file.
+
+        Args:
+            dropped: Sorted row numbers in the shard, int64, by index of the shard in this table.
+        """
+        lists = [dropped.get(number, self.dropped(number)) for number in range(len(self))]
+        index = _SCHEMA.get_field_index("dropped")
+        columns = [*self._columns.columns]
+        columns[index] = _list_array(lists)
+        return ShardTable(_write_table(columns))
 
     def validate(self) -> None:
         """Raise ValueError for values that a set must not have, because it may be damaged or
@@ -284,6 +293,13 @@ class ShardTable:
             dropped = tuple(self.dropped(number).tolist())
             digest.update(f"{self.sha256(number)} {splits[number]} {dropped}\n".encode())
         return digest.hexdigest()
+
+
+def _write_table(columns: Sequence[pa.Array]) -> pa.Buffer:
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_file(stream, _SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+    return stream.getvalue()
 
 
 class _List:

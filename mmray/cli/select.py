@@ -1,0 +1,54 @@
+"""`mmray select`: a smaller prepared set of some rows of a set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmray import api
+from mmray.cli.args import OutPath, RunPath, parse_args
+from mmray.console.reporter import ConsoleReporter, shell_path
+
+
+@dataclass(frozen=True)
+class SelectCommand:
+    """Write a smaller prepared set of some rows of a set; images are copied, not decoded."""
+
+    source: RunPath
+    """Folder of the prepared set."""
+    out: OutPath
+    """Folder of the smaller set; the same command again resumes."""
+    where: str | None = None
+    """Rows for which this holds of columns of the set: `clip_score > 0.25 and width >= 200`."""
+    deduplicate: str | None = None
+    """semantic=0.95: leave out images whose embedding has this cosine, or more, to a kept one."""
+    address: str | None = None
+    """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
+
+
+def select(argv: Sequence[str], console: ConsoleReporter) -> int:
+    """Write a smaller prepared set of some rows of a set.
+
+    Args:
+        argv: arguments after the command, such as
+            `["prepared/my", "prepared/good", "--where", "clip_score > 0.25"]`.
+        console: receives messages and progress.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MmrayError: an argument is invalid or the set cannot be used; has the exit status.
+    """
+    command = parse_args(SelectCommand, argv, "mmray select")
+    with console.show_progress("selecting"):
+        api.select(
+            command.source,
+            command.out,
+            where=command.where,
+            deduplicate=command.deduplicate,
+            address=command.address,
+            reporter=console,
+        )
+    console.log(f"mmray train --data.train {shell_path(command.out)}", "next")
+    return 0

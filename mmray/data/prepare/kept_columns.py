@@ -1,0 +1,110 @@
+"""Columns of the source that `prepare --keep` stores next to the shards, with one type each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial, reduce
+from typing import Any
+
+import pyarrow as pa
+
+from mmray.builtin import is_column_name
+from mmray.data.store.row_columns import KEPT, TYPES, common_type, value_type, write_columns
+from mmray.errors import DataError
+from mmray.storage.paths import AnyPath
+
+_ADVICE = "Name other columns with --keep NAME,NAME, or change the source"
+
+
+class KeptColumns:
+    """The kept columns of the rows of one chunk (a part of the source).
+
+    Args:
+        has_types: Whether the values of the source have types; the fields of a CSV are texts.
+
+    Attributes:
+        types: Type of each column, a name of row_columns.TYPES; None: all values are missing.
+    """
+
+    def __init__(self, has_types: bool) -> None:
+        self.types: dict[str, str | None] = {}
+        self._has_types = has_types
+        self._rows: dict[str | None, list[dict[str, Any]]] = {}  # by split
+
+    def append(self, split: str | None, values: Mapping[str, Any], location: str) -> None:
+        """Add the columns of the next row of a split.
+
+        Args:
+            split: Split of the row; None: none.
+            values: Values by column.
+            location: Location of the row, for messages.
+
+        Raises:
+            DataError: A value is no boolean, number or text, or has another type than in the rows
+                before.
+        """
+        row = {}
+        for name, value in values.items():
+            if not is_column_name(name):
+                raise DataError(
+                    f"{location}: --keep: the column `{name}` cannot have a name in data.where, "
+                    f"which has letters, digits and _. {_ADVICE}"
+                )
+            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+            try:
+                kind = None if is_missing else value_type(value, not self._has_types)
+                self.types[name] = common_type(self.types.get(name), kind, not self._has_types)
+            except ValueError as error:
+                raise DataError(
+                    f"{location}: --keep stores booleans, numbers and texts, and the column "
+                    f"`{name}` has {error}. {_ADVICE}"
+                ) from None
+            if isinstance(value, str):
+                value = value.encode(errors="backslashreplace").decode()
+            row[name] = None if is_missing else value
+        self._rows.setdefault(split, []).append(row)
+
+    def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:
+        """Write the columns of each shard.
+
+        Args:
+            folder: Folder of the set.
+            shard_files: Path of the shard with the rows of each split.
+        """
+        for split, file in shard_files.items():
+            rows = self._rows[split]
+            columns = {name: self._array(name, rows) for name in self.types}
+            write_columns(folder, KEPT, file, pa.RecordBatch.from_pydict(columns))
+
+    def _array(self, name: str, rows: list[dict[str, Any]]) -> pa.Array:
+        values = [row.get(name) for row in rows]
+        kind = self.types[name]
+        if kind is None:
+            return pa.nulls(len(values))
+        if not self._has_types:  # a later chunk may have texts that are no numbers
+            return pa.array(values, pa.string())
+        if kind == "double":
+            values = [None if value is None else float(value) for value in values]
+        return pa.array(values, TYPES[kind])
+
+
+def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[str, dict[str, str]]:
+    """Return the columns of a set for its manifest.
+
+    Args:
+        types: Types of each column in the chunks by name.
+        has_types: As of KeptColumns.
+
+    Raises:
+        DataError: A column has values of different types.
+    """
+    join = partial(common_type, are_fields=not has_types)
+    merged = {}
+    for name, kinds in types.items():
+        try:
+            kind = reduce(join, kinds, None)
+        except ValueError as error:
+            raise DataError(f"--keep: the column `{name}` has {error} values. {_ADVICE}") from None
+        merged[name] = kind or "string"
+    return {KEPT: merged} if merged else {}

@@ -1,0 +1,386 @@
+"""`mmray select`: a smaller prepared set of the rows that a condition selects, without rows whose
+images are similar to those of others.
+
+Tasks copy the stored rows, so no image is decoded. A task writes its shard, and then its record; so
+a killed command resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mmray.data.prepare.pack import media_kinds
+from mmray.data.prepare.pipeline import PrepareProgress, create_folders
+from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.rows import HELD_OUT_SPLITS
+from mmray.data.store.manifest import (
+    CHUNK_RECORDS,
+    SCHEMA_VERSION,
+    SHARDS,
+    TOKENIZER,
+    Manifest,
+    fingerprint,
+    read_manifest,
+    write_manifest,
+)
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import column_types, read_columns, write_columns
+from mmray.data.store.selection import check_where, drop_rows
+from mmray.data.store.shard_table import Shard
+from mmray.data.store.shard_writer import open_shard
+from mmray.errors import UsageError, suggest
+from mmray.storage.lease import Lease
+from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.storage.requests import iter_parallel
+
+SEMANTIC = "semantic"
+_SHARD_ROWS = 512
+_READ_ROWS = 64
+_BLOCK = 2048  # embeddings that are compared with all kept ones at a time
+_CHUNK = 1 << 14
+
+
+def parse_deduplicate(text: str) -> tuple[str, float]:
+    """Parse the value of `--deduplicate`.
+
+    Args:
+        text: `semantic=0.95`, or the name of a column of embeddings and a cosine.
+
+    Returns:
+        The name and the cosine.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    name, _, number = text.partition("=")
+    try:
+        cosine = float(number)
+    except ValueError:
+        cosine = 0.0
+    if not 0 < cosine <= 1:
+        raise UsageError(
+            f"--deduplicate {text}: write for example semantic=0.95, with a cosine above 0 and at "
+            "most 1 from which images count as equal"
+        )
+    return name, cosine
+
+
+def check_selection(source: str, where: str | None, deduplicate: str | None) -> None:
+    """Check the arguments of `select_set` against the columns of the set.
+
+    Args:
+        source: Address of the set.
+        where: As of `select_set`.
+        deduplicate: As of `select_set`.
+
+    Raises:
+        UsageError: One is invalid, or names a column that the set does not have.
+        DataError: `source` is not a prepared set.
+    """
+    prepared = PreparedSet.open(source)
+    if where is not None:
+        check_where(where, column_types(prepared.manifest.columns), source, "--where")
+    embedding_column(prepared, deduplicate)
+
+
+def select_set(
+    source: str,
+    out: str,
+    where: str | None,
+    deduplicate: str | None,
+    progress: Callable[[PrepareProgress], None],
+    log: Callable[[str, str], None],
+) -> Manifest:
+    """Write a set of some rows of a set, with their columns and in their order.
+
+    Args:
+        source: Address of the set.
+        out: Folder of the smaller set, which is empty or has this selection.
+        where: Condition on the columns of a row; None: all rows.
+        deduplicate: `semantic=0.95` drops a row whose embedding of the image has at least this
+            cosine with that of a held-out row, or of an earlier one, which is kept; None: none.
+        progress: Called with the stage and numbers of rows.
+        log: Called with a message and its heading.
+
+    Returns:
+        The manifest of the smaller set.
+
+    Raises:
+        UsageError: The condition is invalid, no row is left, or `out` has other files.
+        DataError: The set cannot be read, or a column is missing in a shard.
+        ResourceError: Tasks die.
+    """
+    prepared = PreparedSet.open(source)
+    column = embedding_column(prepared, deduplicate)
+    folder = to_path(out)
+    num_all = prepared.num_rows
+    if where is not None:
+        prepared = drop_rows(
+            prepared,
+            where,
+            "--where",
+            lambda done, total: progress(PrepareProgress("select", done, total)),
+        )
+        log(f"{prepared.num_rows:,} of {num_all:,} rows: {where}", "selected")
+    if column is not None:
+        name, cosine = column
+        before = prepared.num_rows
+        prepared = _without_similar_rows(prepared, name, cosine, progress)
+        log(
+            f"{before - prepared.num_rows:,} of {before:,} rows, with a cosine of at least "
+            f"{cosine:g} to a kept one",
+            "similar",
+        )
+    identity = {
+        "selected_from": prepared.manifest.fingerprint,
+        "where": where,
+        "deduplicate": deduplicate,
+    }
+    existing = read_manifest(folder)
+    if existing is not None and not identity.items() <= existing.source.items():
+        raise UsageError(f"{out} is another set: choose another folder")
+    create_folders(folder)
+    with Lease(folder, activity="being written", advice="choose another folder") as lease:
+        manifest = _copy(prepared, folder, identity, progress)
+        lease.check()
+        if prepared.manifest.tokenizer:
+            write_atomic(folder / TOKENIZER, (prepared.folder / TOKENIZER).read_bytes())
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def embedding_column(prepared: PreparedSet, deduplicate: str | None) -> tuple[str, float] | None:
+    """Return the column of embeddings and the cosine that `--deduplicate` names; None without it.
+
+    Args:
+        prepared: The set.
+        deduplicate: Such as `semantic=0.95`, for the only column of embeddings.
+
+    Raises:
+        UsageError: It is invalid, or the set has no such column, or several.
+    """
+    if deduplicate is None:
+        return None
+    name, cosine = parse_deduplicate(deduplicate)
+    types = column_types(prepared.manifest.columns)
+    known = [column for column, kind in types.items() if kind.startswith("float16[")]
+    if not known:
+        raise UsageError(
+            f"--deduplicate {deduplicate}: {prepared.folder} has no embeddings; "
+            f"`mmray score {prepared.folder} --weights FILE --embeddings` writes them"
+        )
+    if name == SEMANTIC and len(known) == 1:
+        return known[0], cosine
+    if name not in known:
+        raise UsageError(
+            f"--deduplicate {deduplicate}: {prepared.folder} has no column of embeddings `{name}`; "
+            f"{suggest(name, known)}"
+        )
+    return name, cosine
+
+
+def _without_similar_rows(
+    prepared: PreparedSet,
+    column: str,
+    cosine: float,
+    progress: Callable[[PrepareProgress], None],
+) -> PreparedSet:
+    table = prepared.table
+    manifest = prepared.manifest
+
+    def read(number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the kept rows of a shard that have an embedding, and these."""
+        values = read_columns(prepared.folder, manifest.columns, table.file_name(number), [column])
+        has_value = pc.indices_nonzero(pc.is_valid(values[column])).to_pylist()
+        rows = np.setdiff1d(np.array(has_value, np.int64), table.dropped(number))
+        chosen = values[column].take(pa.array(rows))
+        flat = chosen.flatten()
+        numbers = np.frombuffer(flat.buffers()[1], np.float16)[flat.offset :][: len(flat)]
+        return rows, numbers.reshape(len(rows), -1)
+
+    shards = prepared.shard_numbers.tolist()
+    parts = list(iter_parallel(read, shards))
+    owner = np.repeat(shards, [len(rows) for rows, _ in parts])
+    row_of = np.concatenate([rows for rows, _ in parts])
+    embeddings = np.concatenate([each for _, each in parts if len(each)])
+    is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards]
+    later = np.repeat(is_training, [len(rows) for rows, _ in parts])
+    order = np.argsort(later, kind="stable")
+    similar = np.zeros(len(order), bool)
+    similar[order] = find_similar(
+        embeddings[order],
+        cosine,
+        lambda done: progress(PrepareProgress("compare", done, len(order))),
+    )
+    dropped = {
+        number: np.union1d(table.dropped(number), row_of[similar & (owner == number)])
+        for number in np.unique(owner[similar]).tolist()
+    }
+    return prepared.with_table(table.with_dropped(dropped))
+
+
+def find_similar(
+    embeddings: np.ndarray, cosine: float, on_rows: Callable[[int], None] = lambda done: None
+) -> np.ndarray:
+    """Return which rows are similar to an earlier row that is not similar to a row before it.
+
+    All pairs are compared, so the time grows with the square of the number of rows.
+
+    Args:
+        embeddings: L2-normalized, float [N, D].
+        cosine: Smallest cosine of similar rows.
+        on_rows: Called with the number of rows that were compared.
+
+    Returns:
+        bool [N].
+    """
+    kept = np.zeros((0, embeddings.shape[1]), np.float32)
+    kept_parts: list[np.ndarray] = []
+    similar = np.zeros(len(embeddings), bool)
+    for start in range(0, len(embeddings), _BLOCK):
+        block = embeddings[start : start + _BLOCK].astype(np.float32)
+        found = np.zeros(len(block), bool)
+        for part in kept_parts:
+            found |= (block @ part.T >= cosine).any(axis=1)
+        pairs = block @ block.T >= cosine
+        for number in range(len(block)):
+            if not found[number]:
+                found[number + 1 :] |= pairs[number, number + 1 :]
+        kept = np.concatenate([kept, block[~found]])
+        if len(kept) >= _CHUNK:
+            kept_parts.append(kept)
+            kept = kept[:0]
+        similar[start : start + len(block)] = found
+        on_rows(start + len(block))
+    return similar
+
+
+def _groups(prepared: PreparedSet) -> Iterator[list[Shard]]:
+    """Yield adjacent shards of one split whose kept rows become one shard."""
+    setting = prepared.manifest.settings.get("rows_per_shard", _SHARD_ROWS)
+    size = setting if isinstance(setting, int) else _SHARD_ROWS
+    group: list[Shard] = []
+    for shard in prepared.shards:
+        is_full = sum(each.num_kept for each in group) + shard.num_kept > size
+        if group and (is_full or group[0].split != shard.split):
+            yield group
+            group = []
+        if shard.num_kept:
+            group.append(shard)
+    if group:
+        yield group
+
+
+def _copy(
+    prepared: PreparedSet,
+    folder: AnyPath,
+    identity: dict[str, Any],
+    progress: Callable[[PrepareProgress], None],
+) -> Manifest:
+    """Write the shards of the kept rows; return the manifest."""
+    groups = list(_groups(prepared))
+    work = partial(
+        _copy_task,
+        set_address=str(prepared.folder),
+        manifest=replace(prepared.manifest, shards=()),
+        out=str(folder),
+    )
+    items = [
+        {"number": number, "shards": [asdict(shard) for shard in group]}
+        for number, group in enumerate(groups)
+    ]
+    entries: dict[int, Shard] = {}
+    languages: Counter[str] = Counter()
+    num_images: dict[str, Counter[str]] = {}
+    kinds: dict[str, Counter[str]] = {}
+    done = 0
+    with closing(map_tasks(work, items)) as results:
+        for result in results:
+            shard = Shard.from_json(result["shard"])
+            entries[result["number"]] = shard
+            languages.update(result["languages"])
+            num_images.setdefault(shard.split or "", Counter()).update(result["num_images"])
+            kinds.setdefault(shard.split or "", Counter()).update(result["media_kinds"])
+            done += shard.num_rows
+            progress(PrepareProgress("copy", done, prepared.num_rows))
+    shards = tuple(entries[number] for number in range(len(groups)))
+    splits: Counter[str] = Counter()
+    for shard in shards:
+        splits.update({shard.split: shard.num_rows} if shard.split else {})
+    before = prepared.manifest
+    return replace(
+        before,
+        num_rows=done,
+        num_read=done,
+        num_quarantined=0,
+        reasons={},
+        splits=dict(splits),
+        fingerprint=fingerprint(shards),
+        # another name: `mmray prepare` must not take the set for that of the source
+        source=before.source | {"name": f"a selection of {before.source.get('name')}"} | identity,
+        shards=shards,
+        schema_version=SCHEMA_VERSION,
+        num_same_text=0,
+        leakage={},
+        languages=dict(sorted(languages.items())),
+        num_images={split: dict(counts) for split, counts in num_images.items()},
+        media_kinds={split: dict(counts) for split, counts in kinds.items() if counts},
+    )
+
+
+def _copy_task(item: dict[str, Any], set_address: str, manifest: Manifest, out: str) -> Result:
+    """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
+    shards = [Shard.from_json(each) for each in item["shards"]]
+    folder = to_path(out)
+    kept = "".join(f"{shard.sha256} {shard.dropped}\n" for shard in shards)
+    digest = hashlib.sha256(f"{kept}{manifest.columns}".encode()).hexdigest()[:16]
+    record_file = folder / CHUNK_RECORDS / f"select-{item['number']:05d}-{digest}.json"
+    if record_file.exists():
+        return dict(orjson.loads(record_file.read_bytes()))
+    prepared = PreparedSet(to_path(set_address), replace(manifest, shards=tuple(shards)))
+    split = shards[0].split
+    name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}-{digest[:8]}.arrow"
+    counts: dict[str, Counter[str]] = {
+        "languages": Counter(),
+        "num_images": Counter(),
+        "media_kinds": Counter(),
+    }
+    with open_shard(folder, name, split) as writer:
+        for start in range(0, prepared.num_rows, _READ_ROWS):
+            numbers = np.arange(start, min(start + _READ_ROWS, prepared.num_rows))
+            for row in prepared.read_without_references(numbers):
+                writer.append(row)
+                counts["languages"].update([row.language] if row.language else [])
+                images = sum(media.kind == "image" for media in row.media)
+                counts["num_images"][str(images)] += 1
+                counts["media_kinds"].update(filter(None, [media_kinds(row)]))
+    for group in manifest.columns:
+        _copy_columns(prepared, shards, group, folder, name)
+    result = {"number": item["number"], "shard": asdict(writer.entry()), "job": "select"} | counts
+    write_atomic(record_file, orjson.dumps(result))
+    return result
+
+
+def _copy_columns(
+    prepared: PreparedSet, shards: Sequence[Shard], group: str, folder: AnyPath, name: str
+) -> None:
+    """Write the columns of the kept rows of some shards, of one folder of columns."""
+    names = list(prepared.manifest.columns[group])
+    batches = []
+    for shard in shards:
+        columns = read_columns(prepared.folder, prepared.manifest.columns, shard.file, names)
+        rows = np.setdiff1d(np.arange(shard.num_rows), np.array(shard.dropped, np.int64))
+        batches.append(pa.table(columns).take(pa.array(rows)))
+    joined = pa.concat_tables(batches).combine_chunks().to_batches()
+    write_columns(folder, group, name, joined[0])

@@ -1,0 +1,159 @@
+"""Columns of rows in files next to the shards: columns of the source that `prepare --keep` stores,
+and scores.
+
+A file has a value for each row of its shard, also for dropped rows. It has no images, so a
+selection of rows by their columns reads little.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+
+from mmray.errors import DataError
+from mmray.storage.paths import AnyPath, open_input, open_output
+
+COLUMNS_DIR = "columns"
+KEPT = "kept"  # folder of the columns of the source
+TYPES = {
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "double": pa.float64(),
+    "string": pa.string(),
+}
+_NAMES = {bool: "bool", int: "int64", float: "double", str: "string"}
+# Numbers in the fields of a CSV; with leading zeros they are codes, which stay texts.
+_INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})")
+_FLOAT = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
+
+Columns = dict[str, dict[str, str]]  # type of each column by its name, by folder
+
+
+def column_file(folder: str, shard_file: str) -> str:
+    """Return the path of the file with columns of a shard, relative to the folder of the set.
+
+    Args:
+        folder: Name of the folder of these columns, such as `kept`.
+        shard_file: Path of the shard.
+    """
+    return f"{COLUMNS_DIR}/{folder}/{PurePosixPath(shard_file).stem}.arrow"
+
+
+def value_type(value: Any, is_field: bool = False) -> str:
+    """Return the type in which a value of the source is stored, a name of TYPES.
+
+    Args:
+        value: The value, not None.
+        is_field: Whether it is a field of a CSV, a text that may be a number or a boolean.
+
+    Raises:
+        ValueError: It is no boolean, number or text, or an integer of more than 64 bits; the
+            message says what it is.
+    """
+    name = _NAMES.get(type(value))
+    if name is None:
+        raise ValueError(f"a value of type {type(value).__name__}")
+    if name == "int64" and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of more than 64 bits")
+    if not is_field or name != "string":
+        return name
+    if _INTEGER.fullmatch(value):
+        return "int64"
+    if _FLOAT.fullmatch(value) and any(map(str.isdigit, value)):
+        return "double"
+    return "bool" if value.lower() in ("true", "false") else "string"
+
+
+def common_type(first: str | None, second: str | None, are_fields: bool = False) -> str | None:
+    """Return the type of a column with values of two types.
+
+    Args:
+        first: Name of a type; None: all values are missing.
+        second: The other one.
+        are_fields: Whether the values are fields of a CSV, which also can be texts.
+
+    Raises:
+        ValueError: There is none.
+    """
+    types = {first, second} - {None}
+    if len(types) < 2:
+        return next(iter(types), None)
+    if types == {"int64", "double"}:
+        return "double"
+    if are_fields:
+        return "string"
+    raise ValueError(" and ".join(sorted(map(str, types))))
+
+
+def write_columns(folder: AnyPath, name: str, shard_file: str, columns: pa.RecordBatch) -> None:
+    """Write columns of all rows of a shard; the file appears when it is complete.
+
+    Args:
+        folder: Folder of the set.
+        name: Name of the folder of these columns, such as `kept`.
+        shard_file: Path of the shard, relative to the folder of the set.
+        columns: A value for each row of the shard file.
+    """
+    (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
+    with (
+        open_output(folder / column_file(name, shard_file)) as stream,
+        pa.ipc.new_file(stream, columns.schema) as writer,
+    ):
+        writer.write_batch(columns)
+
+
+def read_columns(
+    folder: AnyPath, columns: Columns, shard_file: str, names: Sequence[str]
+) -> dict[str, pa.Array]:
+    """Read columns of all rows of a shard.
+
+    Args:
+        folder: Folder of the set.
+        columns: `columns` of its manifest.
+        shard_file: Path of the shard, relative to the folder of the set.
+        names: Names of columns of the set.
+
+    Returns:
+        A value for each row of the shard file, also for dropped rows, in the type of the set; by
+        name in the order of `names`.
+
+    Raises:
+        DataError: The shard has no such file, because the set grew after it was scored.
+    """
+    found: dict[str, pa.Array] = {}
+    for group, types in columns.items():
+        wanted = [name for name in names if name in types]
+        if not wanted:
+            continue
+        path = folder / column_file(group, shard_file)
+        try:
+            with open_input(path, mapped=True) as stream:
+                batch = pa.ipc.open_file(stream).get_batch(0)
+        except FileNotFoundError:
+            raise DataError(
+                f"{path} does not exist: the set has rows without {', '.join(wanted)}. Rerun the "
+                "`mmray score` (or `mmray prepare`) command that wrote this column"
+            ) from None
+        for name in wanted:
+            found[name] = _cast(batch, name, types[name])
+    return {name: found[name] for name in names}
+
+
+def _cast(batch: pa.RecordBatch, name: str, type_name: str) -> pa.Array:
+    """Return a column in the type that it has in all shards of the set."""
+    if name not in batch.schema.names:
+        return pa.nulls(batch.num_rows, TYPES[type_name])
+    return batch[name].cast(TYPES[type_name]) if type_name in TYPES else batch[name]
+
+
+def column_types(columns: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the type of each column of a set by name.
+
+    Args:
+        columns: `columns` of its manifest.
+    """
+    return {name: kind for types in columns.values() for name, kind in types.items()}

@@ -1,0 +1,317 @@
+"""Rows of a prepared set that an expression over its columns selects (`data.where`).
+
+The expression has the syntax of Python and is evaluated by pyarrow. The rows that it does not
+select count as dropped rows of their shards, like duplicates, so everything that reads a set reads
+a selection alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mmray.data.store.manifest import Manifest
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import TYPES, column_types, read_columns
+from mmray.data.store.shard_table import TableFile
+from mmray.errors import UsageError, suggest
+from mmray.storage.paths import AnyPath, file_size, write_atomic
+from mmray.storage.requests import iter_parallel
+
+SELECTIONS_DIR = ".selections"
+_HINT = "write for example `similarity > 0.3 and width >= 200`"
+_KEEP = "`mmray prepare --keep NAME,NAME` stores columns of a source"
+_SYNTAX = "comparisons, and, or, not, in [...], is None, and + - * / of numbers"
+_COMPARISONS = {
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+}
+_ARITHMETIC = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
+_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+Values = Any  # pa.Array or pa.Scalar
+
+
+class RowFilter:
+    """A condition on the columns of rows.
+
+    A comparison with a missing value selects no row, also below `not`, as in SQL.
+
+    Args:
+        text: Such as `similarity > 0.3 and (width * height >= 40000 or license in ["cc0", "by"])`.
+
+    Attributes:
+        columns: Names of the columns in it, sorted.
+
+    Raises:
+        ValueError: The text is no such condition; the message has the part.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self._root = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            place = ""
+            if isinstance(error, SyntaxError) and error.offset:
+                place = f", at `{text.strip()[error.offset - 1 :][:40] or 'the end'}`"
+            raise ValueError(f"`{text}` is no condition{place}; {_HINT}") from None
+        names = {node.id for node in ast.walk(self._root) if isinstance(node, ast.Name)}
+        self.columns = sorted(names)
+        # Every name could be a number, so this finds what is wrong whatever the columns are.
+        self._check_nodes()
+        if not names:
+            raise ValueError(f"`{text}` names no column; {_HINT}")
+
+    def check(self, types: Mapping[str, str]) -> None:
+        """Check the condition against the columns of a set.
+
+        Args:
+            types: Type of each column by name, a key of TYPES; others cannot be compared.
+
+        Raises:
+            ValueError: A column does not exist, or is compared with a value of another type.
+        """
+        comparable = {name: kind for name, kind in types.items() if kind in TYPES}
+        for node in ast.walk(self._root):
+            if isinstance(node, ast.Name) and node.id not in comparable:
+                hint = suggest(node.id, sorted(comparable)) if comparable else "it has no columns"
+                if node.id in types:
+                    hint = f"it has {types[node.id]} values, which have no order"
+                raise self._error(node, f"no column `{node.id}` to compare; {hint}")
+        self.selected({name: pa.nulls(0, TYPES[kind]) for name, kind in comparable.items()})
+
+    def selected(self, columns: Mapping[str, pa.Array]) -> np.ndarray:
+        """Return the numbers of the rows that the condition selects, sorted, int64.
+
+        Args:
+            columns: Values of the columns by name, one for each row.
+
+        Raises:
+            ValueError: A value has a type that the condition cannot compare.
+        """
+        result = self._evaluate(self._root, columns)
+        self._expect(self._root, result, "condition")
+        indices = pc.indices_nonzero(result)
+        if not len(indices):
+            return np.zeros(0, np.int64)
+        return np.frombuffer(indices.buffers()[1], np.uint64)[: len(indices)].astype(np.int64)
+
+    def _error(self, node: ast.AST, message: str) -> ValueError:
+        part = ast.get_source_segment(self.text.strip(), node)
+        place = "" if part in (None, self.text.strip()) else f", at `{part}`"
+        return ValueError(f"`{self.text}`{place}: {message}")
+
+    def _check_nodes(self) -> None:
+        """Raise ValueError for a part that no condition may have, such as a call."""
+        for node in ast.walk(self._root):
+            is_operator = isinstance(node, (ast.expr_context, ast.boolop, ast.cmpop))
+            is_operator |= isinstance(node, (*_ARITHMETIC, ast.Not, ast.USub))
+            parts = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
+            is_constant = isinstance(node, ast.Constant) and (
+                node.value is None or isinstance(node.value, (bool, int, float, str))
+            )
+            if not (is_operator or is_constant or isinstance(node, parts)):
+                raise self._error(
+                    node if isinstance(node, ast.expr) else self._root,
+                    f"{type(node).__name__} is not supported; a condition has {_SYNTAX}",
+                )
+
+    def _evaluate(self, node: ast.AST, columns: Mapping[str, pa.Array]) -> Values:
+        evaluate = partial(self._evaluate, columns=columns)
+        if isinstance(node, ast.Name):
+            return columns[node.id]
+        if isinstance(node, ast.Constant) and node.value is not None:
+            return pa.scalar(node.value)
+        if isinstance(node, ast.UnaryOp):
+            operand = evaluate(node.operand)
+            if isinstance(node.op, ast.Not):
+                return pc.invert(self._expect(node.operand, operand, "condition"))
+            return pc.negate(self._expect(node.operand, operand, "number"))
+        if isinstance(node, ast.BoolOp):
+            join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
+            parts = [self._expect(each, evaluate(each), "condition") for each in node.values]
+            return reduce(join, parts)
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            left, right = (
+                pc.cast(self._expect(each, evaluate(each), "number"), pa.float64())
+                for each in (node.left, node.right)
+            )
+            return _ARITHMETIC[type(node.op)](left, right)
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            pairs = zip(operands, node.ops, operands[1:], strict=False)
+            return reduce(pc.and_kleene, [self._compare(*pair, columns) for pair in pairs])
+        hint = "compare with `is None`" if isinstance(node, ast.Constant) else f"use {_SYNTAX}"
+        raise self._error(node, f"not a value; {hint}")
+
+    def _compare(
+        self, left: ast.expr, op: ast.cmpop, right: ast.expr, columns: Mapping[str, pa.Array]
+    ) -> Values:
+        """Return the result of one comparison."""
+        value = self._evaluate(left, columns)
+        if isinstance(op, (ast.Is, ast.IsNot)):
+            if not isinstance(right, ast.Constant) or right.value is not None:
+                raise self._error(right, "`is` compares with None; use == for a value")
+            return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
+        if isinstance(op, (ast.In, ast.NotIn)):
+            if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
+                raise self._error(right, "`in` needs a list of values, such as [1, 2]")
+            equal = [self._compare(left, ast.Eq(), each, columns) for each in right.elts]
+            found = reduce(pc.or_kleene, equal)
+            return found if isinstance(op, ast.In) else pc.invert(found)
+        other = self._evaluate(right, columns)
+        kinds = _kind(value), _kind(other)
+        if kinds[0] != kinds[1]:
+            raise self._error(right, f"is a {kinds[1]}, and is compared with a {kinds[0]}")
+        if kinds[0] == "condition" and isinstance(op, _ORDERED):
+            raise self._error(left, "true and false have no order; use == or !=")
+        return _COMPARISONS[type(op)](value, other)
+
+    def _expect(self, node: ast.AST, value: Values, kind: str) -> Values:
+        """Return a value; raise ValueError if it is of another kind."""
+        if _kind(value) != kind:
+            raise self._error(node, f"is a {_kind(value)}, not a {kind}; {_HINT}")
+        return value
+
+
+def _kind(value: Values) -> str:
+    if pa.types.is_boolean(value.type):
+        return "condition"
+    return "text" if pa.types.is_string(value.type) else "number"
+
+
+def check_where(where: str, types: Mapping[str, str], place: str, setting: str) -> RowFilter:
+    """Return the filter of an expression after checking it against the columns of a set.
+
+    Args:
+        where: The expression.
+        types: Type of each column of the set by name.
+        place: The set, for the message.
+        setting: Setting that has the expression, such as `data.where`.
+
+    Raises:
+        UsageError: It is invalid, or the set lacks a column; the message has the part.
+    """
+    try:
+        row_filter = RowFilter(where)
+        row_filter.check(types)
+    except ValueError as error:
+        hint = "" if types else f"; {_KEEP}"
+        raise UsageError(f"{setting}: {error} ({place}{hint})") from None
+    return row_filter
+
+
+def check_columns(where: str, names: Collection[str] | None, place: str, setting: str) -> RowFilter:
+    """Return the filter of an expression after checking the names of its columns.
+
+    Args:
+        where: The expression.
+        names: Names of the columns; None: unknown.
+        place: Where they are, for the message.
+        setting: Setting that has the expression, such as `data.where`.
+
+    Raises:
+        UsageError: It is invalid, or names another column.
+    """
+    try:
+        row_filter = RowFilter(where)
+    except ValueError as error:
+        raise UsageError(f"{setting}: {error}") from None
+    if names is None:
+        return row_filter
+    for name in row_filter.columns:
+        if name not in names:
+            raise UsageError(
+                f"{setting}: `{where}`, at `{name}`: {place} keeps no column `{name}`; "
+                f"{suggest(name, names) if names else _KEEP}"
+            )
+    return row_filter
+
+
+def select_rows(
+    prepared: PreparedSet,
+    where: str,
+    folder: AnyPath,
+    setting: str = "data.where",
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> PreparedSet:
+    """Return the rows of a set for which a condition holds, in their order and numbered from 0.
+
+    The columns of its shards are read, several shards at a time, but no images. The result refers
+    to the shards of the set; only its list of dropped rows is another one.
+
+    Args:
+        prepared: The set.
+        where: The condition.
+        folder: Folder that all nodes can read, in which the list of shards is stored.
+        setting: Setting that has the condition, for messages.
+        on_rows: Called with the number of rows checked so far and of all rows.
+
+    Raises:
+        UsageError: The condition is invalid, or no row is selected.
+        DataError: A shard lacks a column, because the set grew after it was scored.
+    """
+    manifest = prepared.manifest
+    types = column_types(manifest.columns)
+    row_filter = check_where(where, types, str(prepared.folder), setting)
+    table = prepared.table
+    numbers = prepared.shard_numbers.tolist()
+    dropped = {}
+    done = 0
+    on_rows(done, prepared.num_rows)
+    rows = iter_dropped(prepared, row_filter)
+    for number, not_selected in zip(numbers, rows, strict=True):
+        done += int(table.num_kept[number])
+        dropped[number] = not_selected
+        on_rows(done, prepared.num_rows)
+    selected = prepared.with_table(table.with_dropped(dropped))
+    if not selected.num_rows:
+        raise UsageError(
+            f"{setting}: `{where}` selects none of the {prepared.num_rows:,} rows of "
+            f"{prepared.folder}"
+        )
+    data = selected.table.data.to_pybytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    name = f"shards-{sha256[:16]}.arrow"
+    place = folder / SELECTIONS_DIR
+    if file_size(place / name) != len(data):
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomic(place / name, data)
+    file = TableFile(place, name, sha256, len(data), (place / name).read_bytes)
+    return prepared.with_table(file.open())
+
+
+def iter_dropped(prepared: PreparedSet, row_filter: RowFilter) -> Iterator[np.ndarray]:
+    """Yield the rows of each shard that are dropped, or that a filter does not select.
+
+    Args:
+        prepared: A set with the columns of the filter.
+        row_filter: The condition.
+
+    Yields:
+        Sorted row numbers in each shard of the set, int64.
+    """
+    manifest: Manifest = prepared.manifest
+    table = prepared.table
+
+    def find(number: int) -> np.ndarray:
+        columns = read_columns(
+            prepared.folder, manifest.columns, table.file_name(number), row_filter.columns
+        )
+        rows = np.ones(int(table.num_rows[number]), bool)
+        rows[row_filter.selected(columns)] = False
+        rows[table.dropped(number)] = True
+        return np.flatnonzero(rows)
+
+    return iter_parallel(find, prepared.shard_numbers.tolist())

@@ -1,0 +1,193 @@
+"""Columns of a source that a set keeps, and the rows that a condition on them selects."""
+
+import csv
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import column_types, read_columns
+from mmray.data.store.selection import RowFilter, select_rows
+from mmray.data.stream.order import BlockShuffle, SamplePlan
+from mmray.errors import DataError, UsageError
+from tests.data.prepare.test_pipeline import LAX, color_image, prepare
+from tests.data.prepare.test_pipeline import run as run_fixture
+
+run = run_fixture
+SIMILARITY = [0.1, 0.5, None, 0.9, 0.3, 0.31, 0.7, 0.2]
+COLUMNS = {
+    "similarity": SIMILARITY,
+    "width": [100, 200, 300, 200, None, 400, 100, 200],
+    "license": ["by", "cc0", "by", None, "nd", "cc0", "by", "nd"],
+    "is_safe": [True, True, False, None, True, True, False, True],
+}
+
+
+def make_source(folder, numbers=range(8)):
+    """Rows k0, k1, ... with the columns above, as JSON lines, CSV and Parquet."""
+    (folder / "raw").mkdir(exist_ok=True)
+    rows = []
+    for number in numbers:
+        image = folder / "raw" / f"{number}.png"
+        if not image.exists():
+            image.write_bytes(color_image(number))
+        row = {"id": f"k{number}", "image": f"{number}.png", "text": f"color {number}"}
+        rows.append(row | {name: values[number % 8] for name, values in COLUMNS.items()})
+    lines = [json.dumps(row) for row in rows]
+    (folder / "raw" / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "raw" / "rows.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "raw" / "rows.parquet")
+
+
+def open_selected(address, where, folder):
+    return select_rows(PreparedSet.open(str(address)), where, folder)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("keep", [tuple(COLUMNS), ("all",)])
+def test_kept_columns_have_types_and_a_value_for_each_row(tmp_path, in_process, name, keep):
+    make_source(tmp_path)
+    manifest = prepare(str(tmp_path / "raw" / name), str(tmp_path / "out"), LAX.replace(keep=keep))
+    assert column_types(manifest.columns) == {
+        "similarity": "double",
+        "width": "int64",
+        "license": "string",
+        "is_safe": "bool",
+    }
+    prepared = PreparedSet.open(str(tmp_path / "out"))
+    parts = [
+        read_columns(prepared.folder, manifest.columns, shard.file, list(COLUMNS))
+        for shard in prepared.shards
+    ]
+    assert len(parts) >= 2
+    for column, values in COLUMNS.items():
+        assert [value for part in parts for value in part[column].to_pylist()] == values
+
+
+def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
+    make_source(tmp_path)
+    source = tmp_path / "raw" / "rows.jsonl"
+    with pytest.raises(DataError, match=r"--keep similarty: .* did you mean `similarity`"):
+        run(keep=("similarty",))
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    source.write_text("\n".join(json.dumps(row | {"tags": ["a"]}) for row in rows))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .* `tags` has a value of type list"):
+        run(keep=("all",))
+    mixed = [json.dumps(row | {"tags": "a" if row["id"] == "k7" else 1}) for row in rows]
+    source.write_text("\n".join(mixed))
+    with pytest.raises(DataError, match="`tags` has int64 and string"):
+        run(keep=("tags",))
+
+
+@pytest.mark.parametrize(
+    ("where", "selected"),
+    [
+        ("similarity > 0.3", [1, 3, 5, 6]),
+        ("not similarity > 0.3", [0, 4, 7]),
+        ("similarity is None or width is None", [2, 4]),
+        ("0.3 <= similarity < 0.7 and is_safe", [1, 4, 5]),
+        ("width * 2 - 100 >= 300 / 1", [1, 2, 3, 5, 7]),
+        ("-similarity < -0.6", [3, 6]),
+        ('license in ["by", "nd"] and width is not None', [0, 2, 6, 7]),
+        ('license not in ("by",)', [1, 4, 5, 7]),
+        ("is_safe == False", [2, 6]),
+    ],
+)
+def test_condition_selects_rows_as_sql_does(where, selected):
+    columns = {name: pa.array(values) for name, values in COLUMNS.items()}
+    assert RowFilter(where).selected(columns).tolist() == selected
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("similarty > 0.3", r"at `similarty`: no column .*did you mean `similarity`"),
+        ("similarity > 0.3 and", "is no condition"),
+        ("similarity = 0.3", "is no condition, at `= 0.3`"),
+        ("license > 3", r"at `3`: is a number, and is compared with a text"),
+        ("width", "is a number, not a condition"),
+        ("width + license > 3", "at `license`: is a text, not a number"),
+        ("abs(width) > 3", r"at `abs\(width\)`: Call is not supported"),
+        ("width == None", "at `None`: not a value; compare with `is None`"),
+        ("width in license", "at `license`: `in` needs a list"),
+        ("is_safe < True", "true and false have no order"),
+        ("[width] == 3", r"at `\[width\]`: not a value"),
+        ("__import__('os').system('true')", "is not supported"),
+        ("1 < 2", "names no column"),
+    ],
+)
+def test_invalid_condition_names_its_part(tmp_path, in_process, run, where, message):
+    make_source(tmp_path)
+    run(keep=("all",))
+    with pytest.raises(UsageError, match=rf"data\.where: .*{message}"):
+        open_selected(tmp_path / "out", where, tmp_path)
+
+
+def test_set_without_columns_and_empty_selection_are_refused(tmp_path, in_process, run):
+    make_source(tmp_path)
+    run("plain")
+    with pytest.raises(UsageError, match=r"no column `width`.*mmray prepare --keep"):
+        open_selected(tmp_path / "plain", "width > 3", tmp_path)
+    run(keep=("width",))
+    with pytest.raises(UsageError, match="selects none of the 8 rows"):
+        open_selected(tmp_path / "out", "width > 1000", tmp_path)
+
+
+def test_selection_equals_the_set_of_the_filtered_source(tmp_path, in_process, run):
+    where = "similarity > 0.3 and width >= 200"
+    make_source(tmp_path, range(40))
+    # a duplicate is dropped from both
+    (tmp_path / "raw" / "9.png").write_bytes(color_image(3))
+    run("whole", keep=("all",))
+    selected = open_selected(tmp_path / "whole", where, tmp_path / "runs")
+    source = tmp_path / "raw" / "rows.jsonl"
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    good = [row for row in rows if (row["similarity"] or 0) > 0.3 and (row["width"] or 0) >= 200]
+    source.write_text("\n".join(map(json.dumps, good)))
+    run("filtered")
+    filtered = PreparedSet.open(str(tmp_path / "filtered"))
+    assert selected.num_rows == filtered.num_rows == 14
+    assert selected.keys() == filtered.keys()
+    assert selected.fingerprint != PreparedSet.open(str(tmp_path / "whole")).fingerprint
+    # also in another process, which maps the list of shards
+    copied = pickle.loads(pickle.dumps(selected))
+    order = np.array([13, 0, 7, 7])
+    assert copied.read(order) == selected.read(order)
+    # their lines in the source differ
+    read = [[replace(row, source="") for row in each.read(order)] for each in (selected, filtered)]
+    assert read[0] == read[1]
+    for shuffle in (None, BlockShuffle(2, 3, 2)):
+        plans = [
+            SamplePlan(each.num_rows, 4, 2, seed=1, steps=9, block_shuffle=shuffle)
+            for each in (selected, filtered)
+        ]
+        taken = [
+            [
+                each.keys(plan.row_ids_at(plan.positions(step, rank)))
+                for step in range(9)
+                for rank in (0, 1)
+            ]
+            for each, plan in zip((selected, filtered), plans, strict=True)
+        ]
+        assert taken[0] == taken[1]
+
+
+def test_set_that_grows_keeps_columns_of_its_rows(tmp_path, in_process, run):
+    make_source(tmp_path)
+    run(keep=("similarity",))
+    make_source(tmp_path, range(12))
+    in_process.clear()
+    run(keep=("similarity",))
+    assert in_process == [2]
+    selected = open_selected(tmp_path / "out", "similarity > 0.3", tmp_path)
+    assert selected.keys() == ["k1", "k3", "k5", "k6", "k9", "k11"]
+    files = sorted(path.name for path in (tmp_path / "out" / "columns" / "kept").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "out" / "shards").iterdir())
