@@ -278,6 +278,7 @@ def evaluate(
     *,
     split: str | None = None,
     where: str | None = None,
+    captions: str | None = None,
     step: int | Literal["best"] | None = None,
     address: str | None = None,
     workers: int | None = None,
@@ -293,6 +294,8 @@ def evaluate(
         split: split of the set; None: data.eval_split of the run, or `test` of another set.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None:
             data.eval_where of the run, or all rows of another set.
+        captions: column of captions, of a set with several; None: data.eval_captions of the run, or
+            the first.
         step: step of the checkpoint, or `best`; None: the newest valid one.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
@@ -323,6 +326,7 @@ def evaluate(
             shown,
             EvalSettings.model_validate(dict(saved) | settings),
             where,
+            captions,
             workers=workers,
             accelerator=accelerator,
         )
@@ -334,6 +338,7 @@ def evaluate_weights(
     *,
     split: str | None = None,
     where: str | None = None,
+    captions: str | None = None,
     address: str | None = None,
     workers: int = 1,
     accelerator: Accelerator | None = None,
@@ -349,6 +354,7 @@ def evaluate_weights(
         data: prepared set or raw source.
         split: split of the set; None: `test`.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None: all.
+        captions: column of captions, of a set with several; None: the first.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers.
         accelerator: device of the workers; None: GPUs if there are any.
@@ -378,7 +384,7 @@ def evaluate_weights(
             workers=workers,
             accelerator=accelerator or config.cluster.accelerator,
         )
-        return evaluate_export.evaluate_pretrained(config, str(data), split, shown, where)
+        return evaluate_export.evaluate_pretrained(config, str(data), split, shown, where, captions)
 
 
 def export(

@@ -23,6 +23,9 @@ class _Options:
     where: str | None = None
     """Evaluate on the rows for which this holds of columns of the set: `similarity > 0.3`; None:
     data.eval_where of the run, or all rows of another set."""
+    captions: str | None = None
+    """Column of captions, of a set with several; None: data.eval_captions of the run, or the
+    first."""
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
@@ -122,6 +125,7 @@ def _evaluate_run(
             command.data,
             split=command.split,
             where=command.where,
+            captions=command.captions,
             step=command.step,
             address=command.address,
             workers=command.workers,
@@ -143,6 +147,7 @@ def _evaluate_weights(
             command.data,
             split=command.split,
             where=command.where,
+            captions=command.captions,
             address=command.address,
             workers=command.workers or 1,
             accelerator=command.accelerator,

@@ -168,6 +168,34 @@ def _parse_task(text: str) -> tuple[str, str]:
     return task, prompts
 
 
+def parse_captions(text: str) -> dict[str, float]:
+    """Parse the value of `data.captions`.
+
+    Args:
+        text: For example `alt=0.3, synthetic=0.7`, or `synthetic` for one column.
+
+    Returns:
+        The weight of each column; without a value {}.
+
+    Raises:
+        ValueError: A column is repeated, or a weight is no number above 0.
+    """
+    weights: dict[str, float] = {}
+    for term in filter(None, map(str.strip, text.split(","))):
+        name, equals, number = (part.strip() for part in term.partition("="))
+        try:
+            weight = float(number) if equals else 1.0
+        except ValueError:
+            weight = 0.0
+        if not name or name in weights or not 0 < weight < inf:
+            raise ValueError(
+                f"`{term}` is not a column that is named once with a share above 0; write for "
+                "example `alt=0.3, synthetic=0.7`"
+            )
+        weights[name] = weight
+    return weights
+
+
 def format_eval_sets(sets: list[EvalSet]) -> str:
     """Format sets as a value of `data.eval`, which `parse_eval_sets` reads."""
     terms = []
@@ -366,6 +394,14 @@ class Data(Section, settings_prefix="data"):
         description="Train on the rows for which this holds of columns that `prepare --keep` or "
         "`score` stored: `similarity > 0.3 and width >= 200`.",
     )
+    captions: str | None = Field(
+        None,
+        description="Columns of captions to train on, each with its share: `alt=0.3, "
+        "synthetic=0.7`; None: all that `prepare --columns text=alt,synthetic` stored, alike.",
+    )
+    eval_captions: str | None = Field(
+        None, description="Column of captions to evaluate on; None: the first that was stored."
+    )
     eval_where: str | None = Field(
         None, description="Evaluate on the rows for which this holds, like `where`."
     )
@@ -407,6 +443,15 @@ class Data(Section, settings_prefix="data"):
             parse_eval_sets(self.eval or "")
         except ValueError as error:
             raise UsageError(f"data.eval: {error}") from None
+        try:
+            parse_captions(self.captions or "")
+            is_single = len(parse_captions(self.eval_captions or "")) < 2
+        except ValueError as error:
+            raise UsageError(f"data.captions: {error}") from None
+        if not is_single:
+            raise UsageError(
+                f"data.eval_captions: an evaluation uses one column (got `{self.eval_captions}`)"
+            )
         if not mixture.is_single and self.limit is not None:
             raise UsageError(
                 "data.limit needs a single set; for a mixture, give the sets smaller weights"

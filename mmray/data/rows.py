@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -30,6 +31,8 @@ SPAN_COLUMNS = ("t0_s", "t1_s")  # start and end of a text in seconds
 # Names of start and end in the segments of a text, as mmray and as Whisper write them.
 _SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
 MAX_TIME_S = 1e6
+TEXT_COLUMNS = ("text", "texts")
+TEXT_COLUMN = "column of the text"  # name in a text {"text": ...}, of one of several columns
 MESSAGE_COLUMNS = ("messages", "conversations")
 # Columns of which a row has one.
 _KINDS = (("id", "key"), IMAGE_COLUMNS, ("text", "texts"), MESSAGE_COLUMNS)
@@ -105,6 +108,7 @@ class SourceRow:
         spans: Start and end of each text in seconds, None for the whole file; empty: no text has
             a span.
         columns: Values of the columns of `prepare.keep`.
+        text_columns: Column of the source of each text; empty: there is one column of texts.
     """
 
     key: str
@@ -119,6 +123,7 @@ class SourceRow:
     image_size: tuple[int, int] | None = None
     spans: tuple[tuple[float, float] | None, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
+    text_columns: tuple[str | None, ...] = ()
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
@@ -147,8 +152,10 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
         raise BadRow(
             "columns", "key", f"id must be 1 to 1024 characters without controls (got {key[:40]!r})"
         )
+    kept = values.pop(KEPT_COLUMNS, {})
     try:
-        return _parse_columns(key, values, hosts)
+        row = _parse_columns(key, values, hosts)
+        return replace(row, columns=kept) if kept else row
     except BadRow as bad:
         bad.key = key
         raise
@@ -177,6 +184,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     # Audio and video of one row are a pair without a text.
     if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
         texts = _single_column(values, ("text", "texts"), "no-text")
+    text_columns = [text.get(TEXT_COLUMN) for text in texts if isinstance(text, dict)]
     texts, spans = _split_spans(values, texts)
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
@@ -204,7 +212,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         messages=messages,
         image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
         spans=spans,
-        columns=values.get(KEPT_COLUMNS, {}),
+        text_columns=tuple(text_columns) if any(text_columns) else (),
     )
 
 
@@ -310,10 +318,15 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
         columns: Column of the source by mmray's column name, such as {"text": "title"}.
 
     Returns:
-        The same values by mmray's names. Columns without an entry keep their name.
+        The same values by mmray's names. Columns without an entry keep their name. The texts of
+        several columns are a list of {"text", TEXT_COLUMN}.
     """
     if not columns:
         return values
+    several = [ours for ours in columns if len(source_columns(columns, ours)) > 1]
+    if several:
+        texts = _named_texts(values, source_columns(columns, several[0]))
+        values = values | ({columns[several[0]]: texts} if texts else {})
     theirs = {their: value for their, value in values.items() if their in columns.values()}
     replaced = {
         name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind
@@ -322,6 +335,35 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
         name: value for name, value in values.items() if name not in theirs and name not in replaced
     }
     return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names in a text such as `alt,synthetic`."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
+    """Return the columns of the source for one of mmray's columns: one, or several of texts.
+
+    Args:
+        columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
+        ours: Name of mmray; without an entry the source has the same name.
+    """
+    theirs = columns.get(ours, ours)
+    return split_names(theirs) if ours in TEXT_COLUMNS else (theirs,)
+
+
+def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the texts of several columns with their names, without missing and blank ones."""
+    texts: list[dict[str, Any]] = []
+    for name in names:
+        for value in _as_items(values.get(name)):
+            text = value if isinstance(value, dict) else {"text": value}
+            content = text.get("text")
+            is_blank = isinstance(content, str) and not content.strip()
+            if content is not None and content == content and not is_blank:  # NaN is missing
+                texts.append(text | {TEXT_COLUMN: name})
+    return texts
 
 
 def is_safe_path(name: str) -> bool:

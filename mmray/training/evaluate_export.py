@@ -40,7 +40,7 @@ from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir, find_set
-from mmray.training.selected_rows import check_selections, select_rows_of_run
+from mmray.training.selected_rows import check_selections, held_out_rows
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -247,6 +247,7 @@ def evaluate_run(
     reporter: RunReporter,
     settings: EvalSettings | None = None,
     where: str | None = None,
+    captions: str | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
     """Evaluate a checkpoint of a run.
@@ -261,6 +262,7 @@ def evaluate_run(
         settings: Settings of the evaluation; None: those of the run.
         where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
             `data` is given.
+        captions: Column of captions; None: `data.eval_captions` of the run, unless `data` is given.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
@@ -275,8 +277,10 @@ def evaluate_run(
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
-    if where is not None or data is not None:
-        config = config.replace(data=config.data.replace(eval_where=where))
+    given = {"eval_where": where, "eval_captions": captions}
+    if data is None:
+        given = {name: value for name, value in given.items() if value is not None}
+    config = config.replace(data=config.data.replace(**given))
     changes = {name: value for name, value in cluster.items() if value is not None}
     config = config.with_cluster(address=address, **changes)
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
@@ -286,7 +290,12 @@ def evaluate_run(
 
 
 def evaluate_pretrained(
-    config: Config, data: str, split: str | None, reporter: RunReporter, where: str | None = None
+    config: Config,
+    data: str,
+    split: str | None,
+    reporter: RunReporter,
+    where: str | None = None,
+    captions: str | None = None,
 ) -> dict[str, float]:
     """Evaluate a model with pretrained weights.
 
@@ -297,6 +306,7 @@ def evaluate_pretrained(
         split: Split of the set; None: `test`.
         reporter: Receives progress and messages.
         where: Evaluate on the rows for which this holds; None: all.
+        captions: Column of captions; None: the first that the set has.
 
     Returns:
         Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`. Ray Train writes its small
@@ -309,7 +319,7 @@ def evaluate_pretrained(
         TrainingError: A worker failed.
     """
     config, tokenizer_json = _with_tokenizer(config, reporter.log)
-    config = config.replace(data=config.data.replace(eval_where=where))
+    config = config.replace(data=config.data.replace(eval_where=where, eval_captions=captions))
     return _evaluate(
         config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter
     )
@@ -328,7 +338,7 @@ def _evaluate(
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
     # None of the run's expressions is for another set.
-    check_selections(config.replace(data=config.data.replace(where=None)))
+    check_selections(config.replace(data=config.data.replace(where=None, captions=None)))
     if reasons := validate.evaluation_reasons(config, is_trained=True):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
@@ -343,7 +353,7 @@ def _evaluate(
             except ResourceError as error:  # names the settings of a run
                 raise ResourceError(str(error).replace("--cluster.", "--")) from None
         held_out = {
-            name: select_rows_of_run(each, config, folder, "data.eval_where", reporter)
+            name: held_out_rows(each, config, folder, reporter)
             for name, each in _open_held_out(config, folder, split, reporter).items()
         }
         total = num_evaluated_rows(config, held_out)

@@ -36,7 +36,7 @@ from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import check_eval_sets
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
-from mmray.training.selected_rows import select_rows_of_run
+from mmray.training.selected_rows import held_out_rows, training_rows
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,9 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
             "evaluate",
         )
     storage = to_path(config.run.storage)
-    train_sets = [
-        select_rows_of_run(each, config, storage, "data.where", reporter) for each in train_sets
-    ]
+    train_sets = [training_rows(each, config, storage, reporter) for each in train_sets]
     eval_sets = {
-        name: select_rows_of_run(each, config, storage, "data.eval_where", reporter)
-        for name, each in eval_sets.items()
+        name: held_out_rows(each, config, storage, reporter) for name, each in eval_sets.items()
     }
     sets = [*train_sets, *eval_sets.values()]
     _check_media_kinds(config, sets, reporter)

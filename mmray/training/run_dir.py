@@ -46,6 +46,7 @@ RESUMABLE_CHANGES = (
     "data.eval",
     "data.eval_split",
     "data.eval_where",
+    "data.eval_captions",
     "train.steps",
     "train.samples",
     "train.epochs",

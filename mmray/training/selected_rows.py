@@ -1,15 +1,19 @@
-"""Rows of its sets that a run takes: `data.where`, and for evaluation `data.eval_where`."""
+"""Rows and captions of its sets that a run takes: `data.where` and `data.captions`, and for
+evaluation `data.eval_where` and `data.eval_captions`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mmray.builtin import KEEP_ALL
-from mmray.config.data import Mixture
+from mmray.config.data import Mixture, parse_captions
 from mmray.data.prepare.pipeline import PrepareProgress
-from mmray.data.store.manifest import read_manifest
+from mmray.data.store.manifest import read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
-from mmray.data.store.selection import check_columns, check_where, select_rows
+from mmray.data.store.selection import check_names, check_where, select_rows
+from mmray.errors import UsageError, suggest
 from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:
@@ -17,57 +21,122 @@ if TYPE_CHECKING:
     from mmray.data.store.prepared_set import PreparedSet
     from mmray.training import RunReporter
 
-Setting = Literal["data.where", "data.eval_where"]
-
 
 def check_selections(config: Config) -> None:
-    """Check the expressions of a run against the columns of its sets, before Ray starts.
+    """Check the expressions and the captions of a run against the columns of its sets, before Ray
+    starts.
 
-    Of a raw source, which is prepared later, only the names in `prepare.keep` are checked.
+    Of a raw source, which is prepared later, the names in `prepare.keep` and `prepare.columns` are
+    checked.
 
     Args:
         config: Settings of the run.
 
     Raises:
-        UsageError: An expression is invalid, or a set has no column of a name in it.
+        UsageError: An expression is invalid, or a set has no column of a name.
         DataError: The manifest of a set is damaged.
     """
     data = config.data
     trained_on = Mixture.parse(data.train).addresses
     evaluated_on = [each.address for each in data.eval_sets if each.address] or trained_on[:1]
-    places: list[tuple[Setting, str | None, list[str]]] = [
-        ("data.where", data.where, trained_on),
-        ("data.eval_where", data.eval_where, evaluated_on),
-    ]
-    for setting, where, addresses in places:
-        for address in addresses if where is not None else ():
-            path = to_path(address)
-            manifest = read_manifest(path)
-            if manifest is not None:
-                check_where(str(where), column_types(manifest.columns), address, setting)
-            elif path.exists():  # otherwise opening it raises an error, or finds the moved set
-                kept = config.prepare.keep
-                known = None if kept == (KEEP_ALL,) else kept
-                check_columns(str(where), known, address, setting)
+    _check_where("data.where", data.where, trained_on, config)
+    _check_where("data.eval_where", data.eval_where, evaluated_on, config)
+    _check_captions("data.captions", data.captions, trained_on, config)
+    _check_captions("data.eval_captions", data.eval_captions, evaluated_on, config)
 
 
-def select_rows_of_run(
-    prepared: PreparedSet, config: Config, folder: AnyPath, setting: Setting, reporter: RunReporter
+def _check_where(setting: str, where: str | None, addresses: Sequence[str], config: Config) -> None:
+    for address in addresses if where is not None else ():
+        path = to_path(address)
+        manifest = read_manifest(path)
+        if manifest is not None:
+            check_where(str(where), column_types(manifest.columns), address, setting)
+        elif path.exists():  # otherwise opening it raises an error, or finds the moved set
+            kept = config.prepare.keep
+            known = None if kept == (KEEP_ALL,) else kept
+            check_names(str(where), known, address, setting)
+
+
+def _check_captions(
+    setting: str, captions: str | None, addresses: Sequence[str], config: Config
+) -> None:
+    """Raise UsageError if no set has a column of `data.captions`."""
+    if captions is None:
+        return
+    known: list[str] = []
+    for address in addresses:
+        path = to_path(address)
+        manifest = read_manifest(path)
+        if manifest is not None:
+            known += manifest.text_columns
+        elif path.exists():
+            known += text_columns(config.prepare.columns)
+        else:
+            return
+    for name in parse_captions(captions):
+        if name not in known:
+            hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
+            raise UsageError(
+                f"{setting}: {', '.join(addresses)} has no column of captions `{name}`; "
+                f"{suggest(name, known) if known else hint}"
+            )
+
+
+def training_rows(
+    prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that an expression of the run selects, and log how many.
+    """Return the rows of a set that the run trains on, with the captions that it uses.
 
     Args:
         prepared: The set.
-        config: Settings of the run.
+        config: Settings of the run: `data.where` and `data.captions`.
         folder: Folder that all nodes can read, for the list of the selected rows.
-        setting: Setting with the expression; without a value the set is returned.
-        reporter: Receives progress and messages.
+        reporter: Receives progress, the number of selected rows and the shares of captions.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.
         DataError: A shard has no values of a column.
     """
-    where = config.data.where if setting == "data.where" else config.data.eval_where
+    selected = _select(prepared, "data.where", config.data.where, folder, reporter)
+    given = parse_captions(config.data.captions or "")
+    columns = prepared.manifest.text_columns
+    weights = {name: weight for name, weight in given.items() if name in columns}
+    if not weights:
+        return selected
+    total = sum(weights.values())
+    shares = [f"{name} {100 * weight / total:.3g} %" for name, weight in weights.items()]
+    reporter.log(f"{', '.join(shares)} of {prepared.folder}", "captions")
+    return selected.with_captions(weights)
+
+
+def held_out_rows(
+    prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
+) -> PreparedSet:
+    """Return the rows of a set that are evaluated, with the captions of one column.
+
+    Args:
+        prepared: The set.
+        config: Settings of the run: `data.eval_where` and `data.eval_captions`.
+        folder: Folder that all nodes can read, for the list of the selected rows.
+        reporter: Receives progress, the number of selected rows and the column.
+
+    Raises:
+        UsageError: The expression does not fit the columns of the set, or selects no row.
+        DataError: A shard has no values of a column.
+    """
+    selected = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
+    columns = prepared.manifest.text_columns
+    if not columns:
+        return selected
+    given = next(iter(parse_captions(config.data.eval_captions or "")), None)
+    column = given if given in columns else columns[0]
+    reporter.log(f"column {column} of {prepared.folder}, for evaluation", "captions")
+    return selected.with_captions({column: 1.0})
+
+
+def _select(
+    prepared: PreparedSet, setting: str, where: str | None, folder: AnyPath, reporter: RunReporter
+) -> PreparedSet:
     if where is None:
         return prepared
     selected = select_rows(

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.formats.source import SourceChunk, check_columns, check_keep, known_columns
+from mmray.data.formats.source import SourceChunk, check_columns, check_named, known_columns
 from mmray.data.formats.text_lines import CP1252_HINT, JsonlSource, LineReader, load_json
 from mmray.data.images.formats import IMAGE_SUFFIXES
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 
@@ -64,7 +64,7 @@ class CsvSource(JsonlSource):
         layout = self._layout(name)
         place = f"{self.folder / name} ({self.describe()})"
         check_columns(layout.names, self.columns, place, _NO_HEADER)
-        check_keep(layout.names, self.keep, place)
+        check_named(layout.names, self.keep, self.columns, place)
 
     def describe(self) -> str:
         """Return the format with the delimiter that was found, such as `CSV with the delimiter
@@ -144,7 +144,7 @@ class CsvSource(JsonlSource):
             names = [name.strip() for name in _decode_fields(record)]
         except BadRow as bad:
             raise DataError(f"{path}: the line of column names: {bad.detail}") from None
-        theirs = set(self.columns.values())
+        theirs = {each for ours in self.columns for each in source_columns(self.columns, ours)}
         numbers = [str(number) for number in range(1, len(names) + 1)]
         if theirs and theirs <= set(numbers) and not theirs & set(names):
             return _Layout(numbers, start, dialect)
@@ -234,8 +234,9 @@ class CsvSource(JsonlSource):
             column: field for column, field in zip(names, fields, strict=True) if field != ""
         }
         for column in _LIST_COLUMNS:
-            if (theirs := self.columns.get(column, column)) in values:
-                values[theirs] = _parse_list(values[theirs])
+            for theirs in source_columns(self.columns, column):
+                if theirs in values:
+                    values[theirs] = _parse_list(values[theirs])
         if (theirs := self.columns.get("label", "label")) in values:
             with suppress(ValueError):  # a name of a class
                 values[theirs] = float(values[theirs])

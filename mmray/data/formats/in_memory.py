@@ -23,13 +23,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from mmray.builtin import KEEP_ALL
-from mmray.data.formats.source import check_columns, check_keep, known_columns
+from mmray.data.formats.source import check_columns, check_named, known_columns
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
     BadRow,
     parse_image,
+    source_columns,
 )
 from mmray.errors import DataError, UsageError
 from mmray.storage.address import is_url
@@ -105,11 +106,11 @@ def encode_row(
     Raises:
         DataError: No column has images, or none has texts.
     """
-    names = {columns.get(name, name): name for name in known_columns({})}
+    names = {theirs: name for name in known_columns({}) for theirs in source_columns(columns, name)}
     names |= {name: name for name in (row if keep == (KEEP_ALL,) else keep) if name not in names}
     known = {name: value for name, value in row.items() if name in names}
     check_columns([*map(str, row)], columns, "the dataset")
-    check_keep([*map(str, row)], keep, "the dataset")
+    check_named([*map(str, row)], keep, columns, "the dataset")
     return {name: _encode_value(names[name], value) for name, value in known.items()}
 
 

@@ -24,7 +24,7 @@ from mmray.data.formats.source import (
     Source,
     SourceChunk,
     check_columns,
-    check_keep,
+    check_named,
     check_unchanged,
     file_signature,
     known_columns,
@@ -264,7 +264,7 @@ class ParquetSource(Source):
         if len(set(known)) < len(known):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         check_columns(schema.names, self.columns, str(self.folder / name))
-        check_keep(schema.names, self.keep, str(self.folder / name))
+        check_named(schema.names, self.keep, self.columns, str(self.folder / name))
         return known
 
 

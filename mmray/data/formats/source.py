@@ -27,6 +27,7 @@ from mmray.data.rows import (
     BadRow,
     is_valid_name,
     rename_columns,
+    source_columns,
 )
 from mmray.errors import DataError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
@@ -327,20 +328,28 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
         columns: Column of the source by mmray's column name, such as {"text": "title"}. A column
             without an entry has mmray's name.
     """
-    return {columns.get(column, column) for column in COLUMNS}
+    return {theirs for column in COLUMNS for theirs in source_columns(columns, column)}
 
 
-def check_keep(names: Collection[str], keep: Sequence[str], place: str) -> None:
-    """Raise DataError if a source has no column of a name in `prepare.keep`.
+def check_named(
+    names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], place: str
+) -> None:
+    """Raise DataError if a source has no column of a name in `prepare.keep`, or of one of several
+    columns of texts.
 
     Args:
         names: Names of all columns of the source.
         keep: Value of `prepare.keep`.
+        columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
         place: The file, for the message.
     """
-    for name in keep if keep != (KEEP_ALL,) else ():
+    wanted = {name: "--keep" for name in keep if name != KEEP_ALL}
+    for ours in columns:
+        several = source_columns(columns, ours)
+        wanted |= dict.fromkeys(several if len(several) > 1 else (), f"--columns {ours}")
+    for name, flag in wanted.items():
         if name not in names:
-            raise DataError(f"--keep {name}: {place} has no such column; {suggest(name, names)}")
+            raise DataError(f"{flag}: {place} has no column `{name}`; {suggest(name, names)}")
 
 
 def check_columns(
@@ -361,7 +370,8 @@ def check_columns(
         ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS)),
         ("text", ("text", "texts", *MESSAGE_COLUMNS, "label")),
     ):
-        if not any(columns.get(column, column) in names for column in ours):
+        theirs = {name for column in ours for name in source_columns(columns, column)}
+        if theirs.isdisjoint(names):
             common = _COMMON_NAMES[kind].split()
             # also image_1 and Caption2
             guess = next(

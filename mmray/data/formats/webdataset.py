@@ -45,6 +45,7 @@ from mmray.data.rows import (
     ImageRef,
     check_suffix,
     is_safe_path,
+    source_columns,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_sequential
@@ -189,7 +190,10 @@ class WebDatasetSource(Source):
         kept: dict[str, Any] = {}
         if "json" in members:
             mapped = {
-                theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")
+                theirs
+                for ours in self.columns
+                for theirs in source_columns(self.columns, ours)
+                if ours not in ("image", "images")
             }
             has_text = bool(
                 _TEXT_EXTENSIONS & members.keys()

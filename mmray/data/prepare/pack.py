@@ -426,6 +426,7 @@ class _ChunkPacker:
         row = Row(parsed.key, [], texts, parsed.label, split, parsed.language, location)
         row.messages = list(parsed.messages) or None
         row.spans = [span and list(span) for span in parsed.spans] or None
+        row.text_columns = [str(name) for name in parsed.text_columns] or None
         digests = []
         size = (0, 0)
         for image, request in zip(parsed.images, requested, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import JsonArraySource
-from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_keep
+from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import class_name, is_class
 from mmray.data.images.decode import BadImage
@@ -21,7 +21,7 @@ from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob
-from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row
+from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
@@ -60,7 +60,11 @@ def check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
     Raises:
         DataError: No row has a column of images or media, or none has texts.
     """
-    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    rows = [
+        {name: value for name, value in row.values.items() if name != KEPT_COLUMNS}
+        for row in first_rows
+        if isinstance(row.values, dict)
+    ]
     if not rows or type(source) not in (JsonlSource, JsonArraySource):
         return
     place = f"{source.folder / source.name} ({source.describe()})"
@@ -166,8 +170,8 @@ def _kept_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow])
     kept = list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
     names = {name: None for row in rows for name in row if name != KEPT_COLUMNS}
     if rows and source.has_types:  # an empty field of a CSV is no value; its header was checked
-        place = f"the first {len(first_rows)} rows of {job.source.name or job.source.address}"
-        check_keep([*kept, *names], job.settings.keep, place)
+        place = f"{job.source.name or job.source.address} (its first {len(first_rows)} rows)"
+        check_named([*kept, *names], job.settings.keep, source.columns, place)
     return kept
 
 
@@ -196,7 +200,7 @@ def _format_columns(
                 found |= dict.fromkeys(source.parse(record))
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
-    theirs = {source.columns.get(name, name) for name in used}
+    theirs = {each for name in used for each in source_columns(source.columns, name)}
     ignored = [
         name
         for name in found

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.rows import is_safe_path
+from mmray.data.rows import TEXT_COLUMNS, is_safe_path, split_names
 from mmray.data.store.row_columns import Columns
 from mmray.data.store.shard_table import Shard, ShardTable, TableFile
 from mmray.errors import DataError
@@ -28,9 +28,9 @@ QUARANTINE = "quarantine.jsonl"
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 # older versions whose rows can be read (store/older_versions.py)
-READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
+READABLE_VERSIONS = (3, 4, 5, SCHEMA_VERSION)
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
 
@@ -98,6 +98,11 @@ class Manifest:
         return int(self.settings.get("max_pixels", 0))
 
     @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Columns of the source whose texts the rows have, if `prepare.columns` names several."""
+        return text_columns(self.settings.get("columns", ()))
+
+    @property
     def is_index_only(self) -> bool:
         """Whether the set refers to images in its source instead of storing them."""
         return bool(self.settings.get("index_only"))
@@ -110,6 +115,17 @@ class Manifest:
         with `check` `none`, so that no image was read.
         """
         return not self.is_index_only or self.settings.get("check", "full") != "none"
+
+
+def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of the source that have texts, if they are several; otherwise ().
+
+    Args:
+        columns: Value of `prepare.columns`, such as ["image=url", "text=alt,synthetic"].
+    """
+    pairs = [column.partition("=") for column in columns]
+    several = [theirs for ours, _, theirs in pairs if ours in TEXT_COLUMNS and "," in theirs]
+    return split_names(several[0]) if several else ()
 
 
 def fingerprint(shards: Sequence[Shard]) -> str:

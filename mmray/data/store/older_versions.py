@@ -1,7 +1,7 @@
 """Read the rows of prepared sets of older schema versions.
 
 Version 3 has one image a row and messages of plain text. Version 4 has neither spans of texts nor
-channels of media.
+channels of media. Version 5 has no columns of texts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def schemas(current: pa.Schema) -> dict[int, pa.Schema]:
     Args:
         current: The schema of the current version.
     """
+    schema_5 = current.remove(current.get_field_index("text_columns"))
     media = current.field("media")
     without_channels = [field for field in media.type.value_type if field.name != "channels"]
     media_4 = pa.field("media", pa.list_(pa.struct(without_channels)), nullable=media.nullable)
-    schema_4 = current.remove(current.get_field_index("spans"))
+    schema_4 = schema_5.remove(schema_5.get_field_index("spans"))
     schema_4 = schema_4.set(schema_4.get_field_index("media"), media_4)
-    return {3: _SCHEMA_3, 4: schema_4}
+    return {3: _SCHEMA_3, 4: schema_4, 5: schema_5}
 
 
 def upgrade_3(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ memory-mapped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -48,6 +48,7 @@ class PreparedSet:
         split: Split whose rows are the set, such as `train`; None: all rows.
         cache: Cache of this node for reads from an object store; None: none.
         shuffle_block: Number of adjacent rows that the cache fetches at once.
+        captions: Weights of the columns of texts that are used; None: all, with equal weights.
 
     Attributes:
         table: The shards of the full set.
@@ -61,6 +62,7 @@ class PreparedSet:
         split: str | None = None,
         cache: ShardCache | None = None,
         shuffle_block: int = RECORD_BATCH_ROWS,
+        captions: Mapping[str, float] | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -74,7 +76,8 @@ class PreparedSet:
         self._shard_reader = ShardReader(folder, self.table, cache, schema)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
-        self._arguments = (folder, manifest, split, cache, shuffle_block)
+        self._captions = captions
+        self._arguments = (folder, manifest, split, cache, shuffle_block, captions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PreparedSet, self._arguments
@@ -117,7 +120,15 @@ class PreparedSet:
             cache: The cache; not used if the set is on a local disk.
             shuffle_block: Number of adjacent rows that are fetched at once.
         """
-        return PreparedSet(self.folder, self.manifest, self.split, cache, shuffle_block)
+        return PreparedSet(*self._arguments[:3], cache, shuffle_block, self._captions)
+
+    def with_captions(self, weights: Mapping[str, float]) -> PreparedSet:
+        """Return this set, whose rows have the texts of some columns of the source only.
+
+        Args:
+            weights: Weight of each column. A row that has none of them keeps all of its texts.
+        """
+        return PreparedSet(*self._arguments[:5], weights)
 
     def with_table(self, table: ShardTable) -> PreparedSet:
         """Return this set with another list of shards, such as one that drops more rows.
@@ -288,7 +299,7 @@ class PreparedSet:
                 file = self.table.file_name(request.shard)
                 raise ValueError(f"{file}: {error}") from None
             for index, value in zip(request.indices, values, strict=True):
-                out[index] = to_row(value) if column is None else value[column]
+                out[index] = self._to_row(value) if column is None else value[column]
 
         requests = list(self._requests(rows))
         try:
@@ -306,6 +317,10 @@ class PreparedSet:
         if not is_intact:
             self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
+
+    def _to_row(self, values: dict[str, Any]) -> Row:
+        row = to_row(values)
+        return row if self._captions is None else row.with_captions(self._captions)
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
         """Fetch the blocks (ranges of `shuffle_block` adjacent rows) of rows into the cache on the

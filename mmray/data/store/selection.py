@@ -212,7 +212,7 @@ def check_where(where: str, types: Mapping[str, str], place: str, setting: str) 
     return row_filter
 
 
-def check_columns(where: str, names: Collection[str] | None, place: str, setting: str) -> RowFilter:
+def check_names(where: str, names: Collection[str] | None, place: str, setting: str) -> RowFilter:
     """Return the filter of an expression after checking the names of its columns.
 
     Args:

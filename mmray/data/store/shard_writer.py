@@ -61,6 +61,7 @@ class ShardWriter:
         values += [[media.kind, media.sha256, media.ref] for media in row.media]
         values += [row.messages] if row.messages else []
         values += [row.spans] if row.spans else []
+        values += [row.text_columns] if row.text_columns else []
         self._digest.update(orjson.dumps(values))
         if len(self._batch) == RECORD_BATCH_ROWS:
             self.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,7 @@ SCHEMA = pa.schema(
         pa.field("media", pa.list_(_MEDIA), nullable=False),
         ("messages", pa.list_(_MESSAGE)),
         ("spans", pa.list_(pa.list_(pa.float64(), 2))),
+        ("text_columns", pa.list_(pa.string())),
     ]
 )
 SCHEMAS = {SCHEMA_VERSION: SCHEMA, **older_versions.schemas(SCHEMA)}
@@ -106,6 +108,9 @@ class Row:
             none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
             text has a span.
+        text_columns: Column of the source of each text; None: the source has one column of texts.
+        text_weights: Relative frequency with which training takes each text, if `data.captions`
+            has weights; None: all alike. Not stored.
     """
 
     key: str
@@ -119,6 +124,8 @@ class Row:
     box_labels: list[int] | None = None
     messages: list[Message] | None = None
     spans: list[list[float] | None] | None = None
+    text_columns: list[str] | None = None
+    text_weights: list[float] | None = None
 
     @property
     def checksum_ok(self) -> bool:
@@ -133,10 +140,30 @@ class Row:
         Args:
             number: Index of the text.
         """
-        if not self.texts:
+        return self._with_texts([number]) if self.texts else self
+
+    def with_captions(self, weights: Mapping[str, float]) -> Row:
+        """Return this row with the texts of some columns only, and their weights.
+
+        Args:
+            weights: Weight of each column; the texts of a column in a row share it. A row that has
+                none of the columns, or whose texts have no columns, is returned as it is.
+        """
+        columns = self.text_columns or []
+        numbers = [number for number, name in enumerate(columns) if name in weights]
+        if not numbers:
             return self
-        spans = None if self.spans is None else [self.spans[number]]
-        return replace(self, texts=[self.texts[number]], spans=spans)
+        row = self._with_texts(numbers)
+        row.text_weights = [weights[columns[n]] / columns.count(columns[n]) for n in numbers]
+        return row
+
+    def _with_texts(self, numbers: Sequence[int]) -> Row:
+        lists = {
+            name: values and [values[number] for number in numbers]
+            for name in ("spans", "text_columns", "text_weights")
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, texts=[self.texts[number] for number in numbers], **lists)
 
     @property
     def image(self) -> bytes:

@@ -8,7 +8,7 @@ keyed bijection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +227,26 @@ def hash_choice(
     return (_sample_hash(seed, pass_index, row_hash) % num_choices.astype(np.uint64)).astype(
         np.int64
     )
+
+
+def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence[float]) -> int:
+    """Choose one of several alternatives for a row with frequencies in proportion to their weights.
+
+    The choice is a pure function of the arguments.
+
+    Args:
+        seed: Seed of the run.
+        pass_index: How often the run has taken the row before.
+        row_hash: Hash of the key (name) of the row.
+        weights: Weight of each alternative, above 0; the sum is arbitrary.
+
+    Returns:
+        The number of the alternative.
+    """
+    hashed = _sample_hash(seed, np.array([pass_index]), np.array([row_hash]))
+    uniform = float(hashed[0] >> np.uint64(11)) * 2.0**-53
+    ends = np.cumsum(weights)
+    return min(int(np.searchsorted(ends, uniform * ends[-1], "right")), len(ends) - 1)
 
 
 def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:

@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
@@ -25,7 +26,13 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
-from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
+from mmray.data.stream.order import (
+    PADDING,
+    SamplePlan,
+    hash_choice,
+    hash_uniform,
+    weighted_choice,
+)
 from mmray.data.text.languages import build_encoder
 
 if TYPE_CHECKING:
@@ -100,6 +107,34 @@ class SetReader(ABC):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
         row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         return rows, row_ids, pass_index, row_hash
+
+    def choose_texts(
+        self,
+        plan: SamplePlan,
+        rows: Sequence[Row | None],
+        num_texts: Sequence[int],
+        pass_index: np.ndarray,
+        row_hash: np.ndarray,
+    ) -> list[int]:
+        """Choose one of the texts of each row, by the weights of `data.captions` if it has some.
+
+        Args:
+            plan: The sample order of the run, with its seed.
+            rows: R rows; None for no row.
+            num_texts: Number of texts of each row to choose from, at least 1.
+            pass_index: How often the run has taken each row before, int64 [R].
+            row_hash: Hash of the key (name) of each row, int64 [R].
+
+        Returns:
+            A number for each row, the same whenever the run takes it at this pass.
+        """
+        counts = np.array(num_texts, np.int64)
+        chosen: list[int] = hash_choice(plan.seed, pass_index, row_hash, counts).tolist()
+        for index, row in enumerate(rows):
+            if row is not None and row.text_weights and num_texts[index] > 1:
+                key = int(pass_index[index]), int(row_hash[index])
+                chosen[index] = weighted_choice(plan.seed, *key, row.text_weights)
+        return chosen
 
     def _request_blocks(self, plan: SamplePlan, positions: np.ndarray) -> bool:
         """Fetch the blocks of these positions and of the next window in the background; return
@@ -229,9 +264,7 @@ class RowReader(SetReader):
             else [None] * len(rows)
         )
         texts = [(self.encoder.format_texts(row) if row else []) or [""] for row in rows]
-        chosen = hash_choice(
-            plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64)
-        ).tolist()
+        chosen = self.choose_texts(plan, rows, [*map(len, texts)], pass_index, row_hash)
         if pixels is None and self.pixel_shape is not None:
             pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
         valid = np.zeros(len(rows), bool)

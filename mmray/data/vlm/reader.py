@@ -23,7 +23,7 @@ from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
-from mmray.data.stream.order import SamplePlan, hash_choice, hash_uniform
+from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError, encoder_arguments
 from mmray.data.vlm.video import Clip
@@ -90,13 +90,13 @@ class ConversationReader(SetReader):
         """
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
-        chosen = hash_choice(plan.seed, pass_index, row_hash, np.array(num_texts, np.int64))
+        chosen = self.choose_texts(plan, rows, num_texts, pass_index, row_hash)
         # Where frames are in their intervals.
         phases = hash_uniform(plan.seed, pass_index, row_hash, 1)[:, 0].tolist()
         # A column of bytes, because the columns of a block of Ray have equal lengths.
         records = np.full(len(rows), b"", object)
         num_tokens = np.zeros(len(rows), np.int32)
-        for index, (row, choice) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+        for index, (row, choice) in enumerate(zip(rows, chosen, strict=True)):
             if row is not None and row.checksum_ok:
                 try:
                     encoded = self.encode_row(row, choice, phases[index])

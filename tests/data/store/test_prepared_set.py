@@ -155,7 +155,7 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
-    newer = manifest.read_bytes().replace(b'"schema_version": 5', b'"schema_version": 7')
+    newer = manifest.read_bytes().replace(b'"schema_version": 6', b'"schema_version": 7')
     damaged = [
         (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
     ]

@@ -75,7 +75,7 @@ def test_kept_columns_have_types_and_a_value_for_each_row(tmp_path, in_process, 
 def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
     make_source(tmp_path)
     source = tmp_path / "raw" / "rows.jsonl"
-    with pytest.raises(DataError, match=r"--keep similarty: .* did you mean `similarity`"):
+    with pytest.raises(DataError, match=r"--keep: .*`similarty`; did you mean `similarity`"):
         run(keep=("similarty",))
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     source.write_text("\n".join(json.dumps(row | {"tags": ["a"]}) for row in rows))
