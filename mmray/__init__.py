@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         export_weights,
         prepare,
         result_grid,
+        score,
+        select,
         train,
         tune,
     )
@@ -37,6 +39,8 @@ __all__ = [
     "load",
     "prepare",
     "result_grid",
+    "score",
+    "select",
     "train",
     "tune",
 ]

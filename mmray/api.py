@@ -272,6 +272,98 @@ def check_source(
         pipeline.check_source(str(source), checked, shown.log)
 
 
+def score(
+    data: str | Path,
+    weights: Run | str | Path,
+    *,
+    name: str = "clip_score",
+    embeddings: bool = False,
+    captions: str | None = None,
+    batch: int = 128,
+    address: str | None = None,
+    reporter: RunReporter | None = None,
+) -> Manifest:
+    """Write the cosine of image and caption of each row of a set as a column of the set.
+
+    The column can be used in `data.where` and by `select`. An interrupted call resumes, and after
+    the set grew, only new rows are scored.
+
+    Args:
+        data: the prepared set.
+        weights: a run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
+        name: name of the column.
+        embeddings: also write the embeddings of the images, as a column NAME_embedding.
+        captions: column of captions, of a set with several; None: the first.
+        batch: rows that are embedded at a time.
+        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
+        reporter: receives messages and progress; None: they are shown.
+
+    Returns:
+        The manifest of the set with the new columns.
+
+    Raises:
+        UsageError: the weights cannot be loaded or do not embed images and texts, or the set has
+            another column of this name.
+        DataError: the folder is not a prepared set.
+        ResourceError: storage or cluster failed, maybe temporarily.
+    """
+    _check_positive("batch", batch)
+    with _shown(reporter, "loading the weights") as shown:
+        from mmray.training.local import count_gpus
+        from mmray.training.score import score_set
+
+        cluster = Cluster(address=address, workers=max(1, count_gpus()))
+        manifest = score_set(
+            str(data), _folder(weights), name, embeddings, captions, batch, cluster, shown
+        )
+        written = f"{name} and {name}_embedding" if embeddings else name
+        shown.log(f"{written} of {manifest.num_rows:,} rows in {data}", "scored")
+    return manifest
+
+
+def select(
+    source: str | Path,
+    out: str | Path,
+    *,
+    where: str | None = None,
+    deduplicate: str | None = None,
+    address: str | None = None,
+    reporter: RunReporter | None = None,
+) -> Manifest:
+    """Write a smaller prepared set of some rows of a set, without decoding images.
+
+    Args:
+        source: the prepared set.
+        out: folder of the smaller set; the same call resumes.
+        where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
+        deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
+            cosine to that of a kept row; `score` with `embeddings` writes them.
+        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
+        reporter: receives messages and progress; None: they are shown.
+
+    Returns:
+        The manifest of the smaller set.
+
+    Raises:
+        UsageError: the condition is invalid, selects no row, or `out` has other files.
+        DataError: the source is not a prepared set, or a column is missing in a shard.
+        ResourceError: storage or cluster failed, maybe temporarily.
+    """
+    if where is None and deduplicate is None:
+        raise UsageError("select needs --where or --deduplicate: which rows to leave out")
+    with _shown(reporter, "selecting") as shown:
+        from mmray.cluster.connect import data_session
+        from mmray.data.prepare.select import check_selection, select_set
+
+        check_selection(str(source), where, deduplicate)
+        with data_session(Cluster(address=address), shown.log):
+            manifest = select_set(
+                str(source), str(out), where, deduplicate, shown.prepare_progress, shown.log
+            )
+        shown.log(f"{manifest.num_rows:,} rows in {out}", "written")
+    return manifest
+
+
 def evaluate(
     run: Run | str | AnyPath,
     data: str | Path | None = None,

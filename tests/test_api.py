@@ -279,7 +279,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
     assert calls == [
         ([f"{tmp_path}/a", out, Prepare(holdout=0.1, columns=("image=url",)), True], {}),
         (
-            [run, str(tmp_path), None, "best", None, settings],
+            [run, str(tmp_path), None, "best", None, settings, None, None],
             {"workers": 2, "accelerator": "cpu"},
         ),
         ([run, out, 5, False], {}),

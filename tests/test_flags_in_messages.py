@@ -90,13 +90,16 @@ def test_flags_in_messages_exist(flags_of):
 
 
 @pytest.mark.parametrize(
-    ("command", "paths"),
+    ("commands", "paths"),
     [
-        ("prepare", ("data/formats", "data/images", "data/prepare", "data/rows.py")),
-        ("evaluate", ("evaluation", "cli/evaluate.py", "training/evaluate_export.py")),
+        (
+            ("prepare", "score", "select"),
+            ("data/formats", "data/images", "data/prepare", "data/rows.py"),
+        ),
+        (("evaluate",), ("evaluation", "cli/evaluate.py", "training/evaluate_export.py")),
     ],
 )
-def test_messages_of_a_command_name_its_own_flags(flags_of, command, paths):
-    known = flags_of[command] | OTHER
+def test_messages_of_a_command_name_its_own_flags(flags_of, commands, paths):
+    known = OTHER.union(*(flags_of[command] for command in commands))
     unknown = {place: flag for flag, place in named_flags(*paths) if flag not in known}
     assert not unknown

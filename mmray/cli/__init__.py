@@ -22,6 +22,8 @@ from mmray.cli.export import export
 from mmray.cli.prepare import prepare
 from mmray.cli.report import report
 from mmray.cli.runs import runs
+from mmray.cli.score import score
+from mmray.cli.select import select
 from mmray.cli.submit import logs, status, submit
 from mmray.cli.train import train
 from mmray.cli.tune import tune
@@ -33,6 +35,8 @@ from mmray.version import VERSION
 _FUNCTIONS = (
     train,
     prepare,
+    score,
+    select,
     tune,
     evaluate,
     export,
@@ -52,6 +56,8 @@ USAGE = {
     "train": "[RECIPE] [--section.field value ...] [--print-config]",
     "prepare": "SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] "
     "[--check-contamination SET] ...",
+    "score": "SET --weights RUN|FILE [--name clip_score] [--embeddings]",
+    "select": "SET OUT [--where EXPRESSION] [--deduplicate semantic=0.95]",
     "tune": "[RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]",
     "evaluate": "RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] "
     "[--json FILE]",

@@ -22,6 +22,7 @@ WITH_OWN_INPUTS = ("clip", "siglip")  # kinds whose weights define the preproces
 Command = TypeVar("Command")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
 SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+SetPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SET")]]
 OutPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
 
 REGISTRY = ConstructorRegistry()

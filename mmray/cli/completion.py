@@ -16,6 +16,8 @@ from mmray.cli.export import ExportCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
+from mmray.cli.score import ScoreCommand
+from mmray.cli.select import SelectCommand
 from mmray.cli.submit import LogsCommand, StatusCommand, SubmitCommand
 from mmray.cli.tune import TuneCommand
 from mmray.config import Config, recipes
@@ -28,6 +30,8 @@ PARSED = {
     "export": ExportCommand,
     "report": ReportCommand,
     "runs": RunsCommand,
+    "score": ScoreCommand,
+    "select": SelectCommand,
     "doctor": DoctorCommand,
     "submit": SubmitCommand,
     "status": StatusCommand,

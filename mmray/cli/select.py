@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmray import api
-from mmray.cli.args import OutPath, RunPath, parse_args
+from mmray.cli.args import OutPath, SetPath, parse_args
 from mmray.console.reporter import ConsoleReporter, shell_path
 
 
@@ -14,7 +14,7 @@ from mmray.console.reporter import ConsoleReporter, shell_path
 class SelectCommand:
     """Write a smaller prepared set of some rows of a set; images are copied, not decoded."""
 
-    source: RunPath
+    source: SetPath
     """Folder of the prepared set."""
     out: OutPath
     """Folder of the smaller set; the same command again resumes."""

@@ -17,7 +17,17 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import rows_table
 from mmray.errors import UsageError
 
-SUBMITTED = ("train", "prepare", "tune", "evaluate", "export", "bench", "doctor")
+SUBMITTED = (
+    "train",
+    "prepare",
+    "score",
+    "select",
+    "tune",
+    "evaluate",
+    "export",
+    "bench",
+    "doctor",
+)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     # Audio and video of one row are a pair without a text.
     if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
         texts = _single_column(values, ("text", "texts"), "no-text")
-    text_columns = [text.get(TEXT_COLUMN) for text in texts if isinstance(text, dict)]
+    items: tuple[Any, ...] = texts
+    text_columns = [item.get(TEXT_COLUMN) for item in items if isinstance(item, dict)]
     texts, spans = _split_spans(values, texts)
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")

@@ -224,7 +224,7 @@ def export_pretrained(
     Raises:
         UsageError: The weights or the tokenizer cannot be loaded.
     """
-    config, tokenizer_json = _with_tokenizer(config, log)
+    config, tokenizer_json = with_tokenizer(config, log)
     return _export(
         load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out
     )
@@ -318,7 +318,7 @@ def evaluate_pretrained(
         ResourceError: The cluster cannot provide the workers.
         TrainingError: A worker failed.
     """
-    config, tokenizer_json = _with_tokenizer(config, reporter.log)
+    config, tokenizer_json = with_tokenizer(config, reporter.log)
     config = config.replace(data=config.data.replace(eval_where=where, eval_captions=captions))
     return _evaluate(
         config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter
@@ -431,10 +431,19 @@ def _score_on_ray(
         ray.kill(coordinator)
 
 
-def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
-    """Load the tokenizer of pretrained weights; return it and the config with its padding token.
+def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
+    """Load the tokenizer of pretrained weights.
 
-    Raises UsageError.
+    Args:
+        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
+            tokenizer, from `pretrained_config`.
+        log: Called with a warning and its label, if the weights have more tokens.
+
+    Returns:
+        The config with the padding token, and the content of tokenizer.json.
+
+    Raises:
+        UsageError: The tokenizer cannot be loaded, or only a set defines it.
     """
     if isinstance(config.model, Vlm):  # its processor is in its weights
         return config, ""

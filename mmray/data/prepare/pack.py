@@ -391,7 +391,7 @@ class _ChunkPacker:
                 shard,
                 row.language,
                 sum(media.kind == "image" for media in row.media),
-                _media_kinds(row),
+                media_kinds(row),
             )
         )
 
@@ -556,7 +556,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _media_kinds(row: Row) -> str:
+def media_kinds(row: Row) -> str:
     """Return the kinds of the media of a row with audio or video, such as `audio video`, else an
     empty text.
     """

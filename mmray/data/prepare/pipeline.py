@@ -207,7 +207,7 @@ def prepare(
         folder = to_path(out)
         settings = _with_shard_size(settings, folder, read_manifest(folder))
         job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)
-        _create_folders(folder)
+        create_folders(folder)
         with lease.Lease(
             folder, activity="being prepared", advice="choose another folder"
         ) as write_lease:
@@ -252,7 +252,7 @@ def _with_shard_size(settings: Prepare, out: AnyPath, before: Manifest | None = 
     return settings.model_copy(update={"rows_per_shard": rows})
 
 
-def _create_folders(out: AnyPath) -> None:
+def create_folders(out: AnyPath) -> None:
     """Create the folders of a prepared set.
 
     Raises UsageError if it is not writable, or has other files.

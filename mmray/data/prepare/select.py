@@ -49,6 +49,7 @@ _SHARD_ROWS = 512
 _READ_ROWS = 64
 _BLOCK = 2048  # embeddings that are compared with all kept ones at a time
 _CHUNK = 1 << 14
+_ROUNDING = 1e-6  # of a cosine in float32
 
 
 def parse_deduplicate(text: str) -> tuple[str, float]:
@@ -238,7 +239,7 @@ def find_similar(
     All pairs are compared, so the time grows with the square of the number of rows.
 
     Args:
-        embeddings: L2-normalized, float [N, D].
+        embeddings: Float [N, D], of any length.
         cosine: Smallest cosine of similar rows.
         on_rows: Called with the number of rows that were compared.
 
@@ -247,13 +248,15 @@ def find_similar(
     """
     kept = np.zeros((0, embeddings.shape[1]), np.float32)
     kept_parts: list[np.ndarray] = []
+    limit = cosine - _ROUNDING
     similar = np.zeros(len(embeddings), bool)
     for start in range(0, len(embeddings), _BLOCK):
         block = embeddings[start : start + _BLOCK].astype(np.float32)
+        block /= np.linalg.norm(block, axis=1, keepdims=True)  # float16 rounds the length too
         found = np.zeros(len(block), bool)
-        for part in kept_parts:
-            found |= (block @ part.T >= cosine).any(axis=1)
-        pairs = block @ block.T >= cosine
+        for part in (*kept_parts, kept):
+            found |= (block @ part.T >= limit).any(axis=1)
+        pairs = block @ block.T >= limit
         for number in range(len(block)):
             if not found[number]:
                 found[number + 1 :] |= pairs[number, number + 1 :]

@@ -38,13 +38,18 @@ Work = Callable[[Any], Result]
 T = TypeVar("T")
 
 
-def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
+def map_tasks(
+    work: Work, items: Sequence[Any], runs_model: bool = False
+) -> Generator[Result, None, None]:
     """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
     child processes.
 
     Args:
         work: Picklable function of one item that returns a dict of JSON values.
         items: Values that JSON can encode.
+        runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
+            have a GPU each, if the cluster has any. Without Ray one process has all cores, or the
+            GPU.
 
     Yields:
         The result of each item, as soon as it is complete on Ray, in order in child processes.
@@ -60,7 +65,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
         if "ray" in sys.modules and sys.modules["ray"].is_initialized()
         else _map_in_processes
     )
-    with closing(run(partial(_run_item, work), items)) as results:
+    with closing(run(partial(_run_item, work), items, runs_model)) as results:
         for result in results:
             if "error" in result:
                 raise getattr(errors, result["error"])(result["message"])
@@ -68,7 +73,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
 
 
 def _map_in_processes(
-    run_item: Callable[..., Result], items: Sequence[Any]
+    run_item: Callable[..., Result], items: Sequence[Any], runs_model: bool
 ) -> Generator[Result, None, None]:
     def on_crash(crashes: int) -> None:
         if crashes > MAX_RETRIES:
@@ -76,13 +81,15 @@ def _map_in_processes(
                 f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}"
             )
 
-    processes = min(len(items), cores())
+    processes = 1 if runs_model else min(len(items), cores())
     pool: ChildPool[Any, Result] = ChildPool(run_item, processes, 2 * processes, on_crash)
     with closing(OrderedMap(pool, items)) as results:
         yield from results
 
 
-def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
+def _map_on_ray(
+    run_item: Work, items: Sequence[Any], runs_model: bool
+) -> Generator[Result, None, None]:
     """Items and results are sent as JSON."""
     import ray.data
     import ray.exceptions
@@ -100,17 +107,22 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
     concurrency = (
         min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
     )
+    num_gpus = int(ray.cluster_resources().get("GPU", 0)) if runs_model else 0
+    call: Any = partial(_run_batch, run_item=run_item)
+    # GPU actors, because a task would load the model again.
+    options: dict[str, Any] = {"max_retries": MAX_RETRIES, "concurrency": concurrency}
+    if num_gpus:
+        call = _BatchActor
+        options = {
+            "fn_constructor_args": (run_item,),
+            "num_gpus": 1,
+            "concurrency": (1, min(tasks, num_gpus)),
+        }
     dataset = ray.data.from_items(rows, override_num_blocks=tasks)
     # map_batches deprecates max_retries but has no other way to set it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = dataset.map_batches(
-            partial(_run_batch, run_item=run_item),
-            batch_size=1,
-            batch_format="numpy",
-            max_retries=MAX_RETRIES,
-            concurrency=concurrency,
-        )
+        results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
     work = getattr(run_item, "args", (run_item,))[0]
     results.set_name(f"prepare {getattr(work, 'func', work).__name__}")  # for Ray's dashboard
     try:
@@ -171,6 +183,16 @@ def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.nda
     return {
         "result": np.array([orjson.dumps(run_item(orjson.loads(str(batch["item"][0])))).decode()])
     }
+
+
+class _BatchActor:
+    """Ray actor."""
+
+    def __init__(self, run_item: Work) -> None:
+        self._run_item = run_item
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return _run_batch(batch, self._run_item)
 
 
 def _run_item(work: Work, item: Any, *_: Any) -> Result:

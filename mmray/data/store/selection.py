@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mmray.data.store.manifest import Manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import TYPES, column_types, read_columns
 from mmray.data.store.shard_table import TableFile
@@ -239,6 +238,56 @@ def check_names(where: str, names: Collection[str] | None, place: str, setting: 
     return row_filter
 
 
+def drop_rows(
+    prepared: PreparedSet,
+    where: str,
+    setting: str,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> PreparedSet:
+    """Return a set whose shards also drop the rows that a condition does not select.
+
+    Args:
+        prepared: The set.
+        where: The condition.
+        setting: Setting that has the condition, for messages.
+        on_rows: Called with the number of rows checked so far and of all rows.
+
+    Raises:
+        UsageError: The condition is invalid, or no row is selected.
+        DataError: A shard lacks a column, because the set grew after it was scored.
+    """
+    manifest = prepared.manifest
+    types = column_types(manifest.columns)
+    row_filter = check_where(where, types, str(prepared.folder), setting)
+    table = prepared.table
+    numbers = prepared.shard_numbers.tolist()
+
+    def find(number: int) -> np.ndarray:
+        """Return the rows of a shard that are dropped or not selected, sorted."""
+        columns = read_columns(
+            prepared.folder, manifest.columns, table.file_name(number), row_filter.columns
+        )
+        is_dropped = np.ones(int(table.num_rows[number]), bool)
+        is_dropped[row_filter.selected(columns)] = False
+        is_dropped[table.dropped(number)] = True
+        return np.flatnonzero(is_dropped)
+
+    dropped = {}
+    done = 0
+    on_rows(done, prepared.num_rows)
+    for number, rows in zip(numbers, iter_parallel(find, numbers), strict=True):
+        done += int(table.num_kept[number])
+        dropped[number] = rows
+        on_rows(done, prepared.num_rows)
+    selected = prepared.with_table(table.with_dropped(dropped))
+    if not selected.num_rows:
+        raise UsageError(
+            f"{setting}: `{where}` selects none of the {prepared.num_rows:,} rows of "
+            f"{prepared.folder}"
+        )
+    return selected
+
+
 def select_rows(
     prepared: PreparedSet,
     where: str,
@@ -262,25 +311,7 @@ def select_rows(
         UsageError: The condition is invalid, or no row is selected.
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
-    manifest = prepared.manifest
-    types = column_types(manifest.columns)
-    row_filter = check_where(where, types, str(prepared.folder), setting)
-    table = prepared.table
-    numbers = prepared.shard_numbers.tolist()
-    dropped = {}
-    done = 0
-    on_rows(done, prepared.num_rows)
-    rows = iter_dropped(prepared, row_filter)
-    for number, not_selected in zip(numbers, rows, strict=True):
-        done += int(table.num_kept[number])
-        dropped[number] = not_selected
-        on_rows(done, prepared.num_rows)
-    selected = prepared.with_table(table.with_dropped(dropped))
-    if not selected.num_rows:
-        raise UsageError(
-            f"{setting}: `{where}` selects none of the {prepared.num_rows:,} rows of "
-            f"{prepared.folder}"
-        )
+    selected = drop_rows(prepared, where, setting, on_rows)
     data = selected.table.data.to_pybytes()
     sha256 = hashlib.sha256(data).hexdigest()
     name = f"shards-{sha256[:16]}.arrow"
@@ -290,28 +321,3 @@ def select_rows(
         write_atomic(place / name, data)
     file = TableFile(place, name, sha256, len(data), (place / name).read_bytes)
     return prepared.with_table(file.open())
-
-
-def iter_dropped(prepared: PreparedSet, row_filter: RowFilter) -> Iterator[np.ndarray]:
-    """Yield the rows of each shard that are dropped, or that a filter does not select.
-
-    Args:
-        prepared: A set with the columns of the filter.
-        row_filter: The condition.
-
-    Yields:
-        Sorted row numbers in each shard of the set, int64.
-    """
-    manifest: Manifest = prepared.manifest
-    table = prepared.table
-
-    def find(number: int) -> np.ndarray:
-        columns = read_columns(
-            prepared.folder, manifest.columns, table.file_name(number), row_filter.columns
-        )
-        rows = np.ones(int(table.num_rows[number]), bool)
-        rows[row_filter.selected(columns)] = False
-        rows[table.dropped(number)] = True
-        return np.flatnonzero(rows)
-
-    return iter_parallel(find, prepared.shard_numbers.tolist())

@@ -158,7 +158,7 @@ class Row:
         return row
 
     def _with_texts(self, numbers: Sequence[int]) -> Row:
-        lists = {
+        lists: dict[str, Any] = {
             name: values and [values[number] for number in numbers]
             for name in ("spans", "text_columns", "text_weights")
             if (values := getattr(self, name)) is not None

@@ -1,0 +1,291 @@
+"""`mmray score`: similarity of image and caption of each row of a prepared set, by a model.
+
+Tasks, one for each shard, embed its rows with the functions of the evaluation and write the scores
+as a column next to the shard (data/store/row_columns.py). A shard with scores is not embedded
+again, so a killed command resumes, and a set that grew is scored where it is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import torch
+from torch import nn
+
+from mmray.builtin import COLUMNS, is_column_name
+from mmray.cluster.connect import data_session
+from mmray.config import Cluster, Config
+from mmray.data.prepare.pipeline import PrepareProgress
+from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file, write_columns
+from mmray.data.store.shard_table import Shard
+from mmray.engine import precision
+from mmray.errors import UsageError, suggest
+from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.embeddings import embed_texts, eval_mode
+from mmray.models import lora
+from mmray.models.protocol import EMBEDDING_METHODS
+from mmray.models.synthetic import synthetic_batch
+from mmray.storage.lease import Lease
+from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
+from mmray.training import RunReporter
+from mmray.training.evaluate_export import load_model, open_run, pretrained_config, with_tokenizer
+
+IDENTITY = "score.json"  # in the folder of the scores: the model that wrote them
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """What a task needs to score a shard.
+
+    Attributes:
+        config: Settings of the model.
+        tokenizer_json: Content of its tokenizer.json.
+        checkpoint: Folder of the checkpoint; None: `model.weights`.
+        address: Address of the set.
+        manifest: Its manifest without shards.
+        name: Name of the column of scores.
+        with_embeddings: Whether to write the embeddings of the images too.
+        captions: Column of captions; None: the set has one.
+        digest: Hash of the model, by which a process keeps it.
+        width: Dimensions of its embeddings.
+    """
+
+    config: Config
+    tokenizer_json: str
+    checkpoint: str | None
+    address: str
+    manifest: Manifest
+    name: str
+    with_embeddings: bool
+    captions: str | None
+    digest: str
+    width: int
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the column of embeddings."""
+        return f"{self.name}_embedding"
+
+
+def score_set(
+    address: str,
+    weights: str,
+    name: str,
+    with_embeddings: bool,
+    captions: str | None,
+    batch: int,
+    cluster: Cluster,
+    reporter: RunReporter,
+) -> Manifest:
+    """Write the similarity of image and caption of each row of a set as a column of the set.
+
+    Args:
+        address: The prepared set.
+        weights: A run, or weights as of `mmray evaluate --weights`.
+        name: Name of the column.
+        with_embeddings: Also write the embeddings of the images, as a column NAME_embedding.
+        captions: Column of captions, of a set with several; None: the first.
+        batch: Rows that are embedded at a time.
+        cluster: Where to score.
+        reporter: Receives progress and messages.
+
+    Returns:
+        The manifest with the new columns.
+
+    Raises:
+        UsageError: The weights cannot be loaded or embed no images and texts, or the set has
+            another column of this name.
+        DataError: The set cannot be opened.
+        ResourceError: Storage or cluster failed, maybe temporarily.
+    """
+    prepared = PreparedSet.open(address)
+    job = _plan(prepared, weights, name, with_embeddings, captions, batch, reporter)
+    _check_identity(prepared.folder, job, weights)
+    with (
+        data_session(cluster, reporter.log),
+        Lease(prepared.folder, activity="being written", advice="wait for its end") as lease,
+    ):
+        _score_shards(prepared, job, reporter)
+        lease.check()
+        manifest = read_manifest(prepared.folder) or prepared.manifest
+        columns = manifest.columns | {name: {name: "double"}}
+        if with_embeddings:
+            columns |= {job.embedding_name: {job.embedding_name: f"float16[{job.width}]"}}
+        manifest = replace(manifest, columns=columns)
+        write_manifest(prepared.folder, manifest)
+    return manifest
+
+
+def _plan(
+    prepared: PreparedSet,
+    weights: str,
+    name: str,
+    with_embeddings: bool,
+    captions: str | None,
+    batch: int,
+    reporter: RunReporter,
+) -> ScoreJob:
+    """Load the model once, before Ray starts, and check that it can score the set."""
+    checkpoint: AnyPath | None = None
+    if (to_path(weights) / "config.yaml").exists():
+        config, tokenizer_json, checkpoint = open_run(to_path(weights), None)
+    else:
+        config, tokenizer_json = with_tokenizer(pretrained_config(weights), reporter.log)
+    config = config.replace(evaluate=config.evaluate.replace(batch=batch))
+    columns = prepared.manifest.text_columns
+    if captions is not None and captions not in columns:
+        hint = suggest(captions, columns) if columns else "its captions are of one column"
+        raise UsageError(
+            f"--captions {captions}: {prepared.folder} has no such column of captions; {hint}"
+        )
+    model: Any = load_model(config, checkpoint)
+    missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
+    if missing or config.model.kind == "towers":
+        raise UsageError(
+            f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
+            "and its caption; use weights of clip, siglip, two_tower or fusion"
+        )
+    images = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")["image"]
+    kept = prepared.manifest.columns.get(KEPT, {})
+    if not is_column_name(name) or name in COLUMNS:
+        raise UsageError(
+            f"--name {name}: must be a name of letters, digits and _ that no column has"
+        )
+    for column in (name, f"{name}_embedding"):
+        if column in kept:
+            raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
+    with torch.no_grad():
+        width = model.embed_image(images).shape[1]
+    digest = hashlib.sha256(repr((config.model, captions or columns[:1])).encode())
+    digest.update(tokenizer_json.encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return ScoreJob(
+        config,
+        tokenizer_json,
+        None if checkpoint is None else str(checkpoint),
+        str(prepared.folder),
+        replace(prepared.manifest, shards=()),
+        name,
+        with_embeddings,
+        captions or (columns[0] if columns else None),
+        digest.hexdigest(),
+        width,
+    )
+
+
+def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
+    """Raise UsageError if the column was written by another model; otherwise write which it is."""
+    (folder / COLUMNS_DIR / job.name).mkdir(parents=True, exist_ok=True)
+    file = folder / COLUMNS_DIR / job.name / IDENTITY
+    identity = {"digest": job.digest, "weights": weights, "captions": job.captions}
+    before = orjson.loads(file.read_bytes()) if file.exists() else identity
+    if before["digest"] != job.digest:
+        raise UsageError(
+            f"--name {job.name}: {folder} has this column of {before['weights']}, and {weights} is "
+            f"another model; choose another --name, or delete {file.parent}"
+        )
+    write_atomic(file, orjson.dumps(identity))
+
+
+def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -> None:
+    names = [job.name, *([job.embedding_name] if job.with_embeddings else [])]
+    done_files = {name: set(list_names(prepared.folder / COLUMNS_DIR / name)) for name in names}
+    shards = prepared.shards
+    missing = [
+        shard
+        for shard in shards
+        if any(
+            column_file(name, shard.file).rpartition("/")[2] not in files
+            for name, files in done_files.items()
+        )
+    ]
+    total = sum(shard.num_rows for shard in shards)
+    done = total - sum(shard.num_rows for shard in missing)
+    if done:
+        reporter.log(f"{done:,} of {total:,} rows have scores already", "resumed")
+    reporter.prepare_progress(PrepareProgress("score", done, total))
+    unreadable = 0
+    items = [asdict(shard) for shard in missing]
+    with closing(map_tasks(partial(_score_task, job=job), items, runs_model=True)) as results:
+        for result in results:
+            done += result["num_rows"]
+            unreadable += result["num_unreadable"]
+            reporter.prepare_progress(PrepareProgress("score", done, total, unreadable))
+    if unreadable:
+        reporter.log(f"{unreadable:,} rows cannot be read and have no score", "unreadable")
+
+
+# The model of this process by its digest: loading one takes seconds.
+_MODELS: dict[str, nn.Module] = {}
+
+
+def _score_task(item: dict[str, Any], job: ScoreJob) -> Result:
+    """Ray task: score the rows of a shard, also those that are dropped from the set."""
+    shard = replace(Shard.from_json(item), dropped=(), split=None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if job.digest not in _MODELS:
+        _MODELS.clear()
+        checkpoint = None if job.checkpoint is None else to_path(job.checkpoint)
+        _MODELS[job.digest] = lora.merge_adapters(load_model(job.config, checkpoint)).to(device)
+    prepared = PreparedSet(to_path(job.address), replace(job.manifest, shards=(shard,)))
+    if job.captions is not None:
+        prepared = prepared.with_captions({job.captions: 1.0})
+    scores, embeddings = embed_rows(_MODELS[job.digest], prepared, job, device)
+    has_score = ~np.isnan(scores)
+    if job.with_embeddings:
+        flat = pa.array(embeddings.astype(np.float16).ravel())
+        mask = pa.array(~has_score)
+        column = pa.FixedSizeListArray.from_arrays(flat, embeddings.shape[1], mask=mask)
+        batch = pa.RecordBatch.from_pydict({job.embedding_name: column})
+        write_columns(prepared.folder, job.embedding_name, shard.file, batch)
+    batch = pa.RecordBatch.from_pydict({job.name: pa.array(scores, mask=~has_score)})
+    write_columns(prepared.folder, job.name, shard.file, batch)
+    return {"num_rows": shard.num_rows, "num_unreadable": int((~has_score).sum())}
+
+
+@torch.no_grad()
+def embed_rows(
+    model: Any, prepared: PreparedSet, job: ScoreJob, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the score and the embedding of the image of each row of a set.
+
+    Args:
+        model: The model, on `device`.
+        prepared: The set.
+        job: Settings of the model.
+        device: Device of the model.
+
+    Returns:
+        The mean cosine of a row's image and its captions, float64 [N], NaN for a row that cannot be
+        read; and L2-normalized embeddings, float32 [N, D], zeros for such a row.
+    """
+    settings = job.config.evaluate
+    max_pixels = max(job.config.prepare.max_pixels, prepared.max_pixels)
+    data = EvalDataset(prepared, job.config.model.inputs, job.tokenizer_json, settings, max_pixels)
+    scores = np.full(prepared.num_rows, np.nan)
+    embeddings = np.zeros((prepared.num_rows, job.width), np.float32)
+    autocast = precision.select_precision(job.config.train.precision, device).autocast()
+    with eval_mode(model), autocast:
+        for batch in EvalBatches(data):
+            image = model.embed_image(batch["image"].to(device)).float().cpu()
+            text = embed_texts(model, batch, settings.batch, device)
+            rows = batch["row"]
+            owner = torch.searchsorted(rows, batch["caption_row"])
+            cosines = (image[owner] * text).sum(dim=1).double()
+            sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owner, cosines)
+            counts = torch.bincount(owner, minlength=len(rows))
+            scores[rows.numpy()] = (sums / counts).numpy()
+            embeddings[rows.numpy()] = image.numpy()
+    return scores, embeddings

@@ -1,0 +1,200 @@
+"""Scores of a set by a model: those of the evaluation, resumed by shard, and used by selections."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mmray import api
+from mmray.config import Evaluate
+from mmray.data.prepare import select as select_module
+from mmray.data.prepare.select import find_similar
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import read_columns
+from mmray.data.store.selection import select_rows
+from mmray.engine.collectives import Group
+from mmray.errors import UsageError
+from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.embeddings import embed_dataset
+from mmray.training import score as score_module
+from mmray.training.driver import train
+from mmray.training.evaluate_export import load_model, open_run
+from tests.made import make_set, noisy, row
+from tests.training.runs import Silent, config
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("run")
+    make_set(folder / "set", [row(number, noisy(number)) for number in range(ROWS)])
+    settings = config(folder / "set", folder, "r", steps=1, parallel="single")
+    return train(settings.with_cluster(workers=1), Silent(), local=True).path
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    """Run tasks here; the files of the shards that were scored. `fail_after` of them raises."""
+
+    class Tasks(list):
+        fail_after = None
+
+    done = Tasks()
+
+    def run_here(work, items, runs_model=False):
+        for item in items:
+            if len(done) == done.fail_after:
+                raise KeyboardInterrupt
+            done.append(item.get("file"))
+            yield work(item)
+
+    monkeypatch.setattr(score_module, "map_tasks", run_here)
+    monkeypatch.setattr(select_module, "map_tasks", run_here)
+    return done
+
+
+def make(folder):
+    """Two shards of 12 rows, one with two captions; row 5 is no image, row 20 repeats row 3."""
+    rows = [row(number, noisy(number), [f"text {number}"]) for number in range(ROWS)]
+    rows[4] = row(4, noisy(4), ["one", "another"])
+    rows[5] = row(5, data=b"nothing")
+    rows[20] = row(20, noisy(3), ["text 3"])
+    return str(make_set(folder, rows).folder)
+
+
+def column(address, name="clip_score"):
+    prepared = PreparedSet.open(address)
+    parts = [
+        read_columns(prepared.folder, prepared.manifest.columns, shard.file, [name])[name]
+        for shard in prepared.shards
+    ]
+    return [value for part in parts for value in part.to_pylist()]
+
+
+@torch.no_grad()
+def similarities(address, run):
+    """Cosine of each caption and its image, as the evaluation computes them, by row."""
+    settings, tokenizer, checkpoint = open_run(run, None)
+    data = EvalDataset(PreparedSet.open(address), settings.model.inputs, tokenizer, Evaluate())
+    from mmray import objectives
+
+    group = Group.current(torch.device("cpu"))
+    model = load_model(settings, checkpoint)
+    found = embed_dataset(model, EvalBatches(data), group, objectives.build(settings.objective))
+    image_of = {int(number): index for index, number in enumerate(found.row)}
+    by_row = {}
+    for own, image, text in zip(found.own_row, found.caption_row, found.text_id, strict=True):
+        cosine = found.image[image_of[int(image)]] @ found.text[int(text)]
+        by_row.setdefault(int(own), []).append(float(cosine))
+    return {number: np.mean(values) for number, values in by_row.items()}
+
+
+def test_scores_are_the_similarities_of_the_evaluation(run, tasks, tmp_path):
+    address = make(tmp_path / "set")
+    reporter = Silent()
+    api.score(address, str(run), batch=5, reporter=reporter)
+    scores = column(address)
+    assert scores[5] is None and len(scores) == ROWS
+    expected = similarities(address, run)
+    assert expected.keys() == set(range(ROWS)) - {5}
+    for number, value in expected.items():
+        assert scores[number] == pytest.approx(value, abs=1e-6)
+    assert ("unreadable", "1 rows cannot be read and have no score") in reporter.notes
+    middle = sorted(value for value in scores if value is not None)[11]
+    selected = select_rows(PreparedSet.open(address), f"clip_score > {middle}", tmp_path)
+    assert selected.keys() == [
+        f"row-{number}" for number in range(ROWS) if number != 5 and scores[number] > middle
+    ]
+
+
+def test_killed_score_resumes_with_the_next_shard(run, tasks, tmp_path):
+    address = make(tmp_path / "set")
+    tasks.fail_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        api.score(address, str(run), reporter=Silent())
+    assert "clip_score" not in PreparedSet.open(address).manifest.columns
+    before = PreparedSet.open(address)
+    tasks.fail_after = None
+    reporter = Silent()
+    api.score(address, str(run), reporter=reporter)
+    assert tasks == ["shards/0.arrow", "shards/1.arrow"]
+    assert ("resumed", "12 of 24 rows have scores already") in reporter.notes
+    assert PreparedSet.open(address).fingerprint == before.fingerprint
+    tasks.clear()
+    api.score(address, str(run), embeddings=True, reporter=Silent())
+    assert len(tasks) == 2, "the embeddings were missing"
+    api.score(address, str(run), embeddings=True, reporter=Silent())
+    assert len(tasks) == 2
+
+
+def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, tmp_path):
+    address = make(tmp_path / "set")
+    api.score(address, str(run), embeddings=True, reporter=Silent())
+    scores = column(address)
+    manifest = api.select(
+        address,
+        tmp_path / "out",
+        where="clip_score is not None",
+        deduplicate="semantic=0.999999",
+        reporter=Silent(),
+    )
+    kept = [number for number in range(ROWS) if number not in (5, 20)]
+    small = PreparedSet.open(str(tmp_path / "out"))
+    assert small.num_rows == manifest.num_rows == len(kept)
+    assert small.read(np.arange(len(kept))) == PreparedSet.open(address).read(np.array(kept))
+    assert column(tmp_path / "out") == [scores[number] for number in kept]
+    assert len(column(tmp_path / "out", "clip_score_embedding")[0]) == 16
+    assert manifest.num_images == {"": {"1": len(kept)}}
+    again = api.select(
+        address,
+        tmp_path / "out",
+        where="clip_score is not None",
+        deduplicate="semantic=0.999999",
+        reporter=Silent(),
+    )
+    assert again.fingerprint == manifest.fingerprint
+    with pytest.raises(UsageError, match="another set: choose another folder"):
+        api.select(address, tmp_path / "out", where="clip_score > -1", reporter=Silent())
+
+
+def test_invalid_scores_and_selections_are_refused(run, tasks, tmp_path):
+    address = make(tmp_path / "set")
+    with pytest.raises(UsageError, match="has no embeddings; `mmray score"):
+        api.select(address, tmp_path / "out", deduplicate="semantic=0.9", reporter=Silent())
+    api.score(address, str(run), embeddings=True, reporter=Silent())
+    for arguments, message in (
+        ({"where": "clip_scor > 1"}, r"--where: .*did you mean `clip_score`"),
+        ({"where": "clip_score_embedding > 1"}, r"values, which have no order"),
+        ({"deduplicate": "semantic"}, "write for example semantic=0.95"),
+        ({"deduplicate": "clip_embedding=0.9"}, "did you mean `clip_score_embedding`"),
+        ({}, "select needs --where or --deduplicate"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            api.select(address, tmp_path / "out", reporter=Silent(), **arguments)
+    with pytest.raises(UsageError, match="must be a name of letters"):
+        api.score(address, str(run), name="clip score", reporter=Silent())
+    with pytest.raises(UsageError, match="its captions are of one column"):
+        api.score(address, str(run), captions="alt", reporter=Silent())
+
+
+def test_similar_rows_are_those_of_all_pairs():
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(300, 6))
+    rows[100:] = rows[generator.integers(0, 100, 200)] + 0.2 * generator.normal(size=(200, 6))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    kept: list[int] = []
+    expected = []
+    for number, each in enumerate(rows):
+        is_similar = bool(kept) and bool((rows[kept] @ each >= 0.95).any())
+        expected.append(is_similar)
+        kept += [] if is_similar else [number]
+    select_module._BLOCK, block = 32, select_module._BLOCK
+    select_module._CHUNK, chunk = 50, select_module._CHUNK
+    try:
+        assert find_similar(rows, 0.95).tolist() == expected
+    finally:
+        select_module._BLOCK, select_module._CHUNK = block, chunk
+    assert 0 < sum(expected) < 200
