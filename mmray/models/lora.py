@@ -118,8 +118,11 @@ def save_adapters(
     trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
     adapters = [name for name in trained if ".lora_" in name]
     others = {name for name in trained if ".lora_" not in name}
-    # peft saves whole modules, by name.
-    modules = sorted({name.rpartition(".")[0] for name in others})
+    # peft saves whole modules, by name, and not a module inside another one that it saves.
+    parents = sorted({name.rpartition(".")[0] for name in others})
+    modules = [
+        name for name in parents if not any(name.startswith(f"{other}.") for other in parents)
+    ]
     for module in modules:
         part = net.get_submodule(module)
         names = {f"{module}.{name}" for name, _ in part.named_parameters()}

@@ -144,12 +144,16 @@ def adapted_from(base: Path, train: str) -> tuple[Any, dict[str, Any]]:
     """A model with random adapters and projections on the weights of a folder, and its settings."""
     spec = Clip(weights=str(base), lora=ADAPTERS.replace(train=train), vocab_size=VOCAB)
     spec = spec.replace(inputs=INPUTS.replace(max_tokens=16))
-    model = build(spec, VOCAB)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.normal_(std=0.3)
-    return model.eval(), spec.model_dump(mode="json")
+    return randomize_trained(build(spec, VOCAB)), spec.model_dump(mode="json")
+
+
+@torch.no_grad()
+def randomize_trained(model: nn.Module) -> nn.Module:
+    """Set the trainable weights to random values, as if they had been trained."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.normal_(std=0.3)
+    return model.eval()
 
 
 def test_parts_that_train_fully_are_named(base: Path) -> None:
@@ -162,7 +166,6 @@ def test_parts_that_train_fully_are_named(base: Path) -> None:
 
 
 def test_exported_adapters_open_in_peft(base: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
     from transformers import CLIPModel
 
     model, spec = adapted_from(base, "project")
@@ -170,16 +173,43 @@ def test_exported_adapters_open_in_peft(base: Path, tmp_path: Path) -> None:
     export(model, spec, tokenizer, tmp_path / "adapters", adapters_only=True)
     size = (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size
     assert size < (base / "model.safetensors").stat().st_size / 2
-    batch = synthetic_batch(INPUTS, VOCAB, 3, "cpu", 9)
-    expected = model.embed_image(batch["image"])
-    net: Any = PeftModel.from_pretrained(CLIPModel.from_pretrained(base), tmp_path / "adapters")
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (INPUTS.mean, INPUTS.std))
-    pixels = (batch["image"] / 255 - mean) / std
-    found = net.eval().base_model.model.get_image_features(pixels)
-    found = getattr(found, "pooler_output", found)
-    torch.testing.assert_close(F.normalize(found, dim=1), expected, rtol=0, atol=1e-5)
+    assert_peft_embeds_alike(model, CLIPModel.from_pretrained(base), tmp_path / "adapters", INPUTS)
     with pytest.raises(UsageError, match="it has adapters only; open it with peft"):
         mmray.load(tmp_path / "adapters")
     scaled, spec = adapted_from(base, "log_scale")
     with pytest.raises(UsageError, match="peft cannot save log_scale"):
         export(scaled, spec, tokenizer, tmp_path / "other", adapters_only=True)
+
+
+@pytest.mark.parametrize("train", ["", "head"])
+def test_exported_adapters_of_siglip_open_in_peft(tmp_path: Path, train: str) -> None:
+    """Also with the projection of the text encoder trained fully."""
+    from transformers import SiglipModel
+
+    torch.manual_seed(0)
+    spec = test_clip.SPECS["siglip"].replace(vocab_size=test_clip.VOCAB)
+    values = spec.model_dump(mode="json")
+    base = export(build(spec, spec.vocab_size), values, test_clip.TOKENIZER, tmp_path / "base")
+    spec = spec.replace(weights=str(base), lora=ADAPTERS.replace(train=train))
+    model = randomize_trained(build(spec, spec.vocab_size))
+    values = spec.model_dump(mode="json")
+    out = export(model, values, test_clip.TOKENIZER, tmp_path / "out", adapters_only=True)
+    assert_peft_embeds_alike(model, SiglipModel.from_pretrained(base), out, test_clip.INPUTS)
+
+
+def assert_peft_embeds_alike(model: Any, base: nn.Module, adapters: Path, inputs: Inputs) -> None:
+    """Images, and texts of SigLIP, have the same embeddings with peft on the base, within 1e-5."""
+    from peft import PeftModel
+
+    batch = synthetic_batch(inputs, VOCAB, 3, "cpu", 9)
+    net: Any = PeftModel.from_pretrained(base, adapters).eval().base_model.model
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (inputs.mean, inputs.std))
+    images = net.get_image_features((batch["image"] / 255 - mean) / std)
+    pairs = [(images, model.embed_image(batch["image"]))]
+    # CLIP reads the embedding at its end token, which a random text does not have.
+    if net.config.model_type == "siglip":
+        texts = (batch["input_ids"], batch["attention_mask"])
+        pairs.append((net.get_text_features(*texts), model.embed_text(*texts)))
+    for given, expected in pairs:
+        embeds = F.normalize(getattr(given, "pooler_output", given), dim=1)
+        torch.testing.assert_close(embeds, expected, rtol=0, atol=1e-5)
