@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         result_grid,
         score,
         select,
+        show,
         train,
         tune,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "result_grid",
     "score",
     "select",
+    "show",
     "train",
     "tune",
 ]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ray.tune import ResultGrid
 
     from mmray.data.store.manifest import Manifest
+    from mmray.report.prepared import SetRecord
     from mmray.training import RunReporter
     from mmray.tuning.request import SweepRequest
     from mmray.tuning.sweep import SweepReporter
@@ -362,6 +363,57 @@ def select(
             )
         shown.log(f"{manifest.num_rows:,} rows in {out}", "written")
     return manifest
+
+
+def show(
+    prepared: str | Path,
+    out: str | AnyPath | None = None,
+    *,
+    split: str | None = None,
+    rows: int = 24,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    reporter: RunReporter | None = None,
+) -> SetRecord:
+    """Write an HTML page about a prepared set: random rows, histograms, repeats and quarantine.
+
+    At most 10,000 rows (512 MiB of shards) are read for histograms and repeats; the page states on
+    how many rows they are based.
+
+    Args:
+        prepared: folder of the set, or its address.
+        out: file to write; None: show.html in the folder of the set.
+        split: split of the set; None: all rows.
+        rows: number of random rows to show.
+        seed: seed of the choice of rows.
+        tokenizer: file, folder or hub name of the tokenizer that counts tokens; None: the one that
+            was trained on the set, if there is one.
+        reporter: receives messages; None: they are shown.
+
+    Returns:
+        What the page shows, such as `page` (its path), `table` and `statistics`.
+
+    Raises:
+        UsageError: an argument is invalid, or the page cannot be written.
+        DataError: the folder is not a prepared set, or has no such split.
+    """
+    _check_positive("rows", rows)
+    with _shown(reporter, "reading") as shown:
+        from mmray.data.store.prepared_set import PreparedSet
+        from mmray.report.prepared import describe_basis
+        from mmray.report.write import write_set_page  # importing Plotly takes a second
+
+        opened = PreparedSet.open(str(prepared), split)
+        tokenizer_json = opened.tokenizer_json
+        if tokenizer is not None:
+            from mmray.data.text.tokenizer_files import load_tokenizer
+
+            tokenizer_json = load_tokenizer(tokenizer, tokenizer_json)
+        file = None if out is None else to_path(out)
+        record = write_set_page(opened, file, rows, seed, tokenizer_json)
+        shown.log(describe_basis(record), "charts")
+        shown.log(f"{record.page} (self-contained)", "page")
+        return record
 
 
 def evaluate(

@@ -24,6 +24,7 @@ from mmray.cli.report import report
 from mmray.cli.runs import runs
 from mmray.cli.score import score
 from mmray.cli.select import select
+from mmray.cli.show import show
 from mmray.cli.submit import logs, status, submit
 from mmray.cli.train import train
 from mmray.cli.tune import tune
@@ -37,6 +38,7 @@ _FUNCTIONS = (
     prepare,
     score,
     select,
+    show,
     tune,
     evaluate,
     export,
@@ -58,6 +60,7 @@ USAGE = {
     "[--check-contamination SET] ...",
     "score": "SET --weights RUN|FILE [--name clip_score] [--embeddings]",
     "select": "SET OUT [--where EXPRESSION] [--deduplicate semantic=0.95]",
+    "show": "SET [--rows 24] [--tokenizer DIR] [--out FILE]",
     "tune": "[RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]",
     "evaluate": "RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] "
     "[--json FILE]",

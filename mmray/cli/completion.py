@@ -18,6 +18,7 @@ from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
 from mmray.cli.score import ScoreCommand
 from mmray.cli.select import SelectCommand
+from mmray.cli.show import ShowCommand
 from mmray.cli.submit import LogsCommand, StatusCommand, SubmitCommand
 from mmray.cli.tune import TuneCommand
 from mmray.config import Config, recipes
@@ -26,6 +27,7 @@ SAMPLE = recipes.sample()
 TUNE_SAMPLE = TuneCommand(SAMPLE)
 PARSED = {
     "prepare": PrepareCommand,
+    "show": ShowCommand,
     "evaluate": EvaluateCommand,
     "export": ExportCommand,
     "report": ReportCommand,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.report.run import (
     DIRECTIONS,
+    Line,
     RunRecord,
     format_number,
     format_setting,
@@ -272,16 +273,18 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
+MAX_LINES = 100_000  # that are read of quarantine.jsonl and leaks.jsonl, for examples
 
 
-def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
-    """Summarize the quarantined (excluded) rows of a run and of its data, and overlaps with other
-    sets.
+def quarantine_summary(
+    folders: Sequence[AnyPath], run_folder: AnyPath | None = None
+) -> dict[str, Any]:
+    """Summarize the quarantined (excluded) rows of prepared sets and of a run, and overlaps of the
+    sets with others.
 
     Args:
-        run_folder: The folder of the run.
-        data: The setting `data.train`, a set or a mixture; None: only rows of the run.
+        folders: The folders of the sets.
+        run_folder: The folder of the run that trained on them; None: there is none.
 
     Returns:
         `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
@@ -291,36 +294,49 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
         of its manifest, and example `pairs`), and `unread` (names of sets that cannot be read from
         here).
     """
-    given = [to_path(address) for address in Mixture.parse(data).addresses] if data else []
-    folders = [folder for folder in given if _is_readable(folder / MANIFEST)]
-    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    readable = [folder for folder in folders if _is_readable(folder / MANIFEST)]
     reasons: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for entry in chain.from_iterable(
-        read_lines(folder / QUARANTINE) for folder in (run_folder, *folders)
-    ):
-        reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason") or "")
-        reasons[reason] += 1
-        if len(examples[reason]) < MAX_EXAMPLES:  # there may be millions
+    lists: list[Iterable[Line]] = []
+    if run_folder is not None:
+        lists.append(read_lines(run_folder / QUARANTINE))
+    # There may be millions of rows; the manifest has their number.
+    lists += [islice(read_lines(folder / QUARANTINE), MAX_LINES) for folder in readable]
+    for entry in chain.from_iterable(lists):
+        is_of_run = entry.get("stage") == "train"
+        reason = "in training" if is_of_run else str(entry.get("reason") or "")
+        reasons[reason] += is_of_run
+        if len(examples[reason]) < MAX_EXAMPLES:
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
             examples[reason].append(row | {"reason": reason})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
+    num_read = 0
     checks = []
-    for folder, manifest in zip(folders, manifests, strict=True):
+    for folder in readable:
+        manifest = read_json(folder / MANIFEST)
+        num_read += manifest.get("num_read") or 0
+        reasons.update(manifest.get("reasons") or {})
         if summary := manifest.get("leakage"):
-            lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
+            lines = islice(read_lines(folder / LEAKS), MAX_LINES)
             pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
             checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
-    num_read = sum(each.get("num_read") or 0 for each in manifests)
     num_in_training = reasons.get("in training", 0)
-    counts = {
+    return {
         "num_read": num_read,
         "num_in_training": num_in_training,
         "num_rows": reasons.total() - num_in_training,
+        "reasons": [(reason, count) for reason, count in reasons.most_common() if count],
+        "shown": shown,
+        "contamination": checks,
+        "unread": [folder.name for folder in folders if folder not in readable],
     }
-    counts |= {"reasons": reasons.most_common(), "shown": shown, "contamination": checks}
-    return counts | {"unread": [folder.name for folder in given if folder not in folders]}
+
+
+def set_folders(trained_on: str | None) -> list[AnyPath]:
+    """Return the folders of the sets that a value of `data.train` names, none for None."""
+    addresses = Mixture.parse(trained_on).addresses if trained_on else ()
+    return [to_path(address) for address in addresses]
 
 
 def _is_readable(file: AnyPath) -> bool:

@@ -1,5 +1,5 @@
-"""Write report.html, a page about a run or a sweep with Plotly's JavaScript inside, so that it
-works offline.
+"""Write the pages about runs, sweeps and prepared sets, with Plotly's JavaScript inside, so that
+they work offline.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +18,19 @@ import yaml
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
 from mmray.report import summary
 from mmray.report.figures import run_figures
+from mmray.report.prepared import (
+    CLIP_S,
+    SetRecord,
+    describe_basis,
+    describe_repeats,
+    set_key_figures,
+    set_notices,
+)
+from mmray.report.prepared_figures import set_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SweepRecord
 from mmray.report.sweep_figures import sweep_figures
@@ -27,6 +38,7 @@ from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.sweep_files import SWEEP
 
 REPORT = "report.html"
+SET_PAGE = "show.html"
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -68,7 +80,9 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
             recall=recall_rows(run.newest("evaluate/")),
             evaluated=summary.eval_summary(run),
             memory=summary.memory_rows(run),
-            quarantine=summary.quarantine_summary(folder, run.data.get("train")),
+            quarantine=summary.quarantine_summary(
+                summary.set_folders(run.data.get("train")), folder
+            ),
             changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
             settings=settings,
         )
@@ -76,6 +90,55 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         raise UsageError(
             f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})"
         )
+    return _write(page, out)
+
+
+def write_set_page(
+    prepared: PreparedSet,
+    out: AnyPath | None = None,
+    num_rows: int = 24,
+    seed: int = 0,
+    tokenizer_json: str | None = None,
+) -> SetRecord:
+    """Write a page about a prepared set: a sample of its rows, histograms, repeated images, and
+    quarantined rows.
+
+    Args:
+        prepared: The set, or a split of it.
+        out: The HTML file; default: `show.html` in the folder of the set.
+        num_rows: Number of rows of the sample.
+        seed: Seed of the choice of rows.
+        tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they are
+            not counted.
+
+    Returns:
+        What the page shows, with its path.
+
+    Raises:
+        UsageError: The file cannot be written.
+        OSError: The set cannot be read.
+    """
+    out = to_path(out or prepared.folder / SET_PAGE)
+    record = SetRecord.read(prepared, num_rows, seed, tokenizer_json)
+    page = _render(
+        "set.html",
+        record=record,
+        title=prepared.folder.name,
+        command="mmray show",
+        seed=seed,
+        clip_s=CLIP_S,
+        has_clips=bool(prepared.rows_by_media_kinds),
+        key_figures=set_key_figures(record),
+        notices=set_notices(record),
+        basis=describe_basis(record),
+        repeats_text=describe_repeats(record),
+        figures=set_figures(record.statistics),
+    )
+    return replace(record, page=_write(page, out))
+
+
+def _write(page: str, out: AnyPath) -> AnyPath:
+    """Write a page. Raises UsageError if it cannot be written."""
     try:
         write_atomic(out, page)
     except OSError as error:
@@ -99,6 +162,7 @@ def _render(template: str, **values: Any) -> str:
         "set_names": summary.dataset_names,
     }
     environment.filters |= filters
+    values.setdefault("command", "mmray report")
     values["now"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     for kind in ("css", "js"):
         values[kind] = Markup((TEMPLATES / f"page.{kind}").read_text(encoding="utf-8"))

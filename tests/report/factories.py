@@ -1,5 +1,6 @@
 """Synthetic run and sweep folders, written without a run."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -7,7 +8,10 @@ import numpy as np
 
 from mmray.config import recipes, to_yaml
 from mmray.data.images.transform import thumbnail
+from mmray.data.store.stored_row import Media, Row
 from mmray.sweep_files import CurvePoint, Rung, TrialRow
+from tests.data.media.synthetic import encode_video
+from tests.made import make_set, row
 
 WAYS = ("image_to_text", "text_to_image")
 
@@ -101,6 +105,16 @@ def make_run(folder, lines=(), result=None, shown=None, **changes):
         if content is not None:
             (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def make_clips(folder):
+    """A prepared set of a video with sound and two texts with spans, and of images."""
+    data = encode_video(audio="aac", b_frames=2)
+    sha256 = hashlib.sha256(data).hexdigest()
+    video = Media("video", data, sha256=sha256, width=64, height=64, duration=3.0)
+    spans = [[0.2, 0.9], [1.0, 2.6]]
+    clips = [Row("a", [video], ["first", "second"], source="a:1", spans=spans)]
+    return make_set(folder, clips + [row(number) for number in range(4)])
 
 
 def make_whole_run(folder):

@@ -10,9 +10,11 @@ import subprocess
 
 import pytest
 
-from mmray.report.write import write_report
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.report.write import write_report, write_set_page
 from tests.report.factories import (
     line,
+    make_clips,
     make_learning_sweep,
     make_run,
     make_run_with_answers,
@@ -24,7 +26,7 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
-MAKERS = (make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep)
+MAKERS = (make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep, make_clips)
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -77,11 +79,14 @@ def charts_without_trace(dom):
     ]
 
 
-@pytest.mark.parametrize(
-    "make", [make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep]
-)
+def page_of(made):
+    """The page of a prepared set, or of the folder of a run or a sweep."""
+    return write_set_page(made).page if isinstance(made, PreparedSet) else write_report(made)
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
-    dom, messages = render(write_report(make(tmp_path / "folder")), tmp_path / "profile")
+    dom, messages = render(page_of(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
     assert (charts_without_trace(dom), messages) == ([], [])
 
@@ -97,12 +102,12 @@ def test_broken_page_is_detected(tmp_path):
 
 
 def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
-    """A run, a sweep, and a one-step run with a NaN loss; wide tables scroll inside their own
-    element.
+    """A run, a sweep, a set of clips, and a one-step run with a NaN loss; wide tables scroll inside
+    their own element.
     """
     folders = [make(tmp_path / make.__name__) for make in MAKERS]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
-    pages = [html.escape(write_report(folder).read_text()) for folder in folders]
+    pages = [html.escape(page_of(folder).read_text()) for folder in folders]
     frames = "".join(
         f'<iframe style="width: 420px; height: 900px" srcdoc="{page}"></iframe>' for page in pages
     )

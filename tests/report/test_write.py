@@ -194,7 +194,8 @@ def quarantined(tmp_path):
         "dropped": True,
         "found_in": {"/e": 3, "splits": 0},
     }
-    (prepared / "manifest.json").write_text(json.dumps({"num_read": 500, "leakage": leakage}))
+    manifest = {"num_read": 500, "reasons": dict.fromkeys(reasons, 20), "leakage": leakage}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
     small = "data:image/webp;base64,AAAA"
     leaks = [
         {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "thumbnails": [small, None]},

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, decode_damaged
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
 from mmray.data.media.decode import MediaInfo, verify_media
 from mmray.processes import Channel, ChildProcess
@@ -50,7 +50,7 @@ class SubprocessDecoder:
             BadImage: The image cannot be decoded. The reason is `decoder-crash` if it killed the
                 child, and `memory` if the child had no memory for it.
         """
-        reply = self._request(_check, data, max_pixels, transform_args)
+        reply = self.request(_check, data, max_pixels, transform_args)
         return reply["width"], reply["height"]
 
     def check_media(self, data: bytes, kind: str, max_pixels: int) -> MediaInfo:
@@ -69,10 +69,22 @@ class SubprocessDecoder:
             BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
                 killed the child, and `memory` if the child had no memory for it.
         """
-        return MediaInfo(**self._request(_check_media, data, kind, max_pixels))
+        return MediaInfo(**self.request(_check_media, data, kind, max_pixels))
 
-    def _request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        """Call a function in the child process. Raises BadImage."""
+    def request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Call a function in the child process.
+
+        Args:
+            function: A function of a module; it returns JSON values, or raises BadImage.
+            args: Its arguments, which are pickled.
+
+        Returns:
+            The result of the function.
+
+        Raises:
+            BadImage: The function raised it. The reason is `decoder-crash` if the call killed the
+                child, and `memory` if the child had no memory for it.
+        """
         if self._child is None:
             self._child = ChildProcess("decoder", serve)
         connection = self._child.connection
@@ -89,18 +101,21 @@ class SubprocessDecoder:
             raise BadImage(reply["reason"], reply["detail"])
         return reply
 
-    def thumbnail(self, data: bytes) -> str | None:
+    def thumbnail(self, data: bytes, damaged: bool = False) -> str | None:
         """Return a thumbnail of an image as a data URI (WebP, at most 128 pixels a side).
 
         The child process makes it, because a corrupt image may crash the decoder.
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
+            damaged: Also decode the readable part of a damaged or truncated image.
 
         Returns:
             The data URI; None if the image cannot be decoded.
         """
         try:
+            if damaged:
+                return str(self.request(_damaged_thumbnail, data)["image"])
             self.check(data, MAX_PIXELS)
             return thumbnail(decode(data))
         except (BadImage, MemoryError):
@@ -122,8 +137,8 @@ def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
     Args:
-        channel: Connection to the parent. It receives a function of this module and its arguments,
-            and replies with its result as JSON, or with `reason` and `detail` of a BadImage.
+        channel: Connection to the parent. It receives a function and its arguments, and replies
+            with its result as JSON, or with `reason` and `detail` of a BadImage.
     """
     while True:
         function, args = channel.connection.recv()
@@ -141,6 +156,10 @@ def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None)
 
 def _check_media(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
     return verify_media(data, kind, max_pixels)._asdict()
+
+
+def _damaged_thumbnail(data: bytes) -> dict[str, Any]:
+    return {"image": thumbnail(decode_damaged(data))}
 
 
 def _reply(function: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from (seed, pass over the set, key).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -84,6 +85,58 @@ def full_span(media: Media) -> tuple[float, float]:
     return info.start_s, info.start_s + duration
 
 
+def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
+    """Return the part of the audio or video of a row that its clip shows.
+
+    Args:
+        row: A row with at most one text. Without a span of the text, the clip is of the whole
+            video, or of the audio of a row without video.
+        clip_s: Longest clip in seconds.
+        uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
+
+    Returns:
+        Start and end in seconds; both 0 for a row without audio and video.
+
+    Raises:
+        BadMedia: The header of the audio or video cannot be read.
+    """
+    by_kind = {media.kind: media for media in row.media}
+    timed = by_kind.get("video") or by_kind.get("audio")
+    if timed is None:
+        return Window(0, 0)
+    span = row.spans[0] if row.spans else None
+    start, end = full_span(timed) if span is None else span
+    return choose_window((start, end), clip_s, uniform)
+
+
+def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.ndarray | None:
+    """Return the audio of a clip, otherwise the sound of its video.
+
+    Args:
+        by_kind: Media of the row by kind (`audio`, `video`, `image`).
+        window: Start and end of the clip in seconds.
+        rate: Samples per second.
+
+    Returns:
+        Mono samples int16 [N]; None if the row has no sound.
+
+    Raises:
+        BadMedia: The sound cannot be decoded.
+    """
+    audio = by_kind.get("audio")
+    if audio is None and "video" in by_kind and by_kind["video"].channels != 0:
+        audio = by_kind["video"]
+    if audio is None:
+        return None
+    try:
+        return read_audio(audio.data, *window, rate)
+    except BadMedia as bad:
+        # Without a check at prepare it is not known whether a video has sound.
+        if bad.reason == "no-audio" and audio.kind == "video":
+            return None
+        raise
+
+
 class ClipColumns:
     """Decodes clips of audio and video into the columns of a block (several rows read together).
 
@@ -148,7 +201,7 @@ class ClipColumns:
             if self.subprocess_decoder is not None and media.kind != "image":
                 self.subprocess_decoder.check_media(media.data, media.kind, MAX_PIXELS)
         place, phase = (0.5, 0.5) if uniforms is None else uniforms[NUM_UNIFORMS:].tolist()
-        window = self._window(row, by_kind, place)
+        window = clip_window(row, self.inputs.clip_s, place)
         frames = self._frames(by_kind, window, phase, uniforms)
         samples = self._samples(by_kind, window)
         if frames is not None:
@@ -158,14 +211,6 @@ class ClipColumns:
             columns["audio"][index, : len(samples)] = samples
             columns["num_samples"][index] = len(samples)
         columns["has_text"][index] = bool(row.texts)
-
-    def _window(self, row: Row, by_kind: dict[str, Media], place: float) -> Window:
-        timed = by_kind.get("video") or by_kind.get("audio")
-        if timed is None:
-            return Window(0, 0)
-        span = row.spans[0] if row.spans else None
-        start, end = full_span(timed) if span is None else span
-        return choose_window((start, end), self.inputs.clip_s, place)
 
     def _frames(
         self,
@@ -190,21 +235,10 @@ class ClipColumns:
         return [transform(frame, inputs, self.augment, crop) for frame in pixels]
 
     def _samples(self, by_kind: dict[str, Media], window: Window) -> np.ndarray | None:
-        """Return the samples of the audio, otherwise of the sound of the video."""
-        audio = by_kind.get("audio")
-        if audio is None and "video" in by_kind and by_kind["video"].channels != 0:
-            audio = by_kind["video"]
-        if not self.inputs.audio_rate or audio is None:
-            return None
+        """Return the samples of the clip; None without sound, or if the model takes none."""
         rate = self.inputs.audio_rate
-        try:
-            samples = read_audio(audio.data, *window, rate)
-        except BadMedia as bad:
-            # Without a check at prepare it is not known whether a video has sound.
-            if bad.reason == "no-audio" and audio.kind == "video":
-                return None
-            raise
-        return samples[: round(self.inputs.clip_s * rate)]
+        samples = read_sound(by_kind, window, rate) if rate else None
+        return None if samples is None else samples[: round(self.inputs.clip_s * rate)]
 
     def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the columns of a batch, trimmed to the longest clip.

@@ -1,0 +1,466 @@
+"""A look into a prepared set: a sample of its rows, statistics of more of them, repeated images,
+and quarantined rows. Reading is bounded, whatever the size of the set.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mmray.data.images.decode import BadImage
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.media.excerpt import make_excerpt
+from mmray.data.messages import message_text
+from mmray.data.prepare.rejected import read_rejected_images
+from mmray.data.store.manifest import RECORD_BATCH_ROWS
+from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Row
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.report.summary import quarantine_summary
+from mmray.storage.paths import AnyPath
+
+MAX_ROWS = 10_000  # read for statistics
+MAX_BYTES = 512 << 20  # of these rows, estimated from the size of the shards
+ROWS_PER_READ = 256
+MAX_TOKENS = 1 << 20
+CLIP_S = 10.0  # longest excerpt of audio and video
+MAX_IMAGES = 8  # shown of a row
+MAX_CLIPS = 3  # shown of a row: one for each of its first texts
+MAX_REPEATS = 12  # shown groups of rows with the same image
+MAX_KEYS = 4  # named of a group
+MAX_CELL = 80  # characters of a text in a table
+MEDIA_KINDS = ("image", "images", "audio", "video")
+
+
+@dataclass
+class SetStatistics:
+    """Properties of some rows of a set, or of all if it is small.
+
+    Attributes:
+        num_rows: Number of rows that were read.
+        num_unreadable: Number of rows of a damaged shard, which are left out.
+        num_unsized: Number of images whose size is not known, because `prepare` did not check them.
+        widths: Width of each image and video in pixels.
+        heights: As `widths`.
+        durations_s: Duration of each audio and video in seconds.
+        text_lengths: Number of characters of each caption, or of all messages of a conversation.
+        token_counts: As `text_lengths`, in tokens; empty without a tokenizer.
+        repeats: Numbers of the rows with the same image, audio or video by its digest, the largest
+            group first.
+        repeated_keys: Keys that several rows have.
+    """
+
+    num_rows: int = 0
+    num_unreadable: int = 0
+    num_unsized: int = 0
+    widths: list[int] = field(default_factory=list)
+    heights: list[int] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
+    text_lengths: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    repeats: dict[str, list[int]] = field(default_factory=dict)
+    repeated_keys: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SetRecord:
+    """What the page of a prepared set shows.
+
+    Attributes:
+        prepared: The set, or a split of it.
+        rows: The sampled rows as values for the page, see `_RowViewer.view`.
+        statistics: Properties of more rows.
+        repeats: The largest groups of rows with the same image, audio or video, see
+            `_RowViewer.view_repeat`.
+        quarantine: Counts and examples of quarantined rows, see `quarantine_summary`; an example
+            has also `image`, a thumbnail or None.
+        page: The HTML file, once it is written.
+    """
+
+    prepared: PreparedSet
+    rows: list[dict[str, Any]]
+    statistics: SetStatistics
+    repeats: list[dict[str, Any]]
+    quarantine: dict[str, Any]
+    page: AnyPath | None = None
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media`, `tokens` of the
+        texts, and `text`, the first ones of at most MAX_CELL characters.
+        """
+        table = []
+        for row in self.rows:
+            if row["error"]:
+                table.append({"key": f"row {row['number']}", "text": row["error"]})
+                continue
+            facts = dict(row["facts"])
+            parts = [part for turn in row["turns"] or () for part in turn["parts"]]
+            texts = [part["text"] for part in [*row["texts"], *parts] if part.get("text")]
+            counts = [each["tokens"] for each in row["texts"] if each["tokens"] is not None]
+            tokens = ", ".join(map(str, counts)) or facts.get("text tokens", "")
+            media = [
+                f"{name} {value}" for name, value in row["facts"] if name.endswith(MEDIA_KINDS)
+            ]
+            text = " | ".join(texts)
+            text = text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."
+            cells = {"key": row["key"], "media": "; ".join(media), "tokens": tokens, "text": text}
+            table.append(cells)
+        return table
+
+    @classmethod
+    def read(
+        cls, prepared: PreparedSet, num_rows: int, seed: int, tokenizer_json: str | None
+    ) -> SetRecord:
+        """Read a random sample of a set, and statistics of at most MAX_ROWS rows.
+
+        Args:
+            prepared: The set, or a split of it.
+            num_rows: Number of rows of the sample, or all if the set has fewer.
+            seed: Seed of the choice of rows.
+            tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they
+                are not counted.
+
+        Raises:
+            OSError: The set cannot be read.
+        """
+        draw = np.random.default_rng(seed)
+        total = prepared.num_rows
+        chosen = np.sort(draw.choice(total, min(num_rows, total), replace=False))
+        encoder = TextEncoder(tokenizer_json, MAX_TOKENS) if tokenizer_json else None
+        with closing(SubprocessDecoder()) as decoder:
+            viewer = _RowViewer(prepared, encoder, decoder)
+            read = zip(chosen.tolist(), read_each(prepared, chosen), strict=True)
+            rows = [viewer.view(number, row) for number, row in read]
+            statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
+            groups = list(statistics.repeats.items())[:MAX_REPEATS]
+            repeats = [viewer.view_repeat(*group) for group in groups]
+            quarantine = quarantine_summary([prepared.folder])
+            locations = {row["source"] for row in quarantine["shown"]}
+            images = read_rejected_images(prepared.folder, prepared.manifest, locations)
+            for row in quarantine["shown"]:
+                data = images.get(row["source"])
+                row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
+        return cls(prepared, rows, statistics, repeats, quarantine)
+
+
+def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:
+    """Return the headline numbers of a set, as texts for its page.
+
+    Args:
+        record: What the page shows.
+
+    Returns:
+        (name, value, note) of its rows, media, size on disk and quarantined rows.
+    """
+    prepared = record.prepared
+    manifest = prepared.manifest
+    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
+    figures = [("Rows", f"{prepared.num_rows:,}", splits)]
+    if kinds := prepared.rows_by_media_kinds:
+        text = ", ".join(f"{rows:,} {kind.replace(' ', ' and ')}" for kind, rows in kinds.items())
+        figures.append(("With audio or video", f"{sum(kinds.values()):,}", text))
+    else:
+        by_number = prepared.rows_by_num_images
+        images = sum(number * rows for number, rows in by_number.items())
+        without = f"{by_number[0]:,} rows have none" if by_number.get(0) else ""
+        figures.append(("Images", f"{images:,}", without))
+    megabytes = prepared.num_bytes / 1e6
+    stored = "without images, which are in the source" if manifest.is_index_only else "on disk"
+    size = f"{megabytes / 1000:,.2f} GB" if megabytes >= 1000 else f"{megabytes:,.1f} MB"
+    figures.append(("Size", size, stored))
+    read = f"of {manifest.num_read:,} rows of the source"
+    figures.append(("Quarantined", f"{manifest.num_quarantined:,}", read))
+    return figures
+
+
+def set_notices(record: SetRecord) -> list[str]:
+    """Return sentences about problems of a set, for its page.
+
+    Args:
+        record: What the page shows.
+    """
+    statistics = record.statistics
+    notices = []
+    if statistics.num_unreadable:
+        notices.append(
+            f"{statistics.num_unreadable:,} rows are in damaged shards, and cannot be read: "
+            "prepare the set again into another folder."
+        )
+    if statistics.num_unsized:
+        notices.append(
+            f"The sizes of {statistics.num_unsized:,} images are not known, because the set was "
+            "prepared with --check none; the charts leave them out."
+        )
+    return notices
+
+
+def describe_basis(record: SetRecord) -> str:
+    """Return a sentence about the rows on which charts and repeats are based."""
+    total = record.prepared.num_rows
+    read = record.statistics.num_rows
+    if read + record.statistics.num_unreadable == total:
+        return f"Based on all {total:,} rows."
+    return (
+        f"Based on {read:,} of {total:,} rows: random groups of {RECORD_BATCH_ROWS} adjacent rows."
+    )
+
+
+def describe_repeats(record: SetRecord) -> str:
+    """Return a sentence about rows with the same image, audio or video, and about repeated keys."""
+    statistics = record.statistics
+    rows = len({number for numbers in statistics.repeats.values() for number in numbers})
+    groups = len(statistics.repeats)
+    text = f"{rows:,} rows share {groups:,} images, audio or video files (the same bytes)"
+    if not groups:
+        text = "No two rows have an image, audio or video of the same bytes"
+    keys = statistics.repeated_keys
+    named = f" ({', '.join(keys[:MAX_KEYS])}{', ...' if len(keys) > MAX_KEYS else ''})"
+    text += f"; {len(keys):,} keys are repeated{named if keys else ''}. "
+    if groups > MAX_REPEATS:
+        text += f"The {MAX_REPEATS} largest groups are shown. "
+    manifest = record.prepared.manifest
+    if manifest.num_same_text:
+        text += f"{manifest.num_same_text:,} rows repeat the captions of an earlier row. "
+    return text + describe_basis(record)
+
+
+def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndarray:
+    """Return the numbers of the rows of which statistics are computed.
+
+    They are random groups of 8 adjacent rows, which one request to an object store reads.
+
+    Args:
+        prepared: The set; of at most MAX_ROWS rows and MAX_BYTES all are taken.
+        draw: Source of the random choice.
+
+    Returns:
+        Sorted row numbers, int64.
+    """
+    total = prepared.num_rows
+    mean_bytes = max(1.0, prepared.num_bytes / max(1, total))
+    limit = min(total, MAX_ROWS, max(RECORD_BATCH_ROWS, int(MAX_BYTES / mean_bytes)))
+    num_groups = -(-total // RECORD_BATCH_ROWS)
+    groups = draw.choice(num_groups, -(-limit // RECORD_BATCH_ROWS), replace=False)
+    starts = np.sort(groups) * RECORD_BATCH_ROWS
+    rows = (starts[:, None] + np.arange(RECORD_BATCH_ROWS)).ravel()
+    return rows[rows < total]
+
+
+def read_statistics(
+    prepared: PreparedSet, rows: np.ndarray, encoder: TextEncoder | None
+) -> SetStatistics:
+    """Compute the statistics of some rows, without decoding their media.
+
+    Args:
+        prepared: The set.
+        rows: Row numbers int64 [N], sorted.
+        encoder: Counts tokens; None: they are not counted.
+
+    Raises:
+        OSError: The set cannot be read.
+    """
+    statistics = SetStatistics()
+    by_digest: dict[str, list[int]] = defaultdict(list)
+    by_key: dict[str, int] = defaultdict(int)
+    for start in range(0, len(rows), ROWS_PER_READ):
+        numbers = rows[start : start + ROWS_PER_READ]
+        try:
+            read = prepared.read_without_references(numbers)
+        except ROW_ERRORS:
+            statistics.num_unreadable += len(numbers)
+            continue
+        texts: list[str] = []
+        for number, row in zip(numbers.tolist(), read, strict=True):
+            statistics.num_rows += 1
+            by_key[f"{row.split or ''}/{row.key}"] += 1
+            for digest in {media.sha256 for media in row.media if media.sha256}:
+                by_digest[digest].append(number)
+            _add_media(statistics, row)
+            texts += _texts_of(row)
+        statistics.text_lengths += map(len, texts)
+        statistics.token_counts += _count_tokens(encoder, texts)
+    groups = [group for group in by_digest.items() if len(group[1]) > 1]
+    statistics.repeats = dict(sorted(groups, key=lambda group: (-len(group[1]), group[1])))
+    statistics.repeated_keys = [key.partition("/")[2] for key, count in by_key.items() if count > 1]
+    return statistics
+
+
+def _add_media(statistics: SetStatistics, row: Row) -> None:
+    for media in row.media:
+        if media.duration is not None:
+            statistics.durations_s.append(media.duration)
+        if media.width:
+            statistics.widths.append(media.width)
+            statistics.heights.append(media.height)
+        elif media.kind == "image":
+            statistics.num_unsized += 1
+
+
+def _texts_of(row: Row) -> list[str]:
+    """Return the captions of a row, or its messages as one text."""
+    if row.messages:
+        return ["\n".join(message_text(message) for message in row.messages)]
+    return row.texts
+
+
+def _count_tokens(encoder: TextEncoder | None, texts: Sequence[str]) -> list[int]:
+    if encoder is None or not texts:
+        return []
+    counts: list[int] = encoder.encode(list(texts))[1].tolist()
+    return counts
+
+
+class _RowViewer:
+    """Converts rows to values for the page; a child process decodes their media.
+
+    Args:
+        prepared: The set.
+        encoder: Counts tokens; None: they are not counted.
+        decoder: The child process.
+    """
+
+    def __init__(
+        self, prepared: PreparedSet, encoder: TextEncoder | None, decoder: SubprocessDecoder
+    ) -> None:
+        self._prepared = prepared
+        self._encoder = encoder
+        self._decoder = decoder
+
+    def view(self, number: int, row: Row | Exception) -> dict[str, Any]:
+        """Return the values of a row.
+
+        Args:
+            number: Number of the row in the set.
+            row: The row, or the error with which reading it failed.
+
+        Returns:
+            `number`, and `error`, a sentence, if the row cannot be read. Otherwise `key`, `source`,
+            `facts` (pairs of name and text, such as size and split), `images` (data URIs; None for
+            one that cannot be decoded), `num_hidden` (of the images), `texts` ({`text`, `tokens`,
+            `span`} and maybe `clip` or `clip_error`), and `turns` of a conversation, otherwise
+            None.
+        """
+        if isinstance(row, Exception):
+            return {"number": number, "error": str(row)}
+        images = [media for media in row.media if media.kind == "image"]
+        thumbnails = [self._decoder.thumbnail(media.data) for media in images[:MAX_IMAGES]]
+        values: dict[str, Any] = {
+            "number": number,
+            "error": None,
+            "key": row.key,
+            "source": row.source,
+            "facts": self._facts(row),
+            "images": thumbnails,
+            "num_hidden": len(images) - len(thumbnails),
+            "texts": [],
+            "turns": None,
+        }
+        if row.messages:
+            values["turns"] = self._turns(row, thumbnails)
+            return values
+        tokens = _count_tokens(self._encoder, row.texts)
+        for index, text in enumerate(row.texts):
+            entry: dict[str, Any] = {"text": text, "tokens": tokens[index] if tokens else None}
+            entry["span"] = row.spans[index] if row.spans else None
+            if index < MAX_CLIPS:
+                entry |= self._clip(row.with_text(index))
+            values["texts"].append(entry)
+        if not row.texts:
+            values["texts"].append({"text": "", "tokens": None, "span": None} | self._clip(row))
+        return values
+
+    def view_repeat(self, digest: str, numbers: list[int]) -> dict[str, Any]:
+        """Return the values of a group of rows with the same image, audio or video.
+
+        Args:
+            digest: SHA-256 of its bytes.
+            numbers: Numbers of the rows.
+
+        Returns:
+            `count` of the rows, `keys` of the first ones, `kind` of the medium, and `image`, a
+            thumbnail as data URI or None.
+        """
+        keys = self._prepared.keys(np.array(numbers[:MAX_KEYS]))
+        [row] = read_each(self._prepared, np.array(numbers[:1]))
+        media = [] if isinstance(row, Exception) else row.media
+        same = next((each for each in media if each.sha256 == digest), None)
+        image = None
+        if same is not None and same.kind == "image":
+            image = self._decoder.thumbnail(same.data)
+        kind = "not readable" if same is None else same.kind
+        return {"count": len(numbers), "keys": keys, "kind": kind, "image": image}
+
+    def _turns(self, row: Row, thumbnails: list[str | None]) -> list[dict[str, Any]]:
+        """Return the messages of a conversation; each media part takes the next medium."""
+        images = iter(thumbnails)
+        others = {
+            kind: iter([media for media in row.media if media.kind == kind])
+            for kind in ("audio", "video")
+        }
+        turns = []
+        for message in row.messages or ():
+            parts: list[dict[str, Any]] = []
+            for part in message["content"]:
+                kind = part["type"]
+                if kind == "image":
+                    parts.append({"image": next(images, None)})
+                elif kind == "text":
+                    parts.append({"text": part["text"]})
+                else:
+                    media = [next(others[kind])]
+                    parts.append(self._clip(replace(row, media=media)))
+            turns.append({"role": message["role"], "parts": parts})
+        return turns
+
+    def _clip(self, row: Row) -> dict[str, Any]:
+        """Return the excerpt of a row with at most one text as `clip`, or its error as
+        `clip_error`; nothing for a row without audio and video.
+        """
+        if all(media.kind == "image" for media in row.media):
+            return {}
+        try:
+            return {"clip": self._decoder.request(make_excerpt, row, CLIP_S)}
+        except BadImage as bad:
+            return {"clip_error": str(bad)}
+
+    def _facts(self, row: Row) -> list[tuple[str, str]]:
+        facts = []
+        for kind in dict.fromkeys(media.kind for media in row.media):
+            same = [describe_media(media) for media in row.media if media.kind == kind]
+            name = kind if len(same) == 1 else f"{len(same)} {kind}s"
+            facts.append((name, "; ".join(dict.fromkeys(same[:MAX_IMAGES]))))
+        if row.messages and self._encoder:
+            facts.append(("text tokens", f"{_count_tokens(self._encoder, _texts_of(row))[0]:,}"))
+        if row.label is not None:
+            names = self._prepared.manifest.class_names
+            name = f" ({names[row.label]})" if row.label < len(names) else ""
+            facts.append(("label", f"{row.label}{name}"))
+        if row.boxes:
+            facts.append(("boxes", f"{len(row.boxes):,}"))
+        named = {"split": row.split, "language": row.language}
+        facts += [(name, value) for name, value in named.items() if value]
+        return facts
+
+
+def describe_media(media: Any) -> str:
+    """Return size, duration, rate and channels of an image, audio or video in one line.
+
+    Args:
+        media: A `Media` of a row.
+    """
+    parts = [f"{media.width} × {media.height}"] if media.width else []
+    if media.duration is not None:
+        parts.append(f"{media.duration:.2f} s")
+    if media.rate:
+        unit = "frames/s" if media.kind == "video" else "Hz"
+        parts.append(f"{media.rate:g} {unit}")
+    if media.channels and media.kind == "audio":
+        parts.append(f"{media.channels} channel{'s' * (media.channels > 1)}")
+    return ", ".join(parts) or "not checked"

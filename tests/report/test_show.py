@@ -1,0 +1,178 @@
+"""The page of a prepared set: rows, media with times, histograms, repeats, and quarantined rows."""
+
+import base64
+import hashlib
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import mmray
+from mmray import cli
+from mmray.config import Prepare
+from mmray.console.reporter import ConsoleReporter
+from mmray.data.media.decode import read_audio
+from mmray.data.prepare import pipeline
+from mmray.data.store.stored_row import Media, Row
+from mmray.errors import UsageError
+from mmray.report import prepared as prepared_module
+from tests.data.media.synthetic import encode_video, read_clock, time_of_sweep
+from tests.made import encode, image_media, make_set, noisy, row
+from tests.report.test_write import MAX_BYTES, plots
+
+HOSTILE = "<script>alert(1)<"
+
+
+def text_of(page):
+    """A page without the bundled library, which is most of it."""
+    return re.sub(r'id="plotly">[^<]*<', 'id="plotly"><', page.read_text())
+
+
+def decoded(uri):
+    return base64.b64decode(uri.partition(",")[2])
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Six rows of images of two sizes, a truncated one, a duplicate, and a missing file."""
+    monkeypatch.setattr(pipeline, "map_tasks", lambda work, items: (work(item) for item in items))
+    folder = tmp_path / "source"
+    folder.mkdir()
+    names = [f"{number}.jpg" for number in range(6)]
+    for number, name in enumerate(names):
+        pixels = np.random.default_rng(number).integers(0, 256, (40, 60 + 20 * (number % 2), 3))
+        data = encode(Image.fromarray(pixels.astype(np.uint8)), "JPEG")
+        (folder / name).write_bytes(data)
+    whole = (folder / "0.jpg").read_bytes()
+    (folder / "truncated.jpg").write_bytes(whole[: len(whole) // 2])
+    names += ["truncated.jpg", "0.jpg", "missing.jpg"]
+    lines = [
+        {"id": f"row-{number}", "image": name, "text": f"caption {number} {HOSTILE}"}
+        for number, name in enumerate(names)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, source):
+    out = tmp_path / "set"
+    settings = Prepare(max_bad_fraction=1.0, vocab_size=60)
+    pipeline.prepare(str(source / "rows.jsonl"), str(out), settings)
+    shown = mmray.show(out)
+    page = text_of(shown.page)
+    assert shown.page == out / "show.html" and shown.page.stat().st_size < MAX_BYTES
+    assert plots(page) == ["sizes", "ratios", "lengths", "tokens"]
+    assert page.count('class="card example sampled"') == len(shown.rows) == 6
+    assert HOSTILE not in page and "&lt;script&gt;alert(1)" in page and "60 × 40" in page
+    assert re.search(r"\d+ tokens", page) and "Based on all 6 rows." in page
+    assert {name["key"]: name["media"] for name in shown.table}["row-1"] == "image 80 × 40"
+    assert sorted(shown.statistics.widths) == [60, 60, 60, 80, 80, 80]
+    images = {each["reason"]: each["image"] for each in shown.quarantine["shown"]}
+    assert images["truncated"] and images["duplicate"] and images["missing-image"] is None
+    # The upper half of the truncated image is there.
+    thumbnail = np.asarray(Image.open(io.BytesIO(decoded(images["truncated"]))).convert("RGB"))
+    assert thumbnail[: len(thumbnail) // 4].std() > 30 and thumbnail[-3:].std() < 10
+    shutil.rmtree(source)
+    assert mmray.show(out, rows=2).quarantine["shown"][0]["image"] is None
+
+
+def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):
+    data = encode_video(audio="aac", b_frames=2)
+    video = clip_media(data, "video", width=64, height=64)
+    spans = [[0.2, 0.9], [1.0, 2.6]]
+    rows = [Row("a", [video], ["first", "second"], source="a:1", spans=spans)]
+    broken = clip_media(data[:99], "audio")
+    rows.append(Row("b", [broken], ["third"], source="a:2", spans=[[0.0, 1.0]]))
+    make_set(tmp_path / "set", rows)
+    first, second = mmray.show(tmp_path / "set").rows
+    for text, (start, end) in zip(first["texts"], spans, strict=True):
+        frames = text["clip"]["frames"]
+        times = [frame["time_s"] for frame in frames]
+        assert len(times) == 6 and times == sorted(times)
+        assert start - 0.05 < times[0] and times[-1] < end
+        for frame in frames:
+            pixels = np.asarray(Image.open(io.BytesIO(decoded(frame["image"]))).convert("RGB"))
+            assert abs(read_clock(pixels) / 1000 - frame["time_s"]) < 0.002
+        samples = read_audio(decoded(text["clip"]["sound"]), 0.0, end - start, 24_000)
+        middle = samples[len(samples) // 2 - 1200 : len(samples) // 2 + 1200]
+        assert abs(time_of_sweep(middle, 24_000) - (start + end) / 2) < 0.05
+    page = text_of(tmp_path / "set" / "show.html")
+    assert page.count("<audio controls") == 2 and "0.20 to 0.90 s" in page
+    assert "cannot be decoded" in page and "clip" not in second["texts"][0]
+
+
+def test_conversations_repeats_and_classes_are_shown(tmp_path):
+    messages = [
+        {"role": "user", "content": [part("image"), part("video"), part("text", "Which color?")]},
+        {"role": "assistant", "content": [part("text", "gray")]},
+    ]
+    same = [image_media(noisy(3)), clip_media(encode_video(), "video")]
+    rows = [Row(f"chat-{n}", same, [], source=f"a:{n}", messages=messages) for n in range(3)]
+    rows += [row(0), row(1)]
+    make_set(tmp_path / "set", rows)
+    shown = mmray.show(tmp_path / "set", tmp_path / "page.html")
+    chat = next(each for each in shown.rows if each["key"] == "chat-0")
+    first, second, _ = chat["turns"][0]["parts"]
+    assert first["image"] and len(second["clip"]["frames"]) == 6 and not second["clip"]["sound"]
+    assert chat["turns"][1] == {"role": "assistant", "parts": [{"text": "gray"}]}
+    assert dict(chat["facts"])["text tokens"]
+    assert {(repeat["count"], repeat["kind"]) for repeat in shown.repeats} == {
+        (3, "image"),
+        (3, "video"),
+    }
+    assert set(shown.repeats[0]["keys"]) == {"chat-0", "chat-1", "chat-2"}
+    assert "3 rows share 2 images, audio or video files" in text_of(shown.page)
+
+
+def part(kind, words=None):
+    """A content part of a message."""
+    return {"type": kind, "text": words}
+
+
+def clip_media(data, kind, **header):
+    """Audio or video of a row."""
+    return Media(kind, data, sha256=hashlib.sha256(data).hexdigest(), **header)
+
+
+def test_large_set_is_read_in_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_module, "MAX_ROWS", 16)
+    made = make_set(tmp_path / "set", [row(number, noisy(number)) for number in range(90)])
+    numbers = []
+    for name in ("read", "read_without_references"):
+        read = getattr(type(made), name)
+        monkeypatch.setattr(
+            type(made),
+            name,
+            lambda self, rows, *rest, read=read: numbers.extend(rows) or read(self, rows, *rest),
+        )
+    shown = mmray.show(tmp_path / "set", rows=5)
+    assert len(numbers) == 5 + 16
+    assert "Based on 16 of 90 rows: random groups of 8 adjacent rows." in text_of(shown.page)
+    keys = [each["key"] for each in shown.rows]
+    assert keys == [each["key"] for each in mmray.show(tmp_path / "set", rows=5).rows]
+    assert keys != [each["key"] for each in mmray.show(tmp_path / "set", rows=5, seed=1).rows]
+
+
+def test_set_on_an_object_store_is_shown_by_the_command(s3, capsys):
+    make_set(f"{s3.address}/set", [row(number, noisy(number)) for number in range(20)])
+    console = ConsoleReporter()
+    assert cli.run(["show", f"{s3.address}/set", "--rows", "3"], console) == 0
+    printed = capsys.readouterr().out
+    assert "Based on all 20 rows." in printed and "show.html" in printed
+    assert len(re.findall(r"row-\d+ +image 24 × 20 ", printed)) == 3
+
+
+def test_wrong_arguments_are_explained(tmp_path, capsys):
+    make_set(tmp_path / "set", [row(0)])
+    console = ConsoleReporter()
+    assert cli.run(["show", str(tmp_path)], console) == 5
+    assert "is not a prepared set" in capsys.readouterr().err
+    assert cli.run(["show", str(tmp_path / "set"), "--rows", "0"], console) == 2
+    with pytest.raises(UsageError, match="--rows: must be above 0"):
+        mmray.show(tmp_path / "set", rows=0)
+    with pytest.raises(UsageError, match="choose another --out"):
+        mmray.show(tmp_path / "set", tmp_path / "set")
