@@ -427,6 +427,7 @@ def evaluate(
     address: str | None = None,
     workers: int | None = None,
     accelerator: Accelerator | None = None,
+    interpolate: float = 1.0,
     reporter: RunReporter | None = None,
     **settings: Any,
 ) -> dict[str, float]:
@@ -444,6 +445,8 @@ def evaluate(
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
         accelerator: device of the workers; None: as in training.
+        interpolate: share of the trained weights; the rest is of the weights that the run started
+            from (WiSE-FT).
         reporter: receives messages and progress; None: they are shown.
         **settings: settings of the evaluation that differ from the run's, fields of
             `mmray.config.EvalSettings` such as `batch=64`.
@@ -471,6 +474,7 @@ def evaluate(
             EvalSettings.model_validate(dict(saved) | settings),
             where,
             captions,
+            interpolate,
             workers=workers,
             accelerator=accelerator,
         )

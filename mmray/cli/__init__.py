@@ -63,7 +63,7 @@ USAGE = {
     "show": "SET [--rows 24] [--tokenizer DIR] [--out FILE]",
     "tune": "[RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]",
     "evaluate": "RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] "
-    "[--json FILE]",
+    "[--interpolate 0,0.5,1] [--json FILE]",
     "export": "RUN OUT [--step N|best] [--interpolate SHARE], or --weights FILE OUT "
     "[--model.SETTING VALUE ...]",
     "report": "RUN [--out FILE]",

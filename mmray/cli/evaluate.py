@@ -12,7 +12,7 @@ from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel
 from mmray.config.model_kinds import TwoTower
 from mmray.console.reporter import ConsoleReporter
-from mmray.console.tables import scores_tables
+from mmray.console.tables import interpolation_table, scores_tables
 from mmray.errors import UsageError
 
 
@@ -51,6 +51,9 @@ class EvaluateCommand(_Options):
     """Prepared set or raw source; None: the run's held-out rows."""
     step: int | Literal["best"] | None = None
     """Step of the checkpoint, or `best`; None: the newest valid one."""
+    interpolate: str | None = None
+    """Shares of the trained weights to evaluate, such as 0,0.25,0.5,0.75,1; the rest is of the
+    weights that the run started with (WiSE-FT). None: the trained weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +86,12 @@ def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     if weights := flag_values("--weights", argv):
         metrics, json_file = _evaluate_weights(weights[-1], argv, console)
+    elif flag_values("--interpolate", argv):
+        return _evaluate_interpolated(argv, console)
     else:
-        metrics, json_file = _evaluate_run(argv, console)
+        command = parse_evaluate(argv)
+        metrics = _evaluate_run(command, 1.0, console)
+        json_file = command.json
     console.print(*scores_tables(metrics))
     write_json(json_file, {"metrics": metrics})
     return 0
@@ -114,13 +121,48 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     return command
 
 
-def _evaluate_run(
-    argv: Sequence[str], console: ConsoleReporter
-) -> tuple[dict[str, float], str | None]:
-    """Evaluate a run; return its metrics and the file of --json."""
+def _evaluate_interpolated(argv: Sequence[str], console: ConsoleReporter) -> int:
+    """Evaluate weights between start and end of a run; print a table with a line for each share."""
     command = parse_evaluate(argv)
+    by_share = {}
+    for share in parse_shares(command.interpolate or ""):
+        by_share[share] = _evaluate_run(command, share, console)
+    console.print(interpolation_table(by_share))
+    rows = [{"share": share, "metrics": metrics} for share, metrics in by_share.items()]
+    write_json(command.json, {"interpolate": rows})
+    return 0
+
+
+def parse_shares(text: str) -> list[float]:
+    """Return the numbers of `--interpolate`.
+
+    Args:
+        text: Numbers from 0 to 1, separated by commas.
+
+    Raises:
+        UsageError: A part is not such a number, or is given twice.
+    """
+    shares: list[float] = []
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1 or share in shares:
+            raise UsageError(
+                f"--interpolate {text}: {part.strip()!r} must be a number from 0 (the start) to 1 "
+                "(the end), given once; write them as 0,0.25,0.5,0.75,1"
+            )
+        shares.append(share)
+    return shares
+
+
+def _evaluate_run(
+    command: EvaluateCommand, interpolate: float, console: ConsoleReporter
+) -> dict[str, float]:
+    """Evaluate a run, and return its metrics."""
     with console.show_progress("evaluating"):
-        metrics = api.evaluate(
+        return api.evaluate(
             command.run,
             command.data,
             split=command.split,
@@ -130,10 +172,10 @@ def _evaluate_run(
             address=command.address,
             workers=command.workers,
             accelerator=command.accelerator,
+            interpolate=interpolate,
             reporter=console,
             **dict(command.evaluate),
         )
-    return metrics, command.json
 
 
 def _evaluate_weights(

@@ -8,9 +8,21 @@ from typing import Any, Literal
 from rich import box
 from rich.table import Table
 
-from mmray.report.run import format_compact, non_retrieval_metrics, recall_rows
+from mmray.report.run import (
+    format_compact,
+    non_retrieval_metrics,
+    recall_rows,
+    scores_by_set,
+)
 
 MIN_WIDTH = 12  # of a column of text in a narrow terminal
+# Titles of the metrics by which interpolated weights are compared.
+MAIN_METRICS = {
+    "recall_at_1/mean": "recall@1",
+    "zero_shot/top_1": "zero-shot top 1",
+    "exact_match": "exact match",
+    "perplexity": "perplexity",
+}
 COMPACT = "compact"  # style of a column: about three digits
 
 
@@ -53,6 +65,26 @@ def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
         return [others]
     columns = {name: (name, ">" if name else "") for name in rows[0]}
     return [rows_table(rows, columns), others]
+
+
+def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
+    """Return the trade-off between the sets of evaluations of interpolated weights.
+
+    Args:
+        by_share: metrics by name for each share of the trained weights, at least one; those of a
+            set with a name as `NAME/METRIC`.
+
+    Returns:
+        A table with a line per share, and per set a column of each of its main metrics
+        (MAIN_METRICS), otherwise of its loss.
+    """
+    columns = {"share": ("share", "g")}
+    for name, metrics in scores_by_set(next(iter(by_share.values()))).items():
+        main = [metric for metric in MAIN_METRICS if metric in metrics] or ["loss"]
+        for metric in main:
+            full = f"{name}/{metric}" if name else metric
+            columns[full] = (f"{name} {MAIN_METRICS.get(metric, metric)}".strip(), ".3f")
+    return rows_table([{"share": share, **each} for share, each in by_share.items()], columns)
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:

@@ -173,9 +173,7 @@ def export_run(
             )
         spec = config.model.model_dump(mode="json")
         return export_vlm(load_model(config, checkpoint), spec, out, adapters_only=True)
-    model = lora.merge_adapters(load_model(config, checkpoint))
-    if interpolate != 1:
-        interpolate_from_start(model, config, interpolate)
+    model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
     model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
     return _export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
 
@@ -195,16 +193,31 @@ def interpolate_from_start(model: nn.Module, config: Config, share: float) -> No
     Raises:
         UsageError: The share is outside 0 to 1, or the run did not start from `model.weights`.
     """
+    _check_interpolation(config, share)
+    start = build(config.model.replace(lora=Lora()), config.model.vocab_size).state_dict()
+    for name, trained in model.state_dict().items():
+        if trained.is_floating_point():
+            trained.copy_(torch.lerp(start[name].to(trained), trained, share))
+
+
+def _load_interpolated(config: Config, checkpoint: AnyPath | None, share: float) -> nn.Module:
+    """Return the model of a checkpoint; with a share below 1 interpolated, without adapters."""
+    model = load_model(config, checkpoint)
+    if share == 1:
+        return model
+    model = lora.merge_adapters(model)
+    interpolate_from_start(model, config, share)
+    return model
+
+
+def _check_interpolation(config: Config, share: float) -> None:
+    """Raise UsageError if a run has no weights that its trained ones can be interpolated with."""
     if not 0 <= share <= 1:
         raise UsageError(f"--interpolate {share:g}: must be between 0 (the start) and 1 (the end)")
     if getattr(config.model, "weights", "none") == "none":
         raise UsageError(
             "--interpolate needs a run that started from `model.weights`; this run has random ones"
         )
-    start = build(config.model.replace(lora=Lora()), config.model.vocab_size).state_dict()
-    for name, trained in model.state_dict().items():
-        if trained.is_floating_point():
-            trained.copy_(torch.lerp(start[name].to(trained), trained, share))
 
 
 def export_pretrained(
@@ -248,6 +261,7 @@ def evaluate_run(
     settings: EvalSettings | None = None,
     where: str | None = None,
     captions: str | None = None,
+    interpolate: float = 1.0,
     **cluster: Any,
 ) -> dict[str, float]:
     """Evaluate a checkpoint of a run.
@@ -263,18 +277,23 @@ def evaluate_run(
         where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
             `data` is given.
         captions: Column of captions; None: `data.eval_captions` of the run, unless `data` is given.
+        interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
+            which the run started.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
         Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
 
     Raises:
-        UsageError: There is no such checkpoint, or the model cannot be evaluated as configured.
+        UsageError: There is no such checkpoint, the model cannot be evaluated as configured, or the
+            run did not start from `model.weights`.
         DataError: The set cannot be opened.
         ResourceError: The cluster cannot provide the workers.
         TrainingError: A worker failed.
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
+    if interpolate != 1:
+        _check_interpolation(config, interpolate)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     given = {"eval_where": where, "eval_captions": captions}
@@ -286,7 +305,7 @@ def evaluate_run(
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
         # On one machine the workers of a training cluster would only share its devices.
         config = config.with_cluster(workers=max(1, min(config.cluster.max_workers, count_gpus())))
-    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter)
+    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, interpolate)
 
 
 def evaluate_pretrained(
@@ -333,6 +352,7 @@ def _evaluate(
     data: str | None,
     split: str | None,
     reporter: RunReporter,
+    interpolate: float = 1.0,
 ) -> dict[str, float]:
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
@@ -343,6 +363,7 @@ def _evaluate(
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))
+    load = partial(_load_interpolated, config, checkpoint, interpolate)
     on_ray = needs_ray(config.cluster)
     with ray_session(config.cluster, log=reporter.log) if on_ray else nullcontext():
         if on_ray:
@@ -359,7 +380,9 @@ def _evaluate(
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())
-        reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {names}", "evaluate")
+        part = f"{interpolate:g} x " if interpolate != 1 else ""
+        of_weights = f"{part}{checkpoint or model.weights}"
+        reporter.log(f"{of_weights} on {total:,} rows of {names}", "evaluate")
         rows: list[int] = []  # of the batches that are done
 
         def on_rows(num_rows: int) -> None:
@@ -367,14 +390,12 @@ def _evaluate(
             reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
 
         if on_ray:
-            return _score_on_ray(
-                config, tokenizer_json, held_out, checkpoint, folder, reporter, on_rows
-            )
+            return _score_on_ray(config, tokenizer_json, held_out, load, folder, reporter, on_rows)
         config = resolve_on_this_machine(config)
         on_gpu = config.cluster.accelerator == "gpu"
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
         device = torch.device("cuda" if on_gpu else "cpu")
-        return _score(config, tokenizer_json, held_out, checkpoint, on_rows, device)
+        return _score(config, tokenizer_json, held_out, load, on_rows, device)
 
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
@@ -388,7 +409,7 @@ def _score_on_ray(
     config: Config,
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    checkpoint: AnyPath | None,
+    load: Callable[[], nn.Module],
     folder: AnyPath,
     reporter: RunReporter,
     on_rows: Callable[[int], None],
@@ -417,7 +438,7 @@ def _score_on_ray(
     def send_rows(num_rows: int) -> None:
         coordinator.push.remote({"rows": num_rows})
 
-    score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
+    score = partial(_score, config, tokenizer_json, held_out, load, send_rows)
     trainer = ray_trainer.torch_trainer(score, config, to_path(folder), demand, queue_timeout_s)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
@@ -530,7 +551,7 @@ def _score(
     config: Config,
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    checkpoint: AnyPath | None,
+    load: Callable[[], nn.Module],
     on_rows: Callable[[int], None],
     device: torch.device | None = None,
 ) -> dict[str, Any]:
@@ -540,7 +561,7 @@ def _score(
 
         device = ray.train.torch.get_device()
     group = Group.current(device)
-    model = load_model(config, checkpoint)
+    model = load()
     check_evaluable(config, model)
     evaluator = build_evaluator(config, held_out, tokenizer_json, on_rows)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mmray
 from mmray import cli
-from mmray.config import Batch, Clip, ClipImage, ClipText, Config, Inputs, Lora
+from mmray.config import Batch, Clip, ClipImage, ClipText, Config, Inputs, Lora, to_yaml
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
@@ -30,7 +31,7 @@ from mmray.training import evaluate_export, run_dir
 from mmray.training.evaluate_export import interpolate_from_start, load_model
 from tests.checkpoints import save_checkpoint
 from tests.data.prepare.test_pipeline import make_source, run_here
-from tests.made import CAPTIONS, make_set, row
+from tests.made import CAPTIONS, make_set, noisy, row
 from tests.training import runs
 
 
@@ -88,6 +89,56 @@ def test_interpolated_weights_lie_between_start_and_end(tmp_path: Path) -> None:
     random = config.model_copy(update={"model": spec.model_copy(update={"weights": "none"})})
     with pytest.raises(UsageError, match="this run has random ones"):
         interpolate_from_start(merged, random, 0.5)
+
+
+def test_interpolated_weights_are_evaluated_on_named_sets(tmp_path: Path, capsys: Any) -> None:
+    """Each share has the metrics of its export, and the table has a column for each set."""
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    shape = {"width": 16, "depth": 1, "heads": 2}
+    inputs = Inputs(image_side=16, max_tokens=8)
+    image = ClipImage(patch=8, **shape)
+    spec = Clip(inputs=inputs, image=image, text=ClipText(**shape), embed_dim=8, vocab_size=60)
+    torch.manual_seed(0)
+    start = export(build(spec, 60), spec.model_dump(mode="json"), tokenizer, tmp_path / "start")
+    config = runs.config("none", tmp_path, "run")
+    config = config.replace(model=spec.replace(weights=str(start)), recipe="mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "tokenizer.json").write_text(tokenizer)
+    torch.manual_seed(1)
+    trained = build(spec, 60)
+    meta = {"architecture": trained.architecture(), "rows_consumed": 0}
+    save_checkpoint(folder / "checkpoints", 3, {"model": trained.state_dict()}, meta)
+    words = ["a", "red", "much", "longer", "caption"]
+    captions = [
+        " ".join(word for bit, word in enumerate(words) if number >> bit & 1)
+        for number in range(1, 32)
+    ]
+    for name, first in (("one", 0), ("two", 16)):
+        numbers = range(first, first + 15)
+        make_set(tmp_path / name, [row(n, noisy(n), [captions[n]]) for n in numbers])
+    data = f"one={tmp_path / 'one'}, two={tmp_path / 'two'}"
+    command = ["evaluate", str(folder), "--data", data, "--interpolate", "0,0.5,1"]
+    command += ["--json", str(tmp_path / "out.json")]
+    assert cli.run(command, ConsoleReporter()) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"share +one recall@1 +two recall@1", printed)
+    assert re.search(r"^ *0\.5( +[01]\.\d{3}){2}", printed, re.M)
+    found = json.loads((tmp_path / "out.json").read_text())["interpolate"]
+    assert [each["share"] for each in found] == [0, 0.5, 1]
+    for each in found:
+        out = tmp_path / f"export-{each['share']}"
+        mmray.export(folder, out, interpolate=each["share"], reporter=runs.Silent())
+        expected = mmray.evaluate_weights(out, data, batch=8, reporter=runs.Silent())
+        for name, value in expected.items():
+            if "loss" not in name:  # of another global batch
+                assert each["metrics"][name] == pytest.approx(value, abs=1e-6)
+    assert found[0]["metrics"] != found[2]["metrics"]
+    for shares in ("0,1.5", "0,a", "0,0"):
+        command = ["evaluate", str(folder), "--data", data, "--interpolate", shares]
+        assert cli.run(command, ConsoleReporter()) == 2
+        assert "must be a number from 0" in capsys.readouterr().err
 
 
 def test_default_set_is_what_the_run_held_out(
@@ -220,7 +271,7 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
         config,
         held_out.tokenizer_json or "",
         {"": held_out},
-        found,
+        partial(load_model, config, found),
         progress.append,
         torch.device("cpu"),
     )
