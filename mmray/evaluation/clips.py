@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,20 @@ from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, rows_of_rank
+from mmray.evaluation.clip_examples import ClipExamples, ClipRanks
 from mmray.evaluation.embeddings import Group, RowFile, eval_mode, gather_rows
 from mmray.evaluation.evaluator import compute_ranks_in_parallel
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
+
+
+class _Clip(NamedTuple):
+    """A row with one of its texts, and its columns of a batch."""
+
+    row: Row
+    columns: dict[str, np.ndarray]
+    row_number: int
+    text_number: int
 
 
 class ClipEvaluator(EvalDataset):
@@ -48,7 +58,8 @@ class ClipEvaluator(EvalDataset):
             group: The ranks.
             objective: Not used.
             global_rows: Not used.
-            save_examples: Not used.
+            save_examples: Called with examples of hits and misses as JSON values, the content of
+                examples.json; given on one rank or none.
 
         Returns:
             Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
@@ -68,35 +79,42 @@ class ClipEvaluator(EvalDataset):
                 for name, embed in outputs.items()
                 if name.endswith("_embed")
             }
-            hashes = RowFile(1, np.int64)
+            identities = RowFile(3, np.int64)  # hash of the text, row, number of the text
             for batch in self._batches(group, skipped):
                 on_device = {name: column.to(group.device) for name, column in batch.items()}
                 outputs = model(on_device)
                 for name, file in files.items():
                     file.write(outputs[f"{name}_embed"].float().cpu())
-                hashes.write(batch["text_hash"])
+                identities.write(batch["identity"])
         # After the loop, because the ranks may have different numbers of batches.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
-        text_hash = gather_rows(hashes, group).flatten()
+        identity = gather_rows(identities, group)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
-        if not len(text_hash):
+        if not len(identity):
             raise DataError(
                 f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}"
             )
         metrics: dict[str, float] = {}
+        inputs: Any = self.inputs
+        examples = ClipExamples(self.prepared, identity[:, 1:], inputs.clip_s, group.device)
         for query, gallery in permutations(embeds, 2):
-            ranks = _ranks(embeds[query], embeds[gallery], text_hash, group, query, gallery)
-            if len(ranks):
-                metrics |= retrieval.retrieval_metrics(ranks, f"{query}_to_{gallery}")
+            direction = f"{query}_to_{gallery}"
+            found = _ranks(embeds, query, gallery, identity[:, 0], group)
+            if len(found.ranks):
+                metrics |= retrieval.retrieval_metrics(found.ranks, direction)
+                if save_examples is not None:
+                    examples.add(direction, found)
         recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
         if not recalls:
             raise DataError(
                 f"no clip of {self.prepared.folder} has two of {', '.join(embeds)}, which are "
                 "to be compared"
             )
+        if save_examples is not None:
+            save_examples(examples.values())
         return metrics | {
             "recall_at_1/mean": sum(recalls) / len(recalls),
-            "rows": float(len(text_hash)),
+            "rows": float(len(identity)),
             "bad_rows": float(bad_rows),
         }
 
@@ -107,20 +125,20 @@ class ClipEvaluator(EvalDataset):
         for first in range(0, len(numbers), settings.batch):
             part = numbers[first : first + settings.batch]
             rows = read_each(self.prepared, part)
-            clips: list[tuple[Row, dict[str, np.ndarray]]] = []
+            clips: list[_Clip] = []
             for number, row in zip(part.tolist(), rows, strict=True):
                 try:
                     if isinstance(row, Exception):
                         raise row
-                    clips += self._clips_of(row)
+                    clips += self._clips_of(row, number)
                 except ROW_ERRORS as error:
                     skipped.append(f"row {number}: {error}")
             for at in range(0, len(clips), settings.batch):
                 yield self._collate(clips[at : at + settings.batch])
             self.on_rows(len(part))
 
-    def _clips_of(self, row: Row) -> list[tuple[Row, dict[str, np.ndarray]]]:
-        """Return the columns of each clip of a row. Raises BadImage."""
+    def _clips_of(self, row: Row, row_number: int) -> list[_Clip]:
+        """Return each clip of a row. Raises BadImage."""
         if not row.checksum_ok:
             raise BadImage("checksum", f"{row.key}: its bytes differ from those that were prepared")
         clips = []
@@ -130,41 +148,49 @@ class ClipEvaluator(EvalDataset):
             for extra in self.reader.extra_columns:
                 columns |= extra.empty(1)
                 extra.set_row(columns, 0, clip, (0, 0), None)
-            clips.append((clip, columns))
+            clips.append(_Clip(clip, columns, row_number, number))
         return clips
 
-    def _collate(self, clips: list[tuple[Row, dict[str, np.ndarray]]]) -> Batch:
-        columns = {name: np.concatenate([each[name] for _, each in clips]) for name in clips[0][1]}
-        texts = [(self.encoder.format_texts(row) or [""])[0] for row, _ in clips]
+    def _collate(self, clips: list[_Clip]) -> Batch:
+        columns = {
+            name: np.concatenate([clip.columns[name] for clip in clips])
+            for name in clips[0].columns
+        }
+        texts = [(self.encoder.format_texts(clip.row) or [""])[0] for clip in clips]
         input_ids, num_tokens = self.encoder.encode(texts)
-        hashes = [
-            hash_key(f"{text or row.key}") for text, (row, _) in zip(texts, clips, strict=True)
+        identities = [
+            [hash_key(text or clip.row.key), clip.row_number, clip.text_number]
+            for text, clip in zip(texts, clips, strict=True)
         ]
         return (
             token_columns(input_ids, num_tokens)
             | extra_tensors(columns, self.reader.extra_columns)
             | {
-                "text_hash": torch.tensor(hashes),
+                "identity": torch.tensor(identities),
                 "valid": torch.ones(len(clips), dtype=torch.bool),
             }
         )
 
 
 def _ranks(
-    queries: Tensor, gallery: Tensor, text_hash: Tensor, group: Group, query: str, answer: str
-) -> Tensor:
-    """Return the rank of the correct result of each clip that has both modalities, int64."""
-    kept = queries.any(dim=1) & gallery.any(dim=1)
-    queries = queries[kept]
-    gallery = gallery[kept]
-    index = torch.arange(len(queries))
-    if "text" not in (query, answer):
-        return compute_ranks_in_parallel(queries, gallery, torch.stack([index, index]), group)
+    embeds: dict[str, Tensor], query: str, gallery: str, text_hash: Tensor, group: Group
+) -> ClipRanks:
+    """Return the ranks of a direction, of the clips that have both modalities."""
+    numbers = (embeds[query].any(dim=1) & embeds[gallery].any(dim=1)).nonzero().flatten()
+    queries = embeds[query][numbers]
+    results = embeds[gallery][numbers]
+    index = torch.arange(len(numbers))
+    if "text" not in (query, gallery):
+        pairs = torch.stack([index, index])
+        ranks = compute_ranks_in_parallel(queries, results, pairs, group)
+        return ClipRanks(numbers, ranks, queries, results, numbers, index, index)
     # Equal texts are one item, which is correct for all their clips.
-    _, text_id = text_hash[kept].unique(return_inverse=True)
+    _, text_id = text_hash[numbers].unique(return_inverse=True)
     first = first_index(text_id)
-    if answer == "text":
+    if gallery == "text":
         pairs = torch.stack([index, text_id])
-        return compute_ranks_in_parallel(queries, gallery[first], pairs, group, text_id.bincount())
-    ranks = compute_ranks_in_parallel(queries[first], gallery, torch.stack([text_id, index]), group)
-    return ranks[text_id]
+        ranks = compute_ranks_in_parallel(queries, results[first], pairs, group, text_id.bincount())
+        items = torch.arange(len(first))
+        return ClipRanks(numbers, ranks, queries, results[first], numbers[first], text_id, items)
+    ranks = compute_ranks_in_parallel(queries[first], results, torch.stack([text_id, index]), group)
+    return ClipRanks(numbers, ranks[text_id], queries, results, numbers, text_id, text_id)

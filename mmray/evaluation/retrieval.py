@@ -318,25 +318,23 @@ def _index_in_run(values: Tensor) -> Tensor:
     return torch.arange(len(values)) - starts.repeat_interleave(lengths)
 
 
-def select_queries(ranks: Tensor) -> Tensor:
+def select_queries(ranks: Tensor, count: int = NUM_SHOWN) -> Tensor:
     """Return the indices of the queries to show as examples.
 
     Args:
         ranks: Rank of the correct result of each query, int64 [Q]; 1 is a hit.
+        count: Number of hits, and of misses, at least 2.
 
     Returns:
-        int64, at most NUM_SHOWN (6) hits, evenly spaced, then at most NUM_SHOWN misses, evenly
-        spaced in the order of their ranks.
+        int64, at most `count` hits, evenly spaced, then at most `count` misses, evenly spaced in
+        the order of their ranks.
     """
     hits = (ranks == 1).nonzero().flatten()
     misses = (ranks > 1).nonzero().flatten()
     misses = misses[ranks[misses].argsort(stable=True)]
-    steps = torch.arange(NUM_SHOWN)  # first and last included
+    steps = torch.arange(count)  # first and last included
     return torch.cat(
-        [
-            p if len(p) <= NUM_SHOWN else p[steps * (len(p) - 1) // (NUM_SHOWN - 1)]
-            for p in (hits, misses)
-        ]
+        [p if len(p) <= count else p[steps * (len(p) - 1) // (count - 1)] for p in (hits, misses)]
     )
 
 

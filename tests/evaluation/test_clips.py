@@ -13,6 +13,7 @@ import torch
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.evaluation.clips import ClipEvaluator
+from mmray.evaluation.shown_images import shown_images
 from mmray.models.build import build
 from tests.data.media.test_clips import make_rows
 from tests.engine import recipe_models
@@ -50,3 +51,28 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
     assert {"recall_at_1/audio_to_text", "recall_at_1/video_to_audio"} <= alone.keys()
     for scores in on_ranks(world, score):
         assert scores == pytest.approx(alone)
+
+
+def test_examples_have_frames_with_times_and_sound(prepared: PreparedSet) -> None:
+    torch.manual_seed(3)
+    model = build(SPEC, recipe_models.VOCAB, {})
+    evaluator = ClipEvaluator(prepared, SPEC.inputs, prepared.tokenizer_json or "", SETTINGS)
+    saved: list[dict[str, Any]] = []
+    (scores,) = on_ranks(1, lambda group: evaluator.score(model, group, None, 0, saved.append))
+    [examples] = saved
+    directions = {name for name in examples if "_to_" in name}
+    assert directions == {
+        name.partition("/")[2] for name in scores if name.startswith("median_rank/")
+    }
+    for direction in directions:
+        for item in examples[direction]:
+            correct = [answer["correct"] for answer in item["answers"]]
+            assert correct[0] == (item["rank"] == 1) and len(correct) == 2
+    clips = examples["clips"].values()
+    assert any(clip["sound"] for clip in clips)
+    times = [[frame["time_s"] for frame in clip["frames"]] for clip in clips if clip["frames"]]
+    assert times and all(each == sorted(each) for each in times)
+    longest = max(clip["end_s"] - clip["start_s"] for clip in clips)
+    assert longest <= SPEC.inputs.clip_s + 0.001
+    titles = {shown.title for shown in shown_images(examples)}
+    assert titles & {"video_to_text/miss", "video_to_text/hit"}

@@ -68,6 +68,32 @@ def examples(caption="a cat"):
     return {"step": 20, "rows": 20, "images": images} | {way: [item(1), item(7)] for way in WAYS}
 
 
+def clip_examples(caption="a cat"):
+    """A hit and a miss from text to video, and a miss from video to audio."""
+    frames = [
+        {"time_s": 0.5 * n, "image": thumbnail(np.full((8, 8, 3), (90 * n, 9, 9), np.uint8))}
+        for n in range(3)
+    ]
+    clip = {"start_s": 0.0, "end_s": 1.5, "frames": frames, "sound": "data:audio/mpeg;base64,AAAA"}
+
+    def item(rank):
+        found = [
+            {"row": n, "key": f"k{n}", "caption": "other", "score": 0.5, "correct": n == rank - 1}
+            for n in range(2)
+        ]
+        row_number = min(rank - 1, 2)
+        return {
+            "row": row_number,
+            "key": f"k{row_number}",
+            "caption": caption,
+            "rank": rank,
+            "answers": found,
+        }
+
+    shown = {"text_to_video": [item(1), item(7)], "video_to_audio": [item(7)]}
+    return {"step": 20, "rows": 20, "clips": dict.fromkeys(("0", "1", "2"), clip), **shown}
+
+
 def answers(text="a red circle"):
     """A correct and a wrong answer of a vision-language model, about one image and about three."""
     images = [thumbnail(np.full((16, 16, 3), (40 * n, 90, 90), np.uint8)) for n in range(3)]
@@ -135,6 +161,11 @@ def make_whole_run(folder):
     result["starts"] = [[{"stage": stage, "at_s": at_s} for stage, at_s in stages.items()]]
     result["all_processes_peak_gib"] = 1.75
     return make_run(folder, lines, result, examples())
+
+
+def make_run_with_clips(folder):
+    """A run of a model of audio and video, with hits and misses."""
+    return make_run(folder, [line(1, **scores(0.5))], shown=clip_examples())
 
 
 def make_run_with_answers(folder):

@@ -18,6 +18,7 @@ from tests.report.factories import (
     make_learning_sweep,
     make_run,
     make_run_with_answers,
+    make_run_with_clips,
     make_whole_run,
     make_whole_sweep,
 )
@@ -26,7 +27,14 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
-MAKERS = (make_whole_run, make_run_with_answers, make_whole_sweep, make_learning_sweep, make_clips)
+MAKERS = (
+    make_whole_run,
+    make_run_with_answers,
+    make_run_with_clips,
+    make_whole_sweep,
+    make_learning_sweep,
+    make_clips,
+)
 FLAGS = (
     "--headless",
     "--no-sandbox",

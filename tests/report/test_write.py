@@ -13,11 +13,13 @@ from mmray.storage.paths import RemotePath, copy_file, list_files, to_path
 from mmray.sweep_files import CurvePoint, Rung
 from tests.report.factories import (
     answers,
+    clip_examples,
     examples,
     learned,
     line,
     make_learning_sweep,
     make_run,
+    make_run_with_clips,
     make_sweep,
     make_whole_run,
     make_whole_sweep,
@@ -107,12 +109,26 @@ def test_scores_of_several_sets_are_shown_by_name(tmp_path):
     assert "in1k: zero-shot accuracy over the run" in page.lower()
 
 
-@pytest.mark.parametrize("where", ["caption", "answer", "conversation", "name", "trial"])
+def test_clips_have_players_and_frames_with_times(tmp_path):
+    section = page_of(make_run_with_clips(tmp_path / "run")).partition('id="examples"')[2]
+    headings = re.findall(r'class="direction">(.*?)<', section)
+    assert headings == ["Text to video", "Video to audio"]
+    text_to_video, video_to_audio = section.split('class="direction">')[1:]
+    # Two results of the hit, and of the miss two and the correct one.
+    assert text_to_video.count('class="frames"') == 2 + 3 and "<audio" not in text_to_video
+    assert text_to_video.count("<span>1.00 s</span>") == 5 and "rank 7" in text_to_video
+    assert video_to_audio.count("<audio controls") == 3
+    assert video_to_audio.count('class="frames"') == 1
+
+
+@pytest.mark.parametrize("where", ["caption", "answer", "conversation", "clip", "name", "trial"])
 def test_user_text_is_escaped(tmp_path, where):
     hostile = "<script>alert(1)<"
     shown = examples(hostile if where == "caption" else "a cat")
     if where == "conversation":
         shown = answers(hostile)
+    if where == "clip":
+        shown = clip_examples(hostile)
     if where == "answer":
         shown["image_to_text"][0]["answers"][1]["caption"] = hostile
     if where == "trial":
