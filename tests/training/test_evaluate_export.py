@@ -174,7 +174,8 @@ def test_evaluation_of_branches_needs_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path)}
+    manifest = SimpleNamespace(text_columns=())
+    held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path, manifest=manifest)}
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
