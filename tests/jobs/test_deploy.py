@@ -23,6 +23,7 @@ from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import to_yaml
 from mmray.errors import INTERRUPTED
 from tests.conftest import ROOT
+from tests.jobs import pods
 from tests.training.runs import config, make_data, marks
 
 DEPLOY = ROOT / "jobs" / "deploy"
@@ -32,7 +33,6 @@ CLUSTER = yaml.safe_load((KUBERAY / "raycluster.yaml").read_text())["spec"]
 QUEUED = yaml.safe_load((KUBERAY / "kueue.yaml").read_text())
 GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
 ROLES = ["head", "data", "train"]
-UNSHARE = ["unshare", "--user", "--map-root-user", "--net"]
 
 
 def test_lock_has_all_dependencies_in_allowed_versions():
@@ -90,6 +90,22 @@ def test_pools_have_labels_resources_and_shared_memory(group, role):
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {"/shared": "shared", "/dev/shm": "shm"}
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(120)
+def test_containers_of_the_manifest_start_a_cluster(tmp_path):
+    """Started as processes with exactly their commands, arguments, environment and probes."""
+    if not pods.is_supported():
+        pytest.skip("needs user namespaces, and `ip` of iproute2")
+    seen = pods.run_in_namespaces(KUBERAY / "rayjob.yaml", tmp_path)
+    by_role = {node["role"]: node for node in seen["nodes"]}
+    assert {role: node["cpus"] for role, node in by_role.items()} == {
+        "head": 0,
+        "data": 16,
+        "train": 8,
+    }
+    assert seen["task"] == by_role["data"]["address"]
 
 
 # Stand-ins for the commands of Slurm, on this machine: srun runs the command without its options.
