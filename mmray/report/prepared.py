@@ -5,7 +5,7 @@ and quarantined rows. Reading is bounded, whatever the size of the set.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
+from mmray.errors import DataError
 from mmray.report.summary import quarantine_summary
 from mmray.storage.paths import AnyPath
 
@@ -35,6 +36,7 @@ MAX_CLIPS = 3  # shown of a row: one for each of its first texts
 MAX_REPEATS = 12  # shown groups of rows with the same image
 MAX_KEYS = 4  # named of a group
 MAX_CELL = 80  # characters of a text in a table
+MAX_VALUE = 200  # characters of the value of a column
 MEDIA_KINDS = ("image", "images", "audio", "video")
 
 
@@ -80,6 +82,7 @@ class SetRecord:
             `_RowViewer.view_repeat`.
         quarantine: Counts and examples of quarantined rows, see `quarantine_summary`; an example
             has also `image`, a thumbnail or None.
+        column_error: Why columns of the rows, such as scores, are not shown; empty if they are.
         page: The HTML file, once it is written.
     """
 
@@ -88,6 +91,7 @@ class SetRecord:
     statistics: SetStatistics
     repeats: list[dict[str, Any]]
     quarantine: dict[str, Any]
+    column_error: str = ""
     page: AnyPath | None = None
 
     @property
@@ -136,8 +140,9 @@ class SetRecord:
         encoder = TextEncoder(tokenizer_json, MAX_TOKENS) if tokenizer_json else None
         with closing(SubprocessDecoder()) as decoder:
             viewer = _RowViewer(prepared, encoder, decoder)
-            read = zip(chosen.tolist(), read_each(prepared, chosen), strict=True)
-            rows = [viewer.view(number, row) for number, row in read]
+            columns, error = _read_columns(prepared, chosen)
+            read = zip(chosen.tolist(), read_each(prepared, chosen), columns, strict=True)
+            rows = [viewer.view(*each) for each in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
             groups = list(statistics.repeats.items())[:MAX_REPEATS]
             repeats = [viewer.view_repeat(*group) for group in groups]
@@ -147,7 +152,7 @@ class SetRecord:
             for row in quarantine["shown"]:
                 data = images.get(row["source"])
                 row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
-        return cls(prepared, rows, statistics, repeats, quarantine)
+        return cls(prepared, rows, statistics, repeats, quarantine, error)
 
 
 def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:
@@ -187,7 +192,7 @@ def set_notices(record: SetRecord) -> list[str]:
         record: What the page shows.
     """
     statistics = record.statistics
-    notices = []
+    notices = [f"Columns are not shown: {record.column_error}"] if record.column_error else []
     if statistics.num_unreadable:
         notices.append(
             f"{statistics.num_unreadable:,} rows are in damaged shards, and cannot be read: "
@@ -292,6 +297,23 @@ def read_statistics(
     return statistics
 
 
+def _read_columns(prepared: PreparedSet, rows: np.ndarray) -> tuple[list[dict[str, Any]], str]:
+    """Return the columns of rows, and the reason if they cannot be read."""
+    try:
+        return prepared.columns(rows), ""
+    except DataError as error:
+        return [{} for _ in rows], str(error)
+
+
+def _column_facts(columns: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and text of each value that is not missing."""
+    return [
+        (name, f"{value:.6g}" if isinstance(value, float) else str(value)[:MAX_VALUE])
+        for name, value in columns.items()
+        if value is not None
+    ]
+
+
 def _add_media(statistics: SetStatistics, row: Row) -> None:
     for media in row.media:
         if media.duration is not None:
@@ -333,19 +355,20 @@ class _RowViewer:
         self._encoder = encoder
         self._decoder = decoder
 
-    def view(self, number: int, row: Row | Exception) -> dict[str, Any]:
+    def view(self, number: int, row: Row | Exception, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a row.
 
         Args:
             number: Number of the row in the set.
             row: The row, or the error with which reading it failed.
+            columns: Values of its columns by name, such as scores.
 
         Returns:
             `number`, and `error`, a sentence, if the row cannot be read. Otherwise `key`, `source`,
             `facts` (pairs of name and text, such as size and split), `images` (data URIs; None for
             one that cannot be decoded), `num_hidden` (of the images), `texts` ({`text`, `tokens`,
-            `span`} and maybe `clip` or `clip_error`), and `turns` of a conversation, otherwise
-            None.
+            `span`, `column`} and maybe `clip` or `clip_error`), and `turns` of a conversation,
+            otherwise None.
         """
         if isinstance(row, Exception):
             return {"number": number, "error": str(row)}
@@ -356,7 +379,7 @@ class _RowViewer:
             "error": None,
             "key": row.key,
             "source": row.source,
-            "facts": self._facts(row),
+            "facts": self._facts(row) + _column_facts(columns),
             "images": thumbnails,
             "num_hidden": len(images) - len(thumbnails),
             "texts": [],
@@ -369,11 +392,13 @@ class _RowViewer:
         for index, text in enumerate(row.texts):
             entry: dict[str, Any] = {"text": text, "tokens": tokens[index] if tokens else None}
             entry["span"] = row.spans[index] if row.spans else None
+            entry["column"] = row.text_columns[index] if row.text_columns else None
             if index < MAX_CLIPS:
                 entry |= self._clip(row.with_text(index))
             values["texts"].append(entry)
         if not row.texts:
-            values["texts"].append({"text": "", "tokens": None, "span": None} | self._clip(row))
+            no_text = dict.fromkeys(("text", "tokens", "span", "column"))
+            values["texts"].append(no_text | self._clip(row))
         return values
 
     def view_repeat(self, digest: str, numbers: list[int]) -> dict[str, Any]:

@@ -51,7 +51,13 @@ def source(tmp_path, monkeypatch):
     (folder / "truncated.jpg").write_bytes(whole[: len(whole) // 2])
     names += ["truncated.jpg", "0.jpg", "missing.jpg"]
     lines = [
-        {"id": f"row-{number}", "image": name, "text": f"caption {number} {HOSTILE}"}
+        {
+            "id": f"row-{number}",
+            "image": name,
+            "text": f"caption {number} {HOSTILE}",
+            "similarity": number / 8,
+            "source_url": HOSTILE if number == 1 else None,
+        }
         for number, name in enumerate(names)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -60,7 +66,7 @@ def source(tmp_path, monkeypatch):
 
 def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, source):
     out = tmp_path / "set"
-    settings = Prepare(max_bad_fraction=1.0, vocab_size=60)
+    settings = Prepare(max_bad_fraction=1.0, vocab_size=60, keep=("similarity", "source_url"))
     pipeline.prepare(str(source / "rows.jsonl"), str(out), settings)
     shown = mmray.show(out)
     page = text_of(shown.page)
@@ -70,12 +76,17 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
     assert HOSTILE not in page and "&lt;script&gt;alert(1)" in page and "60 × 40" in page
     assert re.search(r"\d+ tokens", page) and "Based on all 6 rows." in page
     assert {name["key"]: name["media"] for name in shown.table}["row-1"] == "image 80 × 40"
+    facts = {each["key"]: dict(each["facts"]) for each in shown.rows}
+    assert facts["row-1"]["similarity"] == "0.125" and facts["row-1"]["source_url"] == HOSTILE
+    assert facts["row-4"]["similarity"] == "0.5" and "source_url" not in facts["row-4"]
     assert sorted(shown.statistics.widths) == [60, 60, 60, 80, 80, 80]
     images = {each["reason"]: each["image"] for each in shown.quarantine["shown"]}
     assert images["truncated"] and images["duplicate"] and images["missing-image"] is None
     # The upper half of the truncated image is there.
     thumbnail = np.asarray(Image.open(io.BytesIO(decoded(images["truncated"]))).convert("RGB"))
     assert thumbnail[: len(thumbnail) // 4].std() > 30 and thumbnail[-3:].std() < 10
+    shutil.rmtree(out / "columns")
+    assert "Columns are not shown" in text_of(mmray.show(out, rows=2).page)
     shutil.rmtree(source)
     assert mmray.show(out, rows=2).quarantine["shown"][0]["image"] is None
 

@@ -28,6 +28,7 @@ from mmray.data.store.manifest import (
     Manifest,
     read_manifest,
 )
+from mmray.data.store.row_columns import TYPES, column_types, read_columns
 from mmray.data.store.shard_reader import ReadRequest, ShardReader
 from mmray.data.store.shard_table import Shard, ShardTable
 from mmray.data.store.stored_row import SCHEMAS, Row, to_row
@@ -281,6 +282,30 @@ class PreparedSet:
             A list of captions for each row, in this order.
         """
         return self._read_batches(rows, "texts")
+
+    def columns(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Return the columns of rows: those that `prepare --keep` stored, and scores.
+
+        Args:
+            rows: Row numbers int64 [N].
+
+        Returns:
+            For each row, in this order, its values by name, without embeddings; a missing value is
+            None.
+
+        Raises:
+            DataError: A shard has no such columns, because the set grew after it was scored.
+        """
+        types = column_types(self.manifest.columns)
+        names = [name for name, kind in types.items() if kind in TYPES]
+        out: list[dict[str, Any]] = [{} for _ in rows]
+        for request in self._requests(np.asarray(rows, np.int64)) if names else ():
+            file = self.table.file_name(request.shard)
+            columns = read_columns(self.folder, self.manifest.columns, file, names)
+            first = request.batch * RECORD_BATCH_ROWS
+            for index, number in zip(request.indices, request.rows_in_batch, strict=True):
+                out[index] = {name: columns[name][first + number].as_py() for name in names}
+        return out
 
     def _read_batches(
         self, rows: np.ndarray, column: str | None = None, whole_blocks: bool = True
