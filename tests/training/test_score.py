@@ -142,6 +142,10 @@ def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, 
         reporter=Silent(),
     )
     kept = [number for number in range(ROWS) if number not in (5, 20)]
+    nothing = select_module.drop_rows(PreparedSet.open(address), f"clip_score == {scores[3]}", "w")
+    assert select_module._without_similar_rows(
+        nothing, "clip_score_embedding", 0.9, lambda _: None
+    ).keys() == ["row-3"], "a shard without rows"
     small = PreparedSet.open(str(tmp_path / "out"))
     assert small.num_rows == manifest.num_rows == len(kept)
     assert small.read(np.arange(len(kept))) == PreparedSet.open(address).read(np.array(kept))

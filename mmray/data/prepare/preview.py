@@ -21,7 +21,7 @@ from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob
-from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row, source_columns
+from mmray.data.rows import KEPT_COLUMNS, TEXT_COLUMN, BadRow, ImageRef, parse_row, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
@@ -227,6 +227,8 @@ def _shorten(value: Any) -> str:
     if isinstance(value, list):
         parts = ", ".join(map(_shorten, value[:2]))
         return f"[{parts}{', ...' if len(value) > 2 else ''}]"
+    if isinstance(value, dict) and TEXT_COLUMN in value:
+        return f"{value[TEXT_COLUMN]} {value['text']!r}"
     if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
         return f"{value.get('path') or ''} ({len(value['bytes']):,} bytes)".lstrip()
     if isinstance(value, bytes):

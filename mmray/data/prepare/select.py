@@ -208,13 +208,13 @@ def _without_similar_rows(
         chosen = values[column].take(pa.array(rows))
         flat = chosen.flatten()
         numbers = np.frombuffer(flat.buffers()[1], np.float16)[flat.offset :][: len(flat)]
-        return rows, numbers.reshape(len(rows), -1)
+        return rows, numbers.reshape(len(rows), chosen.type.list_size)
 
     shards = prepared.shard_numbers.tolist()
     parts = list(iter_parallel(read, shards))
     owner = np.repeat(shards, [len(rows) for rows, _ in parts])
     row_of = np.concatenate([rows for rows, _ in parts])
-    embeddings = np.concatenate([each for _, each in parts if len(each)])
+    embeddings = np.concatenate([each for _, each in parts])
     is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards]
     later = np.repeat(is_training, [len(rows) for rows, _ in parts])
     order = np.argsort(later, kind="stable")
