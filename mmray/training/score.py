@@ -23,13 +23,13 @@ from mmray.builtin import COLUMNS, is_column_name
 from mmray.cluster.connect import data_session
 from mmray.config import Cluster, Config
 from mmray.data.prepare.pipeline import PrepareProgress
-from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file, write_columns
 from mmray.data.store.shard_table import Shard
 from mmray.engine import precision
-from mmray.errors import UsageError, suggest
+from mmray.errors import ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
 from mmray.models import lora
@@ -110,19 +110,22 @@ def score_set(
     """
     prepared = PreparedSet.open(address)
     job = _plan(prepared, weights, name, with_embeddings, captions, batch, reporter)
-    _check_identity(prepared.folder, job, weights)
-    with (
-        data_session(cluster, reporter.log),
-        Lease(prepared.folder, activity="being written", advice="wait for its end") as lease,
-    ):
-        _score_shards(prepared, job, reporter)
-        lease.check()
-        manifest = read_manifest(prepared.folder) or prepared.manifest
-        columns = manifest.columns | {name: {name: "double"}}
-        if with_embeddings:
-            columns |= {job.embedding_name: {job.embedding_name: f"float16[{job.width}]"}}
-        manifest = replace(manifest, columns=columns)
-        write_manifest(prepared.folder, manifest)
+    try:
+        _check_identity(prepared.folder, job, weights)
+        with (
+            data_session(cluster, reporter.log),
+            Lease(prepared.folder, activity="being written", advice="wait for its end") as lease,
+        ):
+            _score_shards(prepared, job, reporter)
+            lease.check()
+            manifest = read_manifest(prepared.folder) or prepared.manifest
+            columns = manifest.columns | {name: {name: "double"}}
+            if with_embeddings:
+                columns |= {job.embedding_name: {job.embedding_name: f"float16[{job.width}]"}}
+            manifest = replace(manifest, columns=columns)
+            write_manifest(prepared.folder, manifest)
+    except OSError as error:
+        raise ResourceError(f"score failed at {address}: {error}. {RESUME_HINT}") from error
     return manifest
 
 

@@ -327,14 +327,10 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
             settings.max_bad_fraction,
             source.row_needs,
         )
-    # Scores of the set stay; rows that were added need a rerun of `mmray score`.
-    columns = existing.columns if existing else {}
-    columns = {name: types for name, types in columns.items() if name != KEPT}
     manifest = replace(
-        _build_manifest(job, source, chunks, result),
+        _build_manifest(job, source, chunks, result, existing),
         num_same_text=dedup.num_same_text,
         leakage=leakage,
-        columns=columns | merge_types(result.column_types, source.has_types),
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
@@ -346,16 +342,22 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # a process that was paused must not overwrite or delete the files of the one that took over
     write_lease.check()
     write_manifest(out, manifest)
-    # Leftovers of killed tasks and earlier settings. The shards come from this process, not from
-    # the records, because another writer may have replaced one on a store.
-    wanted = {shard.file for shard in result.shards} | {
-        record_path(index) for index in range(len(chunks))
-    }
-    wanted |= {column_file(KEPT, shard.file) for shard in result.shards}
-    folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
     write_lease.check()
-    _remove_files(out, lambda name: name not in wanted, folders)
+    _remove_leftovers(out, result, len(chunks))
     return manifest
+
+
+def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult, num_chunks: int) -> None:
+    """Delete the files of killed tasks and of earlier settings.
+
+    The shards come from this process, not from the records, because another writer may have
+    replaced one on a store.
+    """
+    wanted = {record_path(index) for index in range(num_chunks)}
+    for shard in result.shards:
+        wanted |= {shard.file, column_file(KEPT, shard.file)}
+    folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
+    _remove_files(out, lambda name: name not in wanted, folders)
 
 
 def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
@@ -376,9 +378,18 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) 
 
 
 def _build_manifest(
-    job: PrepareJob, source: Source, chunks: list[SourceChunk], result: assemble.PrepareResult
+    job: PrepareJob,
+    source: Source,
+    chunks: list[SourceChunk],
+    result: assemble.PrepareResult,
+    existing: Manifest | None,
 ) -> Manifest:
-    """Return the manifest of the kept rows, without a tokenizer."""
+    """Return the manifest of the kept rows, without a tokenizer; scores of an existing set stay.
+
+    Rows that were added have no score until `mmray score` runs again.
+    """
+    columns = existing.columns if existing else {}
+    scores = {name: types for name, types in columns.items() if name != KEPT}
     shards = [shard for shard in result.shards if shard.num_kept]
     # rows without a split are training rows if others have one
     if any(shard.split for shard in shards):
@@ -406,6 +417,7 @@ def _build_manifest(
         languages=dict(sorted(result.languages.items())),
         num_images=_by_split(result.num_images, default_split),
         media_kinds=_by_split(result.media_kinds, default_split),
+        columns=scores | merge_types(result.column_types, source.has_types),
     )
 
 

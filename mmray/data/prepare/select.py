@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from mmray.data.prepare.pack import media_kinds
 from mmray.data.prepare.pipeline import PrepareProgress, create_folders
-from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -39,7 +39,7 @@ from mmray.data.store.row_columns import column_types, read_columns, write_colum
 from mmray.data.store.selection import check_where, drop_rows
 from mmray.data.store.shard_table import Shard
 from mmray.data.store.shard_writer import open_shard
-from mmray.errors import UsageError, suggest
+from mmray.errors import ResourceError, UsageError, suggest
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.storage.requests import iter_parallel
@@ -120,7 +120,7 @@ def select_set(
     Raises:
         UsageError: The condition is invalid, no row is left, or `out` has other files.
         DataError: The set cannot be read, or a column is missing in a shard.
-        ResourceError: Tasks die.
+        ResourceError: Storage or cluster failed, maybe temporarily.
     """
     prepared = PreparedSet.open(source)
     column = embedding_column(prepared, deduplicate)
@@ -152,12 +152,15 @@ def select_set(
     if existing is not None and not identity.items() <= existing.source.items():
         raise UsageError(f"{out} is another set: choose another folder")
     create_folders(folder)
-    with Lease(folder, activity="being written", advice="choose another folder") as lease:
-        manifest = _copy(prepared, folder, identity, progress)
-        lease.check()
-        if prepared.manifest.tokenizer:
-            write_atomic(folder / TOKENIZER, (prepared.folder / TOKENIZER).read_bytes())
-        write_manifest(folder, manifest)
+    try:
+        with Lease(folder, activity="being written", advice="choose another folder") as lease:
+            manifest = _copy(prepared, folder, identity, progress)
+            lease.check()
+            if prepared.manifest.tokenizer:
+                write_atomic(folder / TOKENIZER, (prepared.folder / TOKENIZER).read_bytes())
+            write_manifest(folder, manifest)
+    except OSError as error:
+        raise ResourceError(f"select failed at {out}: {error}. {RESUME_HINT}") from error
     return manifest
 
 

@@ -147,7 +147,7 @@ def _cast(batch: pa.RecordBatch, name: str, type_name: str) -> pa.Array:
     """Return a column in the type that it has in all shards of the set."""
     if name not in batch.schema.names:
         return pa.nulls(batch.num_rows, TYPES[type_name])
-    return batch[name].cast(TYPES[type_name]) if type_name in TYPES else batch[name]
+    return batch[name].cast(TYPES[type_name], safe=False) if type_name in TYPES else batch[name]
 
 
 def column_types(columns: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

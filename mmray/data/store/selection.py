@@ -120,6 +120,9 @@ class RowFilter:
             is_constant = isinstance(node, ast.Constant) and (
                 node.value is None or isinstance(node.value, (bool, int, float, str))
             )
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, int) and value >= 2**63:
+                raise self._error(node, "an integer of more than 64 bits")
             if not (is_operator or is_constant or isinstance(node, parts)):
                 raise self._error(
                     node if isinstance(node, ast.expr) else self._root,
@@ -143,7 +146,7 @@ class RowFilter:
             return reduce(join, parts)
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             left, right = (
-                pc.cast(self._expect(each, evaluate(each), "number"), pa.float64())
+                _as_float(self._expect(each, evaluate(each), "number"))
                 for each in (node.left, node.right)
             )
             return _ARITHMETIC[type(node.op)](left, right)
@@ -175,6 +178,9 @@ class RowFilter:
             raise self._error(right, f"is a {kinds[1]}, and is compared with a {kinds[0]}")
         if kinds[0] == "condition" and isinstance(op, _ORDERED):
             raise self._error(left, "true and false have no order; use == or !=")
+        if value.type != other.type:  # Arrow refuses large integers
+            value = _as_float(value)
+            other = _as_float(other)
         return _COMPARISONS[type(op)](value, other)
 
     def _expect(self, node: ast.AST, value: Values, kind: str) -> Values:
@@ -182,6 +188,10 @@ class RowFilter:
         if _kind(value) != kind:
             raise self._error(node, f"is a {_kind(value)}, not a {kind}; {_HINT}")
         return value
+
+
+def _as_float(value: Values) -> Values:
+    return value.cast(pa.float64(), safe=False)
 
 
 def _kind(value: Values) -> str:

@@ -1,8 +1,11 @@
 """Columns of a source that a set keeps, and the rows that a condition on them selects."""
 
 import csv
+import io
 import json
 import pickle
+import shutil
+import tarfile
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mmray.data.formats.in_memory import store_rows
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types, read_columns
 from mmray.data.store.selection import RowFilter, select_rows
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.errors import DataError, UsageError
+from mmray.storage.paths import to_path
 from tests.data.prepare.test_pipeline import LAX, color_image, prepare
 from tests.data.prepare.test_pipeline import run as run_fixture
 
@@ -72,6 +77,47 @@ def test_kept_columns_have_types_and_a_value_for_each_row(tmp_path, in_process, 
         assert [value for part in parts for value in part[column].to_pylist()] == values
 
 
+def test_tars_tables_and_groups_keep_columns(tmp_path, in_process):
+    def kept(source, **settings):
+        manifest = prepare(str(source), str(tmp_path / "out"), LAX.replace(**settings))
+        shard = PreparedSet.open(str(tmp_path / "out")).shards[0].file
+        columns = read_columns(tmp_path / "out", manifest.columns, shard, ["similarity", "url"])
+        shutil.rmtree(tmp_path / "out")
+        return {name: values.to_pylist() for name, values in columns.items()}
+
+    expected = {"similarity": [0.5, 0.25], "url": ["http://a", None]}
+    values = [{"similarity": 0.5, "url": "http://a"}, {"similarity": 0.25, "url": None}]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, each in enumerate(values):
+            for suffix, data in (
+                ("png", color_image(number)),
+                ("txt", b"color"),
+                ("json", json.dumps(each | {"exif": "{}"}).encode()),
+            ):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    assert kept(tmp_path / "a.tar", keep=("similarity", "url")) == expected
+    assert kept(tmp_path / "a.tar", keep=("all",)) == expected
+    rows = [
+        {"image": {"bytes": color_image(number)}, "text": "color"} | each
+        for number, each in enumerate(values)
+    ]
+    stored = store_rows(pa.Table.from_pylist(rows), tmp_path / "rows", {}, ("similarity", "url"))
+    assert kept(stored, keep=("similarity", "url")) == expected
+    with pytest.raises(DataError, match=r"--keep: the dataset has no column `link`"):
+        store_rows(rows, tmp_path / "rows", {}, ("link",))
+    (tmp_path / "0.png").write_bytes(color_image(0))
+    (tmp_path / "1.png").write_bytes(color_image(1))
+    lines = ["path,caption,similarity,url", "0.png,a,0.5,http://a", "0.png,b,9,x", "1.png,c,0.25,"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    columns = ("image=path", "text=caption")
+    assert (
+        kept(tmp_path / "rows.csv", keep=("similarity", "url"), columns=columns, group="image")
+        == expected
+    ), "those of the first row of an image"
+
+
 def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
     make_source(tmp_path)
     source = tmp_path / "raw" / "rows.jsonl"
@@ -85,6 +131,15 @@ def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
     source.write_text("\n".join(mixed))
     with pytest.raises(DataError, match="`tags` has int64 and string"):
         run(keep=("tags",))
+
+
+def test_large_integers_are_compared_with_floats():
+    columns = {"hash": pa.array([2**62, -(2**62), None])}
+    assert RowFilter("hash > 0.5").selected(columns).tolist() == [0]
+    assert RowFilter("hash == 4611686018427387904 or hash / 2 < 0").selected(columns).tolist() == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +177,7 @@ def test_condition_selects_rows_as_sql_does(where, selected):
         ("[width] == 3", r"at `\[width\]`: not a value"),
         ("__import__('os').system('true')", "is not supported"),
         ("1 < 2", "names no column"),
+        ("width < 99999999999999999999", "at `99999999999999999999`: an integer of more"),
     ],
 )
 def test_invalid_condition_names_its_part(tmp_path, in_process, run, where, message):
@@ -178,6 +234,15 @@ def test_selection_equals_the_set_of_the_filtered_source(tmp_path, in_process, r
             for each, plan in zip((selected, filtered), plans, strict=True)
         ]
         assert taken[0] == taken[1]
+
+
+def test_selection_of_a_set_on_an_object_store(tmp_path, in_process, memory):
+    make_source(tmp_path)
+    prepare(str(tmp_path / "raw" / "rows.jsonl"), memory, LAX.replace(keep=("similarity",)))
+    selected = select_rows(PreparedSet.open(memory), "similarity > 0.3", to_path("memory://runs"))
+    copied = pickle.loads(pickle.dumps(selected))
+    assert copied.keys() == ["k1", "k3", "k5", "k6"]
+    assert [row.key for row in copied.read(np.array([3, 0]))] == ["k6", "k1"]
 
 
 def test_set_that_grows_keeps_columns_of_its_rows(tmp_path, in_process, run):
