@@ -5,6 +5,7 @@ The driver imports this without torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -154,12 +155,16 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
     names = prepared.manifest.class_names
     if not classes or not names:
         return
-    given = [name.replace("_", " ").strip().casefold() for name in classes]
-    expected = [name.casefold() for name in names]
+    # a name may have other words next to the set's: `a red fox`
+    given = [f" {re.sub('[-_ ]+', ' ', name).strip()} ".casefold() for name in classes]
+    expected = [f" {name.replace('-', ' ')} ".casefold() for name in names]
+    unlike = [
+        label for label, name in enumerate(given[: len(names)]) if expected[label] not in name
+    ]
     moved = [
         f"label {label} is {names[label]!r}, given is {classes[label]!r}"
-        for label, name in enumerate(given[: len(expected)])
-        if name != expected[label] and name in expected
+        for label in unlike
+        if any(expected[other] in given[label] for other in unlike) or given[label] in expected
     ]
     if moved or len(given) != len(expected):
         raise UsageError(

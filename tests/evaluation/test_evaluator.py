@@ -327,6 +327,8 @@ def test_names_of_classes_that_do_not_match_the_labels_are_refused(tmp_path: Pat
         (("apple", "red_fox"), "2 names, .* has 3 labels"),
         (("candle", "apple", "red fox"), "label 0 is 'apple', given is 'candle'"),
         (("apple", "red fox", "candle", "x"), "4 names"),
+        (("a candle", "an apple", "a red-fox"), "label 0 is 'apple', given is 'a candle'"),
+        (("apple", "apple", "candle"), "label 1 is 'red fox', given is 'apple'"),
     ):
         with pytest.raises(UsageError, match=message):
             check_classes(classes, named)
