@@ -140,5 +140,8 @@ HF_TEXT_TYPES = (
 )
 """Values of `model_type` of transformers that `model.text.weights` takes."""
 
+POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
+"""Those of them whose first position has the number pad_token_id + 1."""
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Backends of torch.distributed by type of the training device; NCCL cannot reduce on the host."""

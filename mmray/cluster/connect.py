@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Ray appends up to 66 characters (ray/session_DATE_TIME_PID/sockets/plasma_store) to a path of at
 # most 107 bytes.
 MAX_TEMP_DIR = 40
+_WORKER_PACKAGES = ("ray", "torch", "torchvision", "transformers", "PIL", "safetensors")
 _SHORT_TEMP_DIR = "/tmp"
 # Imported ahead, so that each decode actor starts a second faster.
 _PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"
@@ -250,8 +251,9 @@ def _set_auth_token() -> None:
 def python_path(working_dir: Path, before: str) -> str:
     """Return PYTHONPATH for all processes of a local Ray, with the working directory first.
 
-    The directory is left out if a file in it, such as random.py, would replace a module of Python
-    or Ray in these processes, which then do not start. Ray adds it in workers after their start.
+    The directory is left out if a file in it, such as random.py or numpy.py, would replace a module
+    of Python or a package in these processes, which then do not start. Ray adds it in workers after
+    their start.
 
     Args:
         working_dir: The working directory of the driver.
@@ -260,9 +262,18 @@ def python_path(working_dir: Path, before: str) -> str:
     modules = {each.stem for each in working_dir.glob("*.py")}
     modules |= {each.parent.name for each in working_dir.glob("*/__init__.py")}
     paths = list(filter(None, before.split(os.pathsep)))
-    if modules.isdisjoint({*sys.stdlib_module_names, "ray"}):
+    packages = {
+        name for name in sys.modules if "." not in name and not _is_inside(name, working_dir)
+    }
+    if modules.isdisjoint({*sys.stdlib_module_names, *packages, *_WORKER_PACKAGES} - {"mmray"}):
         paths.insert(0, str(working_dir))
     return os.pathsep.join(dict.fromkeys(paths))
+
+
+def _is_inside(module: str, folder: Path) -> bool:
+    """Return whether a module that is loaded is a file in a folder."""
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and Path(file).is_relative_to(folder)
 
 
 def check_reachable(address: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, SAMPLE_VLM
+from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, POSITIONS_AFTER_PAD, SAMPLE_VLM
 from mmray.config.data import Mixture
 from mmray.config.model import Lora, model_section
 from mmray.config.model_kinds import Towers, Vlm
@@ -228,12 +228,22 @@ def _hf_weights_reasons(
             f"{setting}: {weights} has a model of type `{kind}`, and model.kind {model.kind} takes "
             f"{', '.join(supported)}{advice}"
         ]
-    patch = saved.get("vision_config", {}).get("patch_size")
+    vision = saved.get("vision_config", saved if kind == "dinov2" else {})
+    patch = vision.get("patch_size")
     if patch and model.inputs.image_side % patch:
         return [
             f"model.inputs.image_side: {weights} has patches of {patch} pixels, which do not tile "
             f"an image of {model.inputs.image_side} pixels; use a multiple of {patch}"
         ]
+    positions = saved.get("max_position_embeddings")
+    if setting == "model.text.weights" and positions:
+        if kind in POSITIONS_AFTER_PAD:
+            positions -= saved.get("pad_token_id", 1) + 1
+        if model.inputs.max_tokens > positions:
+            return [
+                f"model.inputs.max_tokens: {model.inputs.max_tokens} exceeds the {positions} "
+                f"positions of {weights}; reduce it"
+            ]
     return []
 
 

@@ -20,7 +20,7 @@ def test_working_directory_does_not_replace_modules_of_python(tmp_path):
     (tmp_path / "my_parts.py").touch()
     assert connect.python_path(tmp_path, "/a:/b") == f"{tmp_path}:/a:/b"
     assert connect.python_path(tmp_path, "") == str(tmp_path)
-    for name in ("random.py", "queue.py", "ray/__init__.py"):
+    for name in ("random.py", "queue.py", "ray/__init__.py", "numpy.py", "torch/__init__.py"):
         folder = tmp_path / name.partition(".")[0].replace("/", "-")
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()

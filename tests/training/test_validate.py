@@ -232,12 +232,20 @@ def folder_of(model_type, path, **values):
 def test_weights_that_do_not_fit_are_refused_before_data_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     siglip = folder_of("siglip", tmp_path / "siglip", vision_config={"patch_size": 14})
-    bert = folder_of("bert", tmp_path / "bert")
+    bert = folder_of("bert", tmp_path / "bert", max_position_embeddings=2)
+    roberta = folder_of("roberta", tmp_path / "roberta", max_position_embeddings=4)
+    dino = folder_of("dinov2", tmp_path / "dino", patch_size=14)
     cases = (
         (clip(siglip), "type `siglip`, and model.kind clip takes clip; set --model.kind siglip"),
         (clip("/no/weights"), "model.weights: /no/weights does not exist"),
         (tower("transformers", weights=bert), r"model\.image\.weights: .* type `bert`.* takes vit"),
         (tower("vit", **VIT, text=TEXT.replace(weights=siglip)), r"model\.text\.weights: .*siglip"),
+        (
+            tower("vit", **VIT, text=TEXT.replace(weights=bert)),
+            r"max_tokens: .* the 2 positions of",
+        ),
+        (tower("vit", **VIT, text=TEXT.replace(weights=roberta)), r"the 2 positions of .*roberta"),
+        (tower("transformers", weights=dino), "patches of 14 pixels, which do not tile"),
     )
     for spec, message in cases:
         with pytest.raises(UsageError, match=message):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.builtin import HF_TEXT_TYPES
+from mmray.builtin import HF_TEXT_TYPES, POSITIONS_AFTER_PAD
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 WEIGHTS_SETTING = "model.text.weights"
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-# position ids start at pad_token_id + 1
-POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
 INIT_STD = 0.02  # as in BERT
 
 
