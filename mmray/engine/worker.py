@@ -8,7 +8,7 @@ iterable of blocks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,9 @@ from mmray.engine.worker_context import (
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
+from mmray.models import lora
 from mmray.models.build import build, build_without_weights
+from mmray.models.lora import FrozenBase
 from mmray.models.protocol import Architecture
 from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch, Objective
@@ -102,12 +104,12 @@ def train_worker(
     _start_process(config, device)
     group = Group.current(device, config.cluster.collective_timeout_s)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    config, model = _build_for_device(config, plan, checkpoint, group, driver)
+    config, model, base = _build_for_device(config, plan, checkpoint, group, driver)
     context = replace(context, config=config)
     model = _prepare_model(context, group, model)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
-    checkpoints = _checkpoint_manager(context, group, model, driver)
+    checkpoints = _checkpoint_manager(context, group, model, base, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     log = profile_path = None
     if rank0_checkpoints is not None:
@@ -122,7 +124,7 @@ def train_worker(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=_save_fn(checkpoints, plan, driver),
+        save=_save_fn(checkpoints, plan, base, driver),
         evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
@@ -143,7 +145,7 @@ def train_worker(
         load = None
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
-            load = partial(_load, checkpoint, driver.heartbeat.count_progress)
+            load = partial(_load, checkpoint, driver.heartbeat.count_progress, model, base)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
 
@@ -204,12 +206,20 @@ def _build_for_device(
     checkpoint: AnyPath | None,
     group: Group,
     driver: DriverHandle,
-) -> tuple[Config, nn.Module]:
-    """Build the model; return it with the config in which no setting of `train` is `auto`."""
+) -> tuple[Config, nn.Module, FrozenBase | None]:
+    """Build the model; return it with the config in which no setting of `train` is `auto`, and the
+    frozen weights that checkpoints leave out.
+    """
     chooses_compile = config.train.compile == "auto"
     config = config.replace(train=resolve_auto(config.train, group, driver.notify))
-    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
-    model = build_model(config, group, architecture, resumes=checkpoint is not None)
+    meta = {} if checkpoint is None else files.load_meta(checkpoint)
+    saved_base = meta.get("base")
+    reads_weights = checkpoint is None or saved_base is not None
+    architecture = None if reads_weights else meta["architecture"]
+    model = build_model(config, group, architecture, resumes=not reads_weights)
+    base = None
+    if reads_weights and lora.leaves_out_base(config.model):
+        base = _frozen_base(model, config, group, saved_base)
     for note in getattr(model, "build_notes", ()):
         driver.notify("model", note)
     if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
@@ -217,7 +227,31 @@ def _build_for_device(
         config = config.replace(train=config.train.replace(compile="none"))
     if text := configure_torch(config.train, group.device):
         driver.notify("device", text)
-    return config, model
+    return config, model, base
+
+
+def _frozen_base(
+    model: nn.Module, config: Config, group: Group, saved: Mapping[str, str] | None
+) -> FrozenBase:
+    """Return the frozen weights of the model, which are equal to those of a checkpoint, if given;
+    only rank 0 hashes them. A collective call.
+
+    Raises UsageError on every rank.
+    """
+    spec: Any = config.model
+    outcome: str | UsageError = ""
+    if group.rank == 0:
+        base = lora.frozen_base(model, spec.weights)
+        outcome = base.sha256
+        try:
+            if saved is not None:
+                base.check(saved)
+        except UsageError as error:
+            outcome = error
+    outcome = group.broadcast_object(outcome)
+    if isinstance(outcome, UsageError):
+        raise outcome
+    return FrozenBase(spec.weights, outcome, lora.frozen_names(model))
 
 
 def _callbacks(
@@ -376,11 +410,19 @@ def _architecture(model: nn.Module) -> Architecture:
 
 
 def _load(
-    checkpoint: AnyPath, on_read: Callable[[], None], destination: DestinationFn
+    checkpoint: AnyPath,
+    on_read: Callable[[], None],
+    model: nn.Module,
+    base: FrozenBase | None,
+    destination: DestinationFn,
 ) -> CheckpointState:
+    """Return the state of a checkpoint, with the frozen weights that it leaves out."""
     from mmray.engine.checkpoint import state_io
 
-    return state_io.load(checkpoint, destination, on_read=on_read)
+    state = state_io.load(checkpoint, destination, on_read=on_read)
+    if base is not None:
+        base.add_to(state, model)
+    return state
 
 
 def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterator[list[Batch]]:
@@ -421,7 +463,11 @@ def _closing(
 
 
 def _checkpoint_manager(
-    context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
+    context: WorkerContext,
+    group: Group,
+    model: nn.Module,
+    base: FrozenBase | None,
+    driver: DriverHandle,
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes
     its shard.
@@ -439,6 +485,7 @@ def _checkpoint_manager(
             "world": group.world_size,
             "architecture": _architecture(model),
             "config": config.to_json(),
+            "base": None if base is None else base.identity,
         },
         notify=driver.notify,
         keep=config.train.keep_checkpoints,
@@ -449,7 +496,10 @@ def _checkpoint_manager(
 
 
 def _save_fn(
-    checkpoints: CheckpointManager | None, plan: SamplePlan, driver: DriverHandle
+    checkpoints: CheckpointManager | None,
+    plan: SamplePlan,
+    base: FrozenBase | None,
+    driver: DriverHandle,
 ) -> Callable[[int, CheckpointState, dict[str, Any], bool], float | None]:
     """Return the function that saves a checkpoint; it saves nothing on ranks without a manager."""
 
@@ -460,6 +510,8 @@ def _save_fn(
             driver.phase("saving the last checkpoint")
         if checkpoints is None:
             return None
+        if base is not None:
+            state = base.remove_from(state)
         return checkpoints.save(step, plan.rows_start(step), state, metrics, last)
 
     return save

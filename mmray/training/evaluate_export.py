@@ -501,9 +501,10 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
     """
     if checkpoint is None:
         return build(config.model, config.model.vocab_size)
-    model = build(
-        config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture")
-    )
+    meta = files.load_meta(checkpoint)
+    saved_base = meta.get("base")
+    architecture = meta.get("architecture") if saved_base is None else None
+    model = build(config.model, config.model.vocab_size, architecture)
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
     if config.train.ema:
@@ -515,6 +516,11 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
         }
     else:
         weights = state_io.load_weights(checkpoint)
+    if saved_base is not None:
+        spec: Any = config.model
+        base = lora.frozen_base(model, spec.weights)
+        base.check(saved_base)
+        base.add_to({"model": weights}, model)
     model.load_state_dict(weights)
     return model
 
