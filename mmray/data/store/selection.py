@@ -318,7 +318,7 @@ def select_rows(
         on_rows: Called with the number of rows checked so far and of all rows.
 
     Raises:
-        UsageError: The condition is invalid, or no row is selected.
+        UsageError: The condition is invalid, no row is selected, or `folder` is not writable.
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
     selected = drop_rows(prepared, where, setting, on_rows)
@@ -326,8 +326,14 @@ def select_rows(
     sha256 = hashlib.sha256(data).hexdigest()
     name = f"shards-{sha256[:16]}.arrow"
     place = folder / SELECTIONS_DIR
-    if file_size(place / name) != len(data):
-        place.mkdir(parents=True, exist_ok=True)
-        write_atomic(place / name, data)
+    try:
+        if file_size(place / name) != len(data):
+            place.mkdir(parents=True, exist_ok=True)
+            write_atomic(place / name, data)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the list of selected rows to {place}: {error}. Choose another "
+            "--run.storage"
+        ) from error
     file = TableFile(place, name, sha256, len(data), (place / name).read_bytes)
     return prepared.with_table(file.open())
