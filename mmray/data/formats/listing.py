@@ -387,15 +387,15 @@ class CocoSource(ListingSource):
                 if "annotations" not in document and _has_sentences(document["images"]):
                     yield from self._list_split_rows(name, document["images"])
                     return
-                files = {image["id"]: _file_name(image) for image in document["images"]}
+                files = {_id_text(image["id"]): _file_name(image) for image in document["images"]}
                 for image in document["images"]:
                     if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
-                        sizes[image["id"]] = (image["width"], image["height"])
+                        sizes[_id_text(image["id"])] = (image["width"], image["height"])
                 categories |= {
                     str(item["id"]): str(item["name"]) for item in document.get("categories", [])
                 }
                 for annotation in document["annotations"]:
-                    image_id = annotation["image_id"]
+                    image_id = _id_text(annotation["image_id"])
                     if "caption" in annotation:
                         captions[image_id].append(annotation["caption"])
                     # The box of a crowd contains several objects. A missing category is an error
@@ -466,6 +466,14 @@ def _has_sentences(images: Any) -> bool:
     """Return whether these are the images of a document of Karpathy."""
     first = images[0] if isinstance(images, list) and images else None
     return isinstance(first, dict) and {"sentences", "filename"} <= first.keys()
+
+
+def _id_text(value: Any) -> str:
+    """Return the ID of an image in the form in which documents are joined: 9, "9" and "0009" are
+    the same.
+    """
+    text = str(value)
+    return str(int(text)) if text.isascii() and text.isdigit() else text
 
 
 def _file_name(image: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import chain, islice
+from shlex import quote
 from typing import Any
 
 from mmray.builtin import COLUMNS
@@ -72,7 +73,7 @@ def check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
     if len(first_rows) == 1 and (items := _find_items(rows[0])):
         raise DataError(
             f"{place} is one object with {', '.join(names)[:200]}, and not a row: write its rows "
-            f"as JSON lines, for example with `jq -c '{items}' {source.name} > rows.jsonl`"
+            f"as JSON lines, for example with `jq -c '{items}' {quote(source.name)} > rows.jsonl`"
         )
     # rename_columns has dropped what a mapped column replaces
     lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}

@@ -77,7 +77,7 @@ def coco_halves(folder):
     (folder / "annotations").mkdir()
     pictures = [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)]
     captions = [
-        {"image_id": n, "id": 2 * n + k, "caption": c}
+        {"image_id": f"{n:04d}", "id": 2 * n + k, "caption": c}  # some documents have texts
         for n in range(COUNT)
         for k, c in enumerate((text(n), "x"))
     ]
