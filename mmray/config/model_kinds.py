@@ -255,11 +255,22 @@ class Fusion(TowerModel):
 class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
     """Transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
 
+    weights: Weights = Field(
+        "none",
+        description="`none`, or a folder of transformers or hub name with a Whisper or CLAP model, "
+        "whose audio encoder is used instead.",
+    )
+
 
 class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
     """Transformer over the frames of a video clip, of the width of the image tower."""
 
     depth: int = Field(1, ge=0, description="Number of layers; 0: the mean over the frames.")
+    weights: Weights = Field(
+        "none",
+        description="`none`, or a folder of transformers or hub name with a VideoMAE model, which "
+        "is used instead of `model.image` and this transformer.",
+    )
 
 
 class ClipInputs(Inputs):
@@ -303,7 +314,7 @@ class Towers(TowerModel):
         """Return why no such model can be built, each reason with a fix; empty if one can."""
         inputs = self.inputs
         reasons = super().unsupported_reasons()
-        if "audio" in self.branches:
+        if "audio" in self.branches and self.audio.weights == "none":
             reasons += _head_reasons(self.audio)
         if len(self.branches) == 1:
             reasons.append(

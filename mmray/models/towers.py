@@ -13,23 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmray.errors import UsageError
 from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
 from mmray.models.encoders.audio import AudioTransformer
-from mmray.models.encoders.image import ImageEncoder, build_image_tower
-from mmray.models.encoders.text import (
-    INIT_STD,
-    TransformerLayer,
-    build_text_tower,
-    mask_with_first,
-    masked_mean,
-)
+from mmray.models.encoders.pretrained_audio import PretrainedAudio, build_pretrained_audio
+from mmray.models.encoders.text import build_text_tower, masked_mean
+from mmray.models.encoders.video import FrameEncoder, VideoMae
 from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
 from mmray.models.two_tower import TextBranch, tower_configs
 
 if TYPE_CHECKING:
-    from mmray.config.model_kinds import ClipInputs, FrameTransformer
+    from mmray.config.model_kinds import ClipInputs
     from mmray.config.model_kinds import Towers as TowersConfig
 
 
@@ -41,7 +35,7 @@ class AudioBranch(nn.Module):
         embed_dim: Size D of the embeddings.
     """
 
-    def __init__(self, tower: AudioTransformer, embed_dim: int) -> None:
+    def __init__(self, tower: AudioTransformer | PretrainedAudio, embed_dim: int) -> None:
         super().__init__()
         self.tower = tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
@@ -61,41 +55,22 @@ class AudioBranch(nn.Module):
 
 
 class VideoBranch(nn.Module):
-    """Encode the frames of a video as images, relate them by a transformer, and project.
+    """Encode and project videos.
 
     Args:
         tower: Maps normalized pixels to features.
-        spec: The `model.video` section.
         embed_dim: Size D of the embeddings.
-        inputs: The `model.inputs` section.
-
-    Raises:
-        UsageError: `model.video.heads` does not divide the width of the image tower.
+        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
     """
 
-    def __init__(
-        self, tower: ImageEncoder, spec: FrameTransformer, embed_dim: int, inputs: ClipInputs
-    ) -> None:
+    def __init__(self, tower: FrameEncoder | VideoMae, embed_dim: int, inputs: ClipInputs) -> None:
         super().__init__()
-        if spec.depth and tower.width % spec.heads:
-            raise UsageError(
-                f"model.video.heads: {spec.heads} heads do not divide the width of the image "
-                f"tower, {tower.width}; change one of them"
-            )
         self.pixels = NormalizePixels(inputs.mean, inputs.std)
         self.tower = tower
-        self.layers = nn.ModuleList(
-            TransformerLayer(tower.width, spec.heads, spec.dropout) for _ in range(spec.depth)
-        )
-        # Without layers the order of the frames has no effect.
-        positions = torch.empty(inputs.frames, tower.width) if spec.depth else None
-        self.positions = (
-            None if positions is None else nn.Parameter(positions.normal_(std=INIT_STD))
-        )
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, video: Tensor, num_frames: Tensor) -> Tensor:
-        """Embed videos by the mean over their frames.
+        """Embed videos by the mean over their features.
 
         Args:
             video: Pixels uint8 [B, F, 3, S, S].
@@ -104,14 +79,8 @@ class VideoBranch(nn.Module):
         Returns:
             L2-normalized embeddings [B, D]; arbitrary for a row without video.
         """
-        pixels = self.pixels(video.flatten(0, 1))
-        features = self.tower(pixels).unflatten(0, video.shape[:2])
-        mask = (torch.arange(video.shape[1], device=video.device) < num_frames[:, None]).long()
-        attended = mask_with_first(mask)[:, None, None, :]
-        if self.positions is not None:
-            features = features + self.positions[: video.shape[1]]
-        for layer in self.layers:
-            features = layer(features, attended)
+        pixels = self.pixels(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+        features, mask = self.tower(pixels, num_frames)
         return l2_normalize(self.project(masked_mean(features, mask)))
 
 
@@ -138,11 +107,19 @@ class Towers(nn.Module):
         self.audio: AudioBranch | None = None
         self.video: VideoBranch | None = None
         if inputs.audio_rate:
-            tower = AudioTransformer(spec.audio, inputs.audio_rate)
+            tower = (
+                AudioTransformer(spec.audio, inputs.audio_rate)
+                if spec.audio.weights == "none"
+                else build_pretrained_audio(spec.audio, inputs, architecture)
+            )
             self.audio = AudioBranch(tower, spec.embed_dim)
         if inputs.frames:
-            image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-            self.video = VideoBranch(image, spec.video, spec.embed_dim, inputs)
+            frames = (
+                FrameEncoder(spec, architecture)
+                if spec.video.weights == "none"
+                else VideoMae(spec.video, inputs, architecture)
+            )
+            self.video = VideoBranch(frames, spec.embed_dim, inputs)
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,10 +167,16 @@ class Towers(nn.Module):
         self.log_scale.clamp_(min=0.0, max=MAX_LOG_SCALE)
 
     def architecture(self) -> dict[str, Any]:
-        """Return the transformers configs of the towers that have one, as JSON values by `text` and
-        `image`.
+        """Return the transformers configs of the towers that have one, as JSON values by `text`,
+        `audio`, `video` and `image`.
         """
         towers: dict[str, nn.Module] = {"text": self.text.tower}
+        if self.audio is not None:
+            towers["audio"] = self.audio.tower
         if self.video is not None:
-            towers["image"] = self.video.tower
+            tower = self.video.tower
+            if isinstance(tower, FrameEncoder):
+                towers["image"] = tower.image
+            else:
+                towers["video"] = tower
         return tower_configs(towers)

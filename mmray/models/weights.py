@@ -23,6 +23,8 @@ from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
+# Names in configs of transformers.
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 READ_ERRORS = (
     OSError,
     SafetensorError,
@@ -225,6 +227,40 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
             f"{', '.join(supported)}"
         )
     return config
+
+
+def set_dropout(config: Any, dropout: float) -> None:
+    """Set the dropout of hidden states and attention in a config of transformers.
+
+    Args:
+        config: Config of an encoder; it may lack some of the settings.
+        dropout: Probability.
+    """
+    for name in _DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+
+
+def encoder_config(
+    setting: str, name: str, supported: Collection[str], saved: dict[str, Any] | None
+) -> Any:
+    """Return the config of an encoder: the one that a run saved, otherwise that of its weights.
+
+    Args:
+        setting: Name of the setting that has `name`, such as `model.audio.weights`, for errors.
+        name: Path of a folder, or a name on the Hugging Face hub.
+        supported: Values of `model_type` that are accepted.
+        saved: The config as JSON values; None: read that of the weights.
+
+    Returns:
+        The config, of a subclass of transformers' PretrainedConfig.
+
+    Raises:
+        UsageError: The config of the weights cannot be read, or is of another type.
+    """
+    from transformers import AutoConfig
+
+    return load_config(setting, name, supported) if saved is None else AutoConfig.for_model(**saved)
 
 
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.builtin import HF_IMAGE_TYPES, HF_TEXT_TYPES, KINDS, POSITIONS_AFTER_PAD, SAMPLE_VLM
+from mmray.builtin import (
+    HF_AUDIO_TYPES,
+    HF_IMAGE_TYPES,
+    HF_TEXT_TYPES,
+    HF_VIDEO_TYPES,
+    KINDS,
+    POSITIONS_AFTER_PAD,
+    SAMPLE_VLM,
+)
 from mmray.config.data import Mixture
 from mmray.config.model import Lora, model_section
 from mmray.config.model_kinds import Towers, Vlm
@@ -192,9 +200,14 @@ def weights_reasons(config: Config) -> list[str]:
     if hf_type:
         return _hf_weights_reasons("model.weights", model.weights, (hf_type,), model)
     reasons = []
-    for part, types in (("image", HF_IMAGE_TYPES), ("text", HF_TEXT_TYPES)):
+    for part, types in (
+        ("image", HF_IMAGE_TYPES),
+        ("text", HF_TEXT_TYPES),
+        ("audio", HF_AUDIO_TYPES),
+        ("video", HF_VIDEO_TYPES),
+    ):
         tower = getattr(model, part, None)
-        if part == "text" or getattr(tower, "name", "") == "transformers":
+        if part != "image" or getattr(tower, "name", "") == "transformers":
             weights = getattr(tower, "weights", "none")
             reasons += _hf_weights_reasons(f"model.{part}.weights", weights, types, model)
     return reasons

@@ -22,6 +22,29 @@ STRIDE = 4  # hops of a token
 MIN_POWER = 1e-6
 
 
+def mel_power(samples: Tensor, window: Tensor, filters: Tensor, hop: int, pad_mode: str) -> Tensor:
+    """Return the power of mel bands [B, mels, N // hop + 1].
+
+    Args:
+        samples: Samples [B, N].
+        window: Weights of the samples of a spectrum [W].
+        filters: Weights of the frequencies of each band [W // 2 + 1, mels].
+        hop: Samples from a spectrum to the next.
+        pad_mode: How samples are padded by half a window: a mode of `torch.nn.functional.pad`.
+    """
+    spectrum = torch.stft(
+        samples,
+        len(window),
+        hop,
+        window=window,
+        center=True,
+        pad_mode=pad_mode,
+        return_complex=True,
+    )
+    power = spectrum.real.square() + spectrum.imag.square()
+    return filters.T.to(power.dtype) @ power
+
+
 class LogMel(nn.Module):
     """Log-mel spectrogram of samples, about zero mean and unit variance for speech.
 
@@ -54,18 +77,7 @@ class LogMel(nn.Module):
         # Half precision has too few bits for the power of a spectrum.
         with torch.autocast(audio.device.type, enabled=False):
             samples = audio.to(self.window.dtype) / 32768
-            size = len(self.window)
-            spectrum = torch.stft(
-                samples,
-                size,
-                self.hop,
-                window=self.window,
-                center=True,
-                pad_mode="constant",
-                return_complex=True,
-            )
-            power = spectrum.real.square() + spectrum.imag.square()
-            mels = self.filters.T.to(power.dtype) @ power
+            mels = mel_power(samples, self.window, self.filters, self.hop, "constant")
             return (mels.clamp(min=MIN_POWER).log10() + 2) / 2
 
     def num_frames(self, num_samples: Tensor) -> Tensor:

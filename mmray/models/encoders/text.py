@@ -20,6 +20,7 @@ from mmray.models.weights import (
     build_hf_encoder,
     check_vocab_size,
     load_config,
+    set_dropout,
     transformer_config,
 )
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from mmray.config import TextTower
 
 WEIGHTS_SETTING = "model.text.weights"
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 INIT_STD = 0.02  # as in BERT
 
 
@@ -77,9 +77,7 @@ def build_text_tower(
                 "max_position_embeddings": max_tokens,
             }
             config = BertConfig(**values, type_vocab_size=1)
-        for name in DROPOUTS:
-            if hasattr(config, name):
-                setattr(config, name, spec.dropout)
+        set_dropout(config, spec.dropout)
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     if weights is not None:
         add_language_rows(net, vocab_size, language_token)

@@ -1,0 +1,253 @@
+"""Pretrained audio encoders of transformers: Whisper and CLAP.
+
+The log-mel spectrograms of their feature extractors are computed on the training device, from int16
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.builtin import HF_AUDIO_TYPES
+from mmray.errors import UsageError
+from mmray.models.encoders.audio import mel_power
+from mmray.models.protocol import Architecture
+from mmray.models.weights import encoder_config, load_pretrained, set_dropout
+
+if TYPE_CHECKING:
+    from mmray.config.model_kinds import AudioTower, ClipInputs
+
+WEIGHTS_SETTING = "model.audio.weights"
+MIN_POWER = 1e-10
+
+
+class PretrainedAudio(nn.Module):
+    """Base of the pretrained audio encoders: samples, padded as the weights expect, to features.
+
+    Args:
+        net: The encoder of transformers.
+        width: Number of channels of its features.
+        extractor: Its feature extractor, which has `sampling_rate` and `hop_length`.
+        window: Samples of a spectrum.
+        filters: Mel filters [window // 2 + 1, mels].
+        max_samples: Number of samples to which audio is padded.
+    """
+
+    window: Tensor
+    filters: Tensor
+
+    def __init__(
+        self, net: Any, width: int, extractor: Any, window: int, filters: Any, max_samples: int
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.width = width
+        self.rate = extractor.sampling_rate
+        self.hop = extractor.hop_length
+        self.max_samples = max_samples
+        self.register_buffer("window", torch.hann_window(window), persistent=False)
+        self.register_buffer("filters", torch.tensor(filters).float(), persistent=False)
+
+    def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode audio.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
+
+        Returns:
+            Features [B, T, width], and a mask int64 [B, T], 0 for padding.
+        """
+        raise NotImplementedError
+
+    def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Return what the feature extractor of transformers computes from the same samples.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B].
+        """
+        raise NotImplementedError
+
+    def _power(self, audio: Tensor) -> Tensor:
+        """Return the mel spectrogram [B, mels, T] of samples [B, max_samples]."""
+        # Half precision has too few bits for the power of a spectrum.
+        with torch.autocast(audio.device.type, enabled=False):
+            samples = audio.to(self.window.dtype) / 32768
+            power = mel_power(samples, self.window, self.filters, self.hop, "reflect")
+            return power.clamp(min=MIN_POWER).log10()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, but keep BatchNorm in evaluation mode: statistics of a
+        micro-batch would depend on its size.
+
+        Args:
+            mode: Whether to set training mode.
+
+        Returns:
+            This module.
+        """
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+class WhisperAudio(PretrainedAudio):
+    """The encoder of Whisper (Radford et al. 2022, arXiv:2212.04356): a feature of each 20 ms of
+    audio, which is padded with zeros to 30 s.
+
+    Args:
+        config: transformers' config of a Whisper model.
+        weights: Folder or hub name of the weights; None: random weights.
+    """
+
+    def __init__(self, config: Any, weights: str | None) -> None:
+        from transformers import AutoModel, WhisperFeatureExtractor
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+        if weights is None:
+            net = WhisperEncoder(config)
+        else:
+            net = load_pretrained(WEIGHTS_SETTING, weights, AutoModel, config).get_encoder()
+        max_samples = 2 * config.max_source_positions * extractor.hop_length
+        super().__init__(
+            net, config.d_model, extractor, extractor.n_fft, extractor.mel_filters, max_samples
+        )
+
+    def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Return the log-mel spectrogram [B, mels, T], T = max_samples / hop.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Not used.
+        """
+        padded = F.pad(audio, (0, self.max_samples - audio.shape[1]))
+        power = self._power(padded)[..., :-1]
+        loudest = power.amax(dim=(1, 2), keepdim=True)
+        return (power.maximum(loudest - 8) + 4) / 4
+
+    def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode audio.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
+
+        Returns:
+            Features of each 20 ms [B, T, width], and a mask int64 [B, T], 0 for padding.
+        """
+        features = self.net(self.spectrogram(audio, num_samples)).last_hidden_state
+        lengths = (num_samples + 2 * self.hop - 1) // (2 * self.hop)
+        index = torch.arange(features.shape[1], device=features.device)
+        return features, (index < lengths[:, None]).long()
+
+
+class ClapAudio(PretrainedAudio):
+    """The audio encoder of CLAP (Wu et al. 2023, arXiv:2211.06687): one feature of a clip, which is
+    repeated to fill 10 s.
+
+    Args:
+        config: transformers' config of a CLAP model or of its audio encoder.
+        weights: Folder or hub name of the weights; None: random weights.
+
+    Raises:
+        UsageError: The encoder fuses parts of long clips.
+    """
+
+    def __init__(self, config: Any, weights: str | None) -> None:
+        from transformers import ClapAudioModel, ClapFeatureExtractor, ClapModel
+
+        audio = getattr(config, "audio_config", config)
+        if audio.enable_fusion:
+            raise UsageError(
+                f"{WEIGHTS_SETTING}: {weights} fuses parts of long clips, which is not supported; "
+                "use a model without fusion, such as laion/clap-htsat-unfused"
+            )
+        extractor = ClapFeatureExtractor(feature_size=audio.num_mel_bins)
+        if weights is None:
+            net = ClapAudioModel(audio)
+        elif audio is config:
+            net = load_pretrained(WEIGHTS_SETTING, weights, ClapAudioModel, config)
+        else:
+            net = load_pretrained(WEIGHTS_SETTING, weights, ClapModel, config).audio_model
+        super().__init__(
+            net,
+            audio.hidden_size,
+            extractor,
+            extractor.fft_window_size,
+            extractor.mel_filters_slaney,
+            extractor.nb_max_samples,
+        )
+
+    def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Return the log-mel spectrogram in dB [B, 1, T, mels].
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B]; a row repeats as often as it fits.
+        """
+        length = num_samples.clamp(min=1)[:, None]
+        index = torch.arange(self.max_samples, device=audio.device)
+        repeated = audio.gather(1, (index % length).clamp(max=audio.shape[1] - 1))
+        is_audio = index < self.max_samples // length * length
+        power = self._power(repeated * is_audio.to(audio.dtype))
+        return 10 * power.transpose(1, 2)[:, None]
+
+    def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode audio.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
+
+        Returns:
+            One feature [B, 1, width], and a mask int64 [B, 1], 0 without audio.
+        """
+        features = self.net(self.spectrogram(audio, num_samples)).pooler_output
+        return features[:, None], (num_samples > 0).long()[:, None]
+
+
+AUDIO_ENCODERS: Mapping[str, Callable[[Any, str | None], PretrainedAudio]] = MappingProxyType(
+    {"whisper": WhisperAudio, "clap": ClapAudio, "clap_audio_model": ClapAudio}
+)
+"""Pretrained audio encoders by `model_type` of config.json."""
+
+
+def build_pretrained_audio(
+    spec: AudioTower, inputs: ClipInputs, architecture: Architecture
+) -> PretrainedAudio:
+    """Build the audio encoder of `model.audio.weights`.
+
+    Args:
+        spec: The `model.audio` section.
+        inputs: The `model.inputs` section; rate and length of the audio must suit the weights.
+        architecture: None: read the weights. Otherwise they are random, and its key `audio` has the
+            transformers config, if there is one.
+
+    Raises:
+        UsageError: The weights cannot be read, or do not suit the inputs.
+    """
+    saved = (architecture or {}).get("audio")
+    config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, saved)
+    set_dropout(getattr(config, "audio_config", config), spec.dropout)
+    weights = spec.weights if architecture is None else None
+    tower = AUDIO_ENCODERS[config.model_type](config, weights)
+    if inputs.audio_rate != tower.rate:
+        raise UsageError(
+            f"model.inputs.audio_rate: {spec.weights} needs {tower.rate}, not {inputs.audio_rate}"
+        )
+    if inputs.clip_s * tower.rate > tower.max_samples:
+        raise UsageError(
+            f"model.inputs.clip_s: {spec.weights} takes up to "
+            f"{tower.max_samples / tower.rate:g} s, not {inputs.clip_s:g}"
+        )
+    return tower

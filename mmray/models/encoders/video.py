@@ -1,0 +1,128 @@
+"""Video encoders: frames of a clip to features of each frame, or of blocks of patches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mmray.builtin import HF_VIDEO_TYPES
+from mmray.errors import UsageError
+from mmray.models.encoders.image import build_image_tower
+from mmray.models.encoders.text import INIT_STD, TransformerLayer, mask_with_first
+from mmray.models.protocol import Architecture
+from mmray.models.weights import encoder_config, load_pretrained, set_dropout
+
+if TYPE_CHECKING:
+    from mmray.config.model_kinds import ClipInputs, FrameTransformer, Towers
+
+WEIGHTS_SETTING = "model.video.weights"
+
+
+class FrameEncoder(nn.Module):
+    """Encode the frames of a video as images, and relate them by a transformer.
+
+    Args:
+        spec: The `model` section, with the image tower and the transformer `video`.
+        architecture: As of `build_image_tower`.
+
+    Raises:
+        UsageError: `model.video.heads` does not divide the width of the image tower.
+    """
+
+    def __init__(self, spec: Towers, architecture: Architecture = None) -> None:
+        super().__init__()
+        inputs = spec.inputs
+        video = spec.video
+        self.image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
+        self.width = self.image.width
+        if video.depth and self.width % video.heads:
+            raise UsageError(
+                f"model.video.heads: {video.heads} heads do not divide the width of the image "
+                f"tower, {self.width}; change one of them"
+            )
+        self.layers = nn.ModuleList(
+            TransformerLayer(self.width, video.heads, video.dropout) for _ in range(video.depth)
+        )
+        # Without layers the order of the frames has no effect.
+        positions = torch.empty(inputs.frames, self.width) if video.depth else None
+        self.positions = (
+            None if positions is None else nn.Parameter(positions.normal_(std=INIT_STD))
+        )
+
+    def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode videos.
+
+        Args:
+            pixels: Normalized pixels [B, F, 3, S, S].
+            num_frames: Frames of each row, int64 [B]; 0 for a row without video.
+
+        Returns:
+            Features of each frame [B, F, width], and a mask int64 [B, F], 0 for padding.
+        """
+        features = self.image(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
+        index = torch.arange(pixels.shape[1], device=pixels.device)
+        mask = (index < num_frames[:, None]).long()
+        attended = mask_with_first(mask)[:, None, None, :]
+        if self.positions is not None:
+            features = features + self.positions[: pixels.shape[1]]
+        for layer in self.layers:
+            features = layer(features, attended)
+        return features, mask
+
+
+class VideoMae(nn.Module):
+    """The encoder of VideoMAE (Tong et al. 2022, arXiv:2203.12602): features of blocks of patches
+    and frames.
+
+    Its number of frames is fixed, so the last frame of a clip with fewer is repeated.
+
+    Args:
+        spec: The `model.video` section.
+        inputs: The `model.inputs` section; number and size of the frames must suit the weights.
+        architecture: None: read the weights. Otherwise they are random, and its key `video` has the
+            transformers config, if there is one.
+
+    Raises:
+        UsageError: The weights cannot be read, or do not suit the inputs.
+    """
+
+    def __init__(
+        self, spec: FrameTransformer, inputs: ClipInputs, architecture: Architecture
+    ) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        saved = (architecture or {}).get("video")
+        config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_VIDEO_TYPES, saved)
+        set_dropout(config, spec.dropout)
+        for name, needed, given in (
+            ("frames", config.num_frames, inputs.frames),
+            ("image_side", config.image_size, inputs.image_side),
+        ):
+            if needed != given:
+                raise UsageError(f"model.inputs.{name}: {spec.weights} needs {needed}, not {given}")
+        if architecture is None:
+            self.net = load_pretrained(WEIGHTS_SETTING, spec.weights, AutoModel, config)
+        else:
+            self.net = AutoModel.from_config(config)
+        self.width = config.hidden_size
+        self.frames = config.num_frames
+
+    def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode videos.
+
+        Args:
+            pixels: Normalized pixels [B, F, 3, S, S].
+            num_frames: Frames of each row, int64 [B]; 0 for a row without video.
+
+        Returns:
+            Features [B, N, width] of N blocks, and a mask int64 [B, N], 0 without video.
+        """
+        index = torch.arange(self.frames, device=pixels.device)
+        last = num_frames.clamp(min=1)[:, None] - 1
+        rows = torch.arange(len(pixels), device=pixels.device)[:, None]
+        features = self.net(pixels[rows, torch.minimum(index, last)]).last_hidden_state
+        has_video = (num_frames > 0).long()[:, None]
+        return features, has_video.expand(-1, features.shape[1])
