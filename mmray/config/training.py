@@ -39,7 +39,7 @@ class Batch(Section, settings_prefix="batch"):
         "rows differ in length; instead of `micro`. Rows are divided evenly among the workers.",
     )
     group_by_length: bool = Field(
-        False, description="Group rows of similar caption length in a micro-batch."
+        False, description="Group rows of similar caption (or clip) length in a micro-batch."
     )
     global_: Annotated[int | None, tyro.conf.arg(name="global")] = Field(
         None,

@@ -30,17 +30,25 @@ CLOSE_TIMEOUT_S = 5.0  # for the thread to end, if its stream cannot be interrup
 
 
 class TokenCounts(NamedTuple):
-    """Numbers of caption tokens of a rank's rows in a step, with and without padding.
+    """Lengths of a rank's rows in a step, with and without padding.
 
     Attributes:
         real: Tokens of the captions.
         padded: The same with padding.
         padded_unbucketed: With the padding that there would be if rows were not grouped by length.
+        samples: Samples of audio.
+        padded_samples: The same with padding.
+        frames: Frames of video.
+        padded_frames: The same with padding.
     """
 
     real: int
     padded: int
     padded_unbucketed: int
+    samples: int = 0
+    padded_samples: int = 0
+    frames: int = 0
+    padded_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class LocalBatch:
         is_dummy: For each micro-batch, whether it has only a dummy row.
         keys: Hashes of the keys of the valid rows, int64 [valid rows] on the CPU.
         sizes: Rows of each micro-batch including invalid ones; equal on every rank.
-        token_counts: Numbers of caption tokens, for the padding metrics.
+        token_counts: Numbers of caption tokens, samples and frames, for the padding metrics.
         wait_s: Seconds that the step waited for the batch.
     """
 
@@ -115,7 +123,16 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
         unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_dummy, keys, sizes, TokenCounts(tokens, padded, unbucketed))
+    counts = TokenCounts(
+        tokens,
+        padded,
+        unbucketed,
+        sum(int(each["num_samples"].sum()) for each in real if "audio" in each),
+        sum(each["audio"].numel() for each in real if "audio" in each),
+        sum(int(each["num_frames"].sum()) for each in real if "video" in each),
+        sum(each["video"].shape[:2].numel() for each in real if "video" in each),
+    )
+    return LocalBatch(micro_batches, is_dummy, keys, sizes, counts)
 
 
 def _without_invalid_rows(micro_batch: Batch) -> Batch:

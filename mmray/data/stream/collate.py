@@ -47,7 +47,7 @@ def iter_micro_batches(
             uint8 [R, 3, S, S], `input_ids` int32 [R, T] and `num_tokens` int32 [R].
         rank_rows: Rows of a rank in a step.
         micro_batch_size: Rows of a micro-batch, B.
-        group_by_length: Sort the rows of a step, most tokens first.
+        group_by_length: Sort the rows of a step, most tokens (or longest clips) first.
         token_multiple: Captions are padded to the longest of the micro-batch, rounded up to a
             multiple of this.
         max_tokens: Maximum number of tokens to which captions are padded.
@@ -138,8 +138,11 @@ def _iter_step_rows(
 
 
 def _sort_by_length(rows: NumpyBatch, memory: PixelMemory | None) -> NumpyBatch:
-    """Return the rows, longest caption first."""
-    order = np.argsort(-rows["num_tokens"], kind="stable")
+    """Return the rows, longest caption first; of clips those with the most audio or video, which
+    take most of the time.
+    """
+    lengths = rows.get("num_samples", rows.get("num_frames", rows["num_tokens"]))
+    order = np.argsort(-lengths, kind="stable")
     sorted_rows = {name: column[order] for name, column in rows.items() if name != "image"}
     if "image" not in rows:
         return sorted_rows

@@ -41,8 +41,7 @@ class Meter:
         precision: Precision of training, which determines the peak FLOP/s of a GPU.
         devices: Number of devices of a worker.
         compiles: Whether the model has compiled blocks, whose number of graphs is then a metric.
-        token_counts: Three sums over the steps, float64 [3]: tokens of captions, with padding, and
-            with the padding that there would be without grouping by length.
+        token_counts: Sums of TokenCounts (engine/prefetch.py) over the steps, float64 [7].
         flops_of_row: Floating point operations of a forward and a backward of one row, counted in
             the first step; None before.
     """
@@ -52,7 +51,7 @@ class Meter:
     precision: Precision
     devices: int = 1
     compiles: bool = False
-    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
     flops_of_row: float | None = None
 
     def compute(self) -> Metrics:
@@ -117,22 +116,25 @@ def reduce_over_ranks(
 
 
 def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
-    """Return the fraction of caption tokens that are padding.
+    """Return the fractions of caption tokens, samples and frames that are padding.
 
     Args:
-        token_counts: Three sums over rows: tokens of captions, with padding, and with the padding
-            that there would be without grouping by length.
+        token_counts: Sums of TokenCounts (engine/prefetch.py) over rows.
         group_by_length: Whether micro-batches group rows of similar length.
 
     Returns:
-        `batch/padding` and, if grouped, `batch/padding_unbucketed` (without grouping), both 0 to 1;
-        {} if the counts are zero.
+        `batch/padding` of captions and, if grouped, `batch/padding_unbucketed` (without grouping);
+        `batch/padding_audio` and `batch/padding_video`; each 0 to 1. Those without tokens, samples
+        or frames are omitted.
     """
-    tokens, padded, unbucketed = token_counts
-    if not padded:
-        return {}
-    without = {"batch/padding_unbucketed": 1 - tokens / unbucketed} if group_by_length else {}
-    return {"batch/padding": 1 - tokens / padded} | without
+    tokens, padded, unbucketed, samples, padded_samples, frames, padded_frames = token_counts
+    pairs = {
+        "batch/padding": (tokens, padded),
+        "batch/padding_unbucketed": (tokens, unbucketed if group_by_length else 0),
+        "batch/padding_audio": (samples, padded_samples),
+        "batch/padding_video": (frames, padded_frames),
+    }
+    return {name: 1 - real / total for name, (real, total) in pairs.items() if total}
 
 
 def rows_sha(keys: Tensor) -> str:

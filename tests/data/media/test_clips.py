@@ -17,8 +17,11 @@ from mmray.data.media.clips import Window, choose_window, frame_times
 from mmray.data.media.decode import verify_media
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
+from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
+from mmray.engine.metrics.meters import padding_fractions
+from mmray.engine.prefetch import make_local_batch
 from tests.data.media.synthetic import encode_audio, encode_video, read_clock, time_of_sweep
 from tests.made import make_set, png
 
@@ -181,3 +184,19 @@ def test_memory_is_flat_over_many_clips(prepared: PreparedSet, tmp_path: Path) -
         reader.read_block(plan, np.arange(8) + 8 * step)
         used.append(process.memory_info().rss)
     assert max(used[75:]) < max(used[10:75]) + 8 * 2**20
+
+
+def test_grouping_by_length_pads_clips_less(prepared: PreparedSet) -> None:
+    """Clips of 0.7 s, 0.8 s and none in micro-batches of two rows."""
+    reader = RowReader(prepared, INPUTS, prepared.tokenizer_json, 10**7)
+    shares = []
+    rows = []
+    for is_grouped in (False, True):
+        blocks = [reader.read_block(plan_of(), np.arange(8))]
+        [micro_batches] = iter_micro_batches(blocks, 8, 2, is_grouped, extra=reader.extra_columns)
+        batch = make_local_batch(micro_batches, is_grouped)
+        fractions = padding_fractions(list(batch.token_counts), is_grouped)
+        shares.append([fractions["batch/padding_audio"], fractions["batch/padding_video"]])
+        rows.append(sorted(batch.keys.tolist()))
+    assert rows[0] == rows[1]
+    assert shares[1][0] < 0.6 * shares[0][0] and 0 < shares[0][1] < 1
