@@ -215,17 +215,17 @@ class LoaderWorker:
         with closing(blocks):
             for block in blocks:
                 arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
-                for _ in iter_micro_batches([block], rows, rows):
+                for _ in iter_micro_batches([block], rows, rows, extra=reader.extra_columns):
                     pass
         return arrivals
 
     def loader(
-        self, dataset: BaselineDataset, batch: int, workers: int, window_s: float
+        self, dataset: Dataset[Any], batch: int, workers: int, window_s: float
     ) -> list[Arrival]:
         """Receive batches of random rows from a PyTorch DataLoader for a time, and drop them.
 
         Args:
-            dataset: A baseline dataset (TextbookDataset or TunedDataset).
+            dataset: A baseline dataset, such as TextbookDataset, TunedDataset or PlainClips.
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
             window_s: Seconds after the first (warm-up) batches.
@@ -234,18 +234,19 @@ class LoaderWorker:
             Time and number of rows of each batch.
         """
         seed = torch.Generator().manual_seed(self.rank)
+        sized: Any = dataset
         batches = DataLoader(
             dataset,
             batch_size=batch,
             sampler=RandomSampler(
-                dataset, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed
+                sized, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed
             ),
             num_workers=workers,
             collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
             pin_memory=torch.cuda.is_available(),
         )
         return collect_arrivals(
-            (Arrival(time.time(), len(each["image"])) for each in batches), window_s
+            (Arrival(time.time(), len(each["input_ids"])) for each in batches), window_s
         )
 
     def reader(

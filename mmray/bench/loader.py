@@ -1,5 +1,5 @@
-"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, in
-ABBA order.
+"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, audio
+or video, in ABBA order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import torch
 
-from mmray.bench import synthetic_images
+from mmray.bench import clip_loader, synthetic_images
 from mmray.bench.baselines import (
     WARMUP_ARRIVALS,
     Arrival,
@@ -58,6 +58,13 @@ RATIOS = {
     "stream_vs_tuned": ("stream prepared", "tuned prepared"),
     "stream_vs_reader": ("stream prepared", "reader prepared"),
 }
+CLIP_RATIOS = {
+    "stream_vs_plain": ("stream clips", "plain clips"),
+    "stream_vs_reader": ("stream clips", "reader clips"),
+}
+# Of clips: they are larger than images and take longer.
+CLIP_GLOBAL_ROWS = 64
+EXPECTED_CLIP_RATE = {"audio": 80, "video": 40}  # clips/s per actor
 Notify = Callable[[str], None]
 # of one loader; returns the arrivals of each consumer
 RunWindow = Callable[[], list[list[Arrival]]]
@@ -72,24 +79,28 @@ def bench_loader(
     workers: int = 0,
     block_mb: float = 24.0,
     gpu_rate: float | None = None,
+    modality: str = "image",
 ) -> dict[str, Any]:
-    """Compare mmray's stream with PyTorch DataLoaders over the same images on this machine.
+    """Compare mmray's stream with PyTorch DataLoaders over the same images, audio or video on this
+    machine.
 
     Args:
         notify: Called with lines of progress.
         data: A prepared set or a raw source; None: synthetic photographs.
-        images: Number of images.
+        images: Number of images or clips.
         rounds: How often each loader is measured; the loaders take turns.
         window_s: Approximate seconds of each measurement.
         workers: Decode actors of the stream (processes that read and decode rows), and DataLoader
             workers in total; 0: one per core.
         block_mb: Size in MB of a block of the stream, the rows that are read together.
         gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
+        modality: `image`; `audio` or `video` for clips of synthetic files.
 
     Returns:
         `machine` (dict), `ratios` (medians of the ratios of two loaders' rates by name), `spread`
         ({median, min, max, pairs} by ratio), `rows` (per loader: `arm`, its name, `images_per_s`
-        and `first_batch_s`, medians) and `notes` (texts about the bottleneck).
+        (of clips `clips_per_s` and `hours_per_s`) and `first_batch_s`, medians) and `notes` (texts
+        about the bottleneck of images).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
@@ -98,13 +109,19 @@ def bench_loader(
         raise UsageError(
             f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch"
         )
+    if modality != "image" and data is not None:
+        raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
     if workers < 0:
         raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
     actors = workers or cores()
-    rates: list[dict[str, float]] = []  # images/s of each loader, by round
+    rates: list[dict[str, float]] = []  # rows/s of each loader, by round
+    unit = "images" if modality == "image" else "clips"
     first_s: dict[str, list[float]] = defaultdict(list)
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
-        loaders = _build_loaders(data, images, window_s, actors, block_mb, notify)
+        if modality == "image":
+            loaders = _build_loaders(data, images, window_s, actors, block_mb, notify)
+        else:
+            loaders = _build_clip_loaders(modality, images, window_s, actors, block_mb, notify)
         for number in range(rounds):
             rates.append({})
             for name in loaders if number % 2 == 0 else reversed(loaders):
@@ -121,17 +138,18 @@ def bench_loader(
                     )
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
-                notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")
-    spread = loader_ratios(rates, RATIOS)
+                notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} {unit}/s")
+    spread = loader_ratios(rates, RATIOS if modality == "image" else CLIP_RATIOS)
     medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
     rows = []
     for name in loaders:
         first_batch_s = (
             None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
         )
-        rows.append(
-            {"arm": name, "images_per_s": round(medians[name], 1), "first_batch_s": first_batch_s}
-        )
+        row: dict[str, Any] = {"arm": name, f"{unit}_per_s": round(medians[name], 1)}
+        if modality != "image":
+            row["hours_per_s"] = round(medians[name] * clip_loader.CLIP_S[modality] / 3600, 4)
+        rows.append(row | {"first_batch_s": first_batch_s})
     machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {
         "data_workers": actors
     }
@@ -140,7 +158,7 @@ def bench_loader(
         "ratios": {name: each["median"] for name, each in spread.items()},
         "spread": spread,
         "rows": rows,
-        "notes": bottlenecks(medians, gpu_rate, actors),
+        "notes": bottlenecks(medians, gpu_rate, actors) if modality == "image" else [],
     }
 
 
@@ -148,7 +166,7 @@ def _build_loaders(
     data: str | None, images: int, window_s: float, actors: int, block_mb: float, notify: Notify
 ) -> dict[str, RunWindow]:
     """Prepare the images and start the processes; return the loaders by name."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
+    cache = _cache()
     notify("preparing the images: original bytes and re-encoded")
     folder = write_images(data, images, cache)
     sets = {}
@@ -161,52 +179,107 @@ def _build_loaders(
             f"bench loader needs {GLOBAL_ROWS} images (a global batch), and {data} has {len(files)}"
         )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
-    workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
-    consumers = workers[:CONSUMERS]
-    readers = workers[:actors]
-    ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
+    runs = _LoaderRuns(len(files), GLOBAL_ROWS, EXPECTED_RATE, window_s, actors, block_mb)
     row_readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
         for name, each in sets.items()
     }
-    share = GLOBAL_ROWS // CONSUMERS
-    plan = SamplePlan(
-        num_rows=len(files),
-        global_rows=GLOBAL_ROWS,
-        world_size=CONSUMERS,
-        seed=0,
-        steps=ENDLESS,
-    )
-    steps = max(
-        MIN_STEPS,
-        round(STREAM_WINDOW_FACTOR * window_s * EXPECTED_RATE * actors / plan.global_rows),
-    )
-    window_plan = replace(plan, steps=steps)  # the stream ends with the window
-
-    def run(workers: list[Any], method: str, *arguments: Any) -> RunWindow:
-        return lambda: ray.get(
-            [getattr(actor, method).remote(*arguments, window_s) for actor in workers]
-        )
-
-    def run_stream(reader: RowReader) -> list[list[Arrival]]:
-        """Run one window of the stream as training workers receive it."""
-        decoders = max(1, actors // CONSUMERS)
-        limits = DecoderLimits(decoders, decoders, decoders)
-        arguments = reader, ResumePoint(window_plan, 0), CONSUMERS, block_mb, limits
-        return list(ray.get([actor.stream.remote(*arguments) for actor in consumers]))
-
     textbook = TextbookDataset(files, tokenizer_json, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer_json, SIDE, inputs.max_tokens)
-    num_workers = max(1, actors // CONSUMERS)
     return {
-        "reader original": run(readers, "reader", actors, row_readers["original"], plan),
-        "reader prepared": run(readers, "reader", actors, row_readers["prepared"], plan),
-        "textbook original": run(consumers, "loader", textbook, share, num_workers),
-        "stream original": partial(run_stream, row_readers["original"]),
-        "tuned prepared": run(consumers, "loader", tuned, share, num_workers),
-        "stream prepared": partial(run_stream, row_readers["prepared"]),
+        "reader original": runs.reader(row_readers["original"]),
+        "reader prepared": runs.reader(row_readers["prepared"]),
+        "textbook original": runs.loader(textbook),
+        "stream original": runs.stream(row_readers["original"]),
+        "tuned prepared": runs.loader(tuned),
+        "stream prepared": runs.stream(row_readers["prepared"]),
     }
+
+
+def _build_clip_loaders(
+    modality: str, clips: int, window_s: float, actors: int, block_mb: float, notify: Notify
+) -> dict[str, RunWindow]:
+    """Write and prepare the clips and start the processes; return the loaders by name."""
+    cache = _cache()
+    notify(f"writing and preparing {modality}")
+    folder = clip_loader.write_clips(modality, clips, cache)
+    prepare = Prepare(duplicates="keep")
+    prepared = _prepare(str(folder / clip_loader.ROWS), cache / folder.name, prepare)
+    tokenizer_json = load_tokenizer("trained", prepared.tokenizer_json)
+    rate = EXPECTED_CLIP_RATE[modality]
+    runs = _LoaderRuns(clips, CLIP_GLOBAL_ROWS, rate, window_s, actors, block_mb)
+    inputs = clip_loader.clip_inputs(modality)
+    reader = RowReader(prepared, inputs, tokenizer_json, prepare.max_pixels)
+    rows = clip_loader.read_rows(folder, modality)
+    return {
+        "reader clips": runs.reader(reader),
+        "plain clips": runs.loader(clip_loader.PlainClips(rows, modality, tokenizer_json)),
+        "stream clips": runs.stream(reader),
+    }
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
+
+
+class _LoaderRuns:
+    """Runs windows of loaders in processes that are started once.
+
+    Args:
+        num_rows: Rows of the set.
+        global_rows: Rows of a step of all consumers together.
+        rate: Expected rows/s of a decode actor, which determines the steps of a stream window.
+        window_s: Seconds of a window.
+        actors: Decode actors of the stream, and DataLoader workers in total.
+        block_mb: Size of a block of the stream in MB.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        global_rows: int,
+        rate: float,
+        window_s: float,
+        actors: int,
+        block_mb: float,
+    ) -> None:
+        self.workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
+        ray.get([actor.__ray_ready__.remote() for actor in self.workers])
+        self.plan = SamplePlan(
+            num_rows=num_rows, global_rows=global_rows, world_size=CONSUMERS, seed=0, steps=ENDLESS
+        )
+        self.steps = max(
+            MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * rate * actors / global_rows)
+        )
+        self.window_s = window_s
+        self.actors = actors
+        self.block_mb = block_mb
+        self.workers_per_consumer = max(1, actors // CONSUMERS)
+
+    def reader(self, reader: RowReader) -> RunWindow:
+        """Return a function that reads rows in processes of their own, without the stream."""
+        arguments = (self.actors, reader, self.plan, self.window_s)
+        return partial(self._run, self.actors, "reader", *arguments)
+
+    def loader(self, dataset: Any) -> RunWindow:
+        """Return a function that reads batches of a DataLoader in each consumer."""
+        batch = self.plan.global_rows // CONSUMERS
+        arguments = (dataset, batch, self.workers_per_consumer, self.window_s)
+        return partial(self._run, CONSUMERS, "loader", *arguments)
+
+    def stream(self, reader: RowReader) -> RunWindow:
+        """Return a function that receives a window of the stream as training workers do."""
+        start = ResumePoint(replace(self.plan, steps=self.steps), 0)  # it ends with the window
+        decoders = self.workers_per_consumer
+        limits = DecoderLimits(decoders, decoders, decoders)
+        return partial(
+            self._run, CONSUMERS, "stream", reader, start, CONSUMERS, self.block_mb, limits
+        )
+
+    def _run(self, processes: int, method: str, *arguments: Any) -> list[list[Arrival]]:
+        calls = [getattr(each, method).remote(*arguments) for each in self.workers[:processes]]
+        return list(ray.get(calls))
 
 
 def write_images(data: str | None, images: int, cache: Path) -> Path:

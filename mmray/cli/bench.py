@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.table import Table
 from tyro.conf import Positional, arg
@@ -38,13 +38,15 @@ class StepCommand:
 @dataclass(frozen=True)
 class LoaderCommand:
     """Compare the stream with PyTorch DataLoaders over the same images (224 pixels, global batch
-    256, 2 consumers).
+    256, 2 consumers), or over clips of audio or video.
     """
 
     data: str | None = None
     """Prepared set or raw source; default: synthetic photographs (500 x 375 pixels, 110 KB)."""
+    modality: Literal["image", "audio", "video"] = "image"
+    """Images, clips of 10 s of audio, or of 8 frames of video."""
     images: int = 512
-    """Number of images."""
+    """Number of images or clips."""
     rounds: int = 2
     """Windows per loader, in ABBA order."""
     window_s: float = 3.0
@@ -168,9 +170,12 @@ def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str,
     columns = {
         "arm": ("", ""),
         "images_per_s": ("images/s", ",.0f"),
+        "clips_per_s": ("clips/s", ",.1f"),
+        "hours_per_s": ("hours/s", ",.4f"),
         "first_batch_s": ("first batch s", ",.3f"),
     }
-    return result, rows_table(result["rows"], columns)
+    shown = {name: each for name, each in columns.items() if name in result["rows"][0]}
+    return result, rows_table(result["rows"], shown)
 
 
 def _strategies(

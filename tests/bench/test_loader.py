@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from mmray.bench import loader, synthetic_images
+from mmray.bench import clip_loader, loader, synthetic_images
 from mmray.bench.baselines import (
     WARMUP_ARRIVALS,
     Arrival,
@@ -27,6 +28,8 @@ from mmray.cli.bench import bench
 from mmray.config import Inputs
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.images.decode import decode
+from mmray.data.media.clips import ClipColumns
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -74,6 +77,28 @@ def test_all_loaders_return_the_same_images(tmp_path):
         length = int(block["num_tokens"][3])
         assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
+
+
+@pytest.mark.parametrize("modality", ["audio", "video"])
+def test_both_loaders_return_the_same_clips(modality, tmp_path):
+    folder = clip_loader.write_clips(modality, 3, tmp_path)
+    rows = clip_loader.read_rows(folder, modality)
+    plain = clip_loader.PlainClips(rows, modality, train_tokenizer([rows[0].text], 60))
+    columns = ClipColumns(clip_loader.clip_inputs(modality))
+    for index, clip_row in enumerate(rows):
+        media = Media(modality, Path(clip_row.file).read_bytes())
+        span = [clip_row.start_s, clip_row.start_s + clip_loader.CLIP_S[modality]]
+        block = columns.empty(1)
+        columns.set_row(block, 0, Row("k", [media], ["x"], spans=[span]), (0, 0), None)
+        clip = plain[index][modality].numpy()
+        assert clip.shape == block[modality][0].shape
+        if modality == "audio":
+            # The phases of the resamplers differ by up to a sample.
+            assert np.corrcoef(clip, block["audio"][0])[0, 1] > 0.9
+        else:
+            mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+            pixels = (clip * std[:, None, None] + mean[:, None, None]) * 255
+            assert np.abs(pixels - block["video"][0]).mean() < 2
 
 
 def arrivals(every_s, rows=10, count=12, first_s=0.0):
@@ -152,6 +177,8 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
         bench_loader(lambda _: None, gpu_rate=1000.0)
     with pytest.raises(UsageError, match="--workers -3: must be 0"):
         bench_loader(lambda _: None, workers=-3)
+    with pytest.raises(UsageError, match="--modality audio has files of its own: omit --data"):
+        bench_loader(lambda _: None, data="prepared/my", modality="audio")
 
 
 @pytest.mark.cluster

@@ -20,7 +20,7 @@ from mmray.builtin import SAMPLE_VLM
 from mmray.data.prepare.sample import COLORS, draw_shape, tinted
 from mmray.errors import UsageError
 
-VERSION = "v1"  # change it if the files change; it is a folder name
+VERSION = "v2"  # change it if the files change; it is a folder name
 NUM_TRAIN = 2400
 NUM_TEST = 200
 SIDE = 64
@@ -36,6 +36,7 @@ TEMPLATE = (
     "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>"
     "{% endgeneration %}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
