@@ -105,9 +105,10 @@ def bench_loader(
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
     """
-    if images < GLOBAL_ROWS:
+    global_rows = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
+    if images < global_rows:
         raise UsageError(
-            f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch"
+            f"--images {images}: bench loader needs at least {global_rows}, a global batch"
         )
     if modality != "image" and data is not None:
         raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
