@@ -301,16 +301,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     num_bad = packed.num_bad + int((dedup.duplicate_of != assemble.NO_ROW).sum())
     is_over_limit = num_bad > assemble.max_bad_rows(settings.max_bad_fraction, total)
     leakage: dict[str, Any] = {}
-    if contamination.is_enabled(settings) and not is_over_limit:
-        contaminated, leakage = contamination.check_contamination(
-            out,
-            packed,
-            job.source.address,
-            dedup,
-            settings,
-            lambda *rows: progress(PrepareProgress("hash", *rows)),
-        )
-        dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
+    if not is_over_limit:
+        dedup, leakage = _check_contamination(job, packed, dedup, progress)
     is_rejected = is_over_limit or dedup.dropped.all()
     # an existing set keeps its list
     quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
@@ -358,6 +350,31 @@ def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult, num_chunks: 
         wanted |= {shard.file, column_file(KEPT, shard.file)}
     folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
     _remove_files(out, lambda name: name not in wanted, folders)
+
+
+def _check_contamination(
+    job: PrepareJob,
+    packed: assemble.PackedRows,
+    dedup: assemble.DedupResult,
+    progress: OnProgress,
+) -> tuple[assemble.DedupResult, dict[str, Any]]:
+    """Return the dropped rows, with those that are also in another set or split if they are to be
+    dropped, and the summary of the check; unchanged and empty if it is not enabled.
+    """
+    settings = job.settings
+    if not contamination.is_enabled(settings):
+        return dedup, {}
+    contaminated, leakage = contamination.check_contamination(
+        to_path(job.out),
+        packed,
+        job.source.address,
+        dedup,
+        settings,
+        lambda *rows: progress(PrepareProgress("hash", *rows)),
+    )
+    if settings.drop_overlap:
+        dedup = replace(dedup, contaminated=contaminated)
+    return dedup, leakage
 
 
 def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
