@@ -1,5 +1,6 @@
 """Fixtures of all tests: a local Ray, an S3 server, and optional real data."""
 
+import gc
 import os
 import shutil
 import socket
@@ -10,7 +11,6 @@ import time
 import urllib.request
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -31,6 +31,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests use no network: without this, each name on the hub is requested several times.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Address of the test S3 server (`s3` starts it); tests use no other one. No other process can take
 # the port meanwhile.
@@ -194,6 +196,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
+def pytest_collection_finish():
+    """Take the objects of imported modules and of collected tests out of garbage collections, each
+    of which would visit some million objects.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish():
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
@@ -214,22 +224,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def forked_workers(monkeypatch):
-    """Fork processes of a benchmark from the server of the rank scenarios; spawned ones import
-    torch for seconds.
-    """
-    import torch.multiprocessing as mp
-
-    from tests.forked import preload
-
-    preload()
-    monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="forkserver"))
-
-
 @pytest.fixture(scope="module")
 def forked_children():
-    """Fork the workers of runs without Ray, too."""
+    """Fork the workers of runs without Ray, and the processes of benchmarks, from the server of the
+    rank scenarios; spawned ones import torch for seconds.
+    """
     from tests.forked import forked_children
 
     with forked_children():

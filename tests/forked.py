@@ -13,6 +13,7 @@ PRELOADED = (
     "tests.engine.ranks",
     "tests.engine.checkpoint.shard_ranks",
     "tests.training.faults",
+    "mmray.bench.strategies",
     "mmray.training.local_worker",
     "mmray.engine.worker",
     "torch._dynamo",

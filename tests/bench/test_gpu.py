@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity
 from mmray.bench.gpu import command, device_checks, stages, workload
 from mmray.bench.gpu.kernels import ProfiledSteps, largest_gaps
 from mmray.bench.gpu.stages import STAGES, run_stage
+from mmray.processes import Channel, ChildProcess
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def test_stages_write_their_rows_and_a_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmray.bench.gpu", "--device", "cpu", "--stages"]
     done = subprocess.run(
-        [*command, "environment", "kernels", "--out", str(tmp_path / "out")],
+        [*command, "kernels", "--out", str(tmp_path / "out")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -35,30 +36,36 @@ def test_stages_write_their_rows_and_a_summary(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     stages = {stage["stage"]: stage["rows"] for stage in summary["stages"]}
-    assert list(stages) == ["environment", "kernels"]
-    assert stages["environment"][0]["torch"] == torch.__version__
+    assert list(stages) == ["kernels"]
     cases = [row["case"] for row in stages["kernels"]]
     assert (
         cases[:2] == ["clip, 8 rows", "clip, 8 rows, kernel 1"] and "clip, 8 rows, gap 1" in cases
     )
     assert json.loads((tmp_path / "out" / "kernels.json").read_text())["rows"] == stages["kernels"]
     # synchronizations are those of CUDA
-    passed = sum(map(len, stages.values())) - 1
+    passed = len(stages["kernels"]) - 1
     assert summary["counts"] == {"passed": passed, "failed": 0, "skipped": 1}
     assert "clip, 8 rows, gap 1" in done.stdout
     assert f"{passed} passed, 0 failed, 1 skipped" in done.stdout
 
 
-def test_distributed_code_runs_in_a_group_of_one(tmp_path: Path) -> None:
+def rows_of_stage(_: Channel | None, name: str) -> list[dict[str, Any]]:
+    written: list[list[dict[str, Any]]] = []
+    run_stage(name, CPU, lambda rows: written.append(list(rows)), math.inf)
+    return written[-1]
+
+
+def test_environment_has_versions_and_rates() -> None:
+    machine, *rates = rows_of_stage(None, "environment")
+    assert machine["torch"] == torch.__version__
+    assert rates and not any("error" in row for row in rates)
+
+
+def test_distributed_code_runs_in_a_group_of_one(forked_children: None) -> None:
     """In a process of its own, because the stage starts the process group."""
-    code = (
-        "import json, math, sys, torch; from mmray.bench.gpu.stages import run_stage\n"
-        "rows = []\n"
-        "run_stage('nccl', torch.device('cpu'), lambda r: rows.append(list(r)), math.inf)\n"
-        "print(json.dumps(rows[-1]))"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    rows = {row["case"]: row for row in json.loads(output.splitlines()[-1])}
+    child = ChildProcess("nccl", rows_of_stage, "nccl")
+    rows = {row["case"]: row for row in child.result()}
+    child.close()
     assert not any("error" in row for row in rows.values()), rows
     assert rows["ddp"]["from_module"] < 1e-9 and rows["fsdp"]["from_module"] < 1e-9
     assert rows["checkpoint staging"]["largest_difference"] == 0

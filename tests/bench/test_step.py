@@ -34,7 +34,7 @@ from mmray.errors import OutOfMemoryError, ResourceError, UsageError
 from tests.engine.fake_cuda import DEVICES, gpus
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 def tiny(workers: int = 1, **sections: object) -> Config:

@@ -19,7 +19,7 @@ from mmray.errors import ResourceError
 from tests.bench.test_step import tiny
 
 
-def test_rows_are_measured(forked_workers):
+def test_rows_are_measured(forked_children):
     """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is
     detected.
     """

@@ -235,7 +235,7 @@ def _measure(base: Config, group: Group, folder: Path) -> dict[str, Any]:
     return {"equal": all(each == measurements for each in everywhere), **asdict(measurements)}
 
 
-def test_two_ranks_measure_together_and_agree(forked_workers: None) -> None:
+def test_two_ranks_measure_together_and_agree(forked_children: None) -> None:
     measured = spawn_workers(_measure, tiny(workers=2))
     assert measured["equal"] and measured["workers"] == 2
     sizes = [micro for _, micro, *_ in measured["visits"]]
@@ -248,7 +248,7 @@ def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
     return group.all_gather_objects(shape_worker._memory_limit_gib(group))
 
 
-def test_ranks_with_different_free_memory_have_the_lower_limit(forked_workers: None) -> None:
+def test_ranks_with_different_free_memory_have_the_lower_limit(forked_children: None) -> None:
     first, second = spawn_workers(_memory_limits, tiny(workers=2))
     assert first == second == pytest.approx(32 * 0.8 / 2, abs=2)
 

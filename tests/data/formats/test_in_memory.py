@@ -73,15 +73,17 @@ def test_rows_in_memory_are_prepared(build, tmp_path):
     assert not (tmp_path / "set.rows").exists()
 
 
-def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path):
+def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path, monkeypatch, forked_children):
+    """The worker is no actor of Ray, because that takes no part in this."""
     import ray.data
 
+    monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
     images = np.stack([pixels(noisy(number)) for number in range(NUM_ROWS)])
     dataset = ray.data.from_numpy(images).zip(ray.data.from_items([{"text": t} for t in TEXTS]))
     dataset = dataset.rename_columns({"data": "image"}).repartition(3)
     mmray.prepare(dataset, tmp_path / "set", reporter=Silent())
     same_rows(tmp_path / "set")
-    recipe = config("-", tmp_path, "run", steps=2)
+    recipe = config("-", tmp_path, "run", steps=2).with_cluster(workers=1, cpus_per_worker=1)
     data = {"train": dataset, "cache": str(tmp_path / "cache")}
     finished = [mmray.train(recipe, data=data, reporter=Silent()) for _ in range(2)]
     assert finished[0].path == finished[1].path and finished[1].result["status"] == "finished"

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from PIL import Image
 
 import mmray
-from mmray.config import recipes
+from mmray.config import Config, recipes
+from mmray.data.vlm import sample
 
 
-def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
-    """About 0 to 3 images a row; the exported model answers the same."""
+def config_in(folder: Path) -> Config:
     config = recipes.sample_vlm()
+    return config.replace(
+        data=config.data.replace(cache=str(folder / "cache")),
+        run=config.run.replace(storage=str(folder), name="run"),
+    )
+
+
+def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, forked_children):
+    monkeypatch.setattr(sample, "NUM_TRAIN", 60)
+    monkeypatch.setattr(sample, "NUM_TEST", 8)
+    config = config_in(tmp_path)
     config = config.replace(
-        data=config.data.replace(cache=str(tmp_path / "cache")),
-        run=config.run.replace(storage=str(tmp_path), name="run"),
+        optimizer=config.optimizer.replace(warmup_steps=2),
+        train=config.train.replace(steps=8, log_every=2),
     )
     run = mmray.train(config)
+    assert (run.metrics["answered"], run.metrics["bad_rows"]) == (8, 0)
+    assert 0 <= run.metrics["exact_match"] <= 1
+    losses = [line["train/loss"] for line in run.history if "train/loss" in line]
+    assert losses[-1] < 0.9 * losses[0]
+    model = mmray.load(mmray.export(run.path, tmp_path / "out"))
+    assert isinstance(
+        model.answer([[{"role": "user", "content": "Say one two red."}]], [[]])[0], str
+    )
+
+
+@pytest.mark.slow
+def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
+    """About 0 to 3 images a row; the exported model answers the same."""
+    run = mmray.train(config_in(tmp_path))
     assert run.metrics["exact_match"] >= 0.9
     assert (run.metrics["answered"], run.metrics["bad_rows"]) == (200, 0)
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
