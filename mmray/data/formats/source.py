@@ -357,6 +357,8 @@ def check_columns(
 ) -> None:
     """Raise DataError if no column of a source has images, audio or video, or none has texts.
 
+    A source with both audio and video needs no texts.
+
     Args:
         names: Names of all columns of the source.
         columns: Column of the source by mmray's column name.
@@ -365,13 +367,16 @@ def check_columns(
     """
     advice = []
     missing = []
+    has_pairs = all(
+        not set(source_columns(columns, column)).isdisjoint(names) for column in MEDIA_COLUMNS
+    )
     # The images of a conversation may be in its parts.
     for kind, ours in (
         ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS)),
         ("text", ("text", "texts", *MESSAGE_COLUMNS, "label")),
     ):
         theirs = {name for column in ours for name in source_columns(columns, column)}
-        if theirs.isdisjoint(names):
+        if theirs.isdisjoint(names) and not (kind == "text" and has_pairs):
             common = _COMMON_NAMES[kind].split()
             # also image_1 and Caption2
             guess = next(

@@ -389,7 +389,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     [
         (
             [{"caption": "x", "url": "y"}] * 3,
-            r"none is good\n.*3 no-image, .*\(the row has caption, url\)",
+            r"has the columns caption, url: .* --columns image=url text=caption",
         ),
         ([{"image": "gone.png", "text": "x"}], r"there is no file gone\.png"),
         ([b"\n", b"  "], "has no rows"),
