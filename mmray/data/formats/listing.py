@@ -246,7 +246,7 @@ class ImageTextPairs(ListingSource):
             else:
                 self.ignored[PurePosixPath(name).suffix] += 1
         # Folders only: photos of trains may be named train-12.jpg.
-        splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in media | texts])
+        splits = splits_of_files(list({f"{stem.rpartition('/')[0]}/" for stem in media | texts}))
         for stem in sorted(media.keys() | texts.keys()):
             # With size and modification time, so that an edited text changes the signature of its
             # chunk.

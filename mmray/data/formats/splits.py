@@ -100,10 +100,11 @@ def splits_of_paths(paths: Sequence[str]) -> dict[str, str | None]:
     splits: dict[str, str | None] = {}
     for path in paths:
         *names, file = path.split("/")
-        of_folders = [folders[depth][name] for depth, name in enumerate(names)]
-        word = _find_word(file)
-        of_file = _split_of_word(word) if word else None
-        splits[path] = next(filter(None, of_folders), of_file)
+        of_folders = (folders[depth][name] for depth, name in enumerate(names))
+        split = next(filter(None, of_folders), None)
+        if split is None and (word := _find_word(file)):
+            split = _split_of_word(word)
+        splits[path] = split
     return splits
 
 
