@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mmray import api
 from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.driver import train
 from mmray.training.evaluate_export import evaluate_run, export_run
+from tests.data.prepare.test_pipeline import make_source
 from tests.training.runs import (
     STEPS,
     Silent,
@@ -116,3 +118,23 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     assert not [
         name for name in names if b"canary-of-the-tests" in (outcome.path / name).read_bytes()
     ]
+
+
+def test_all_commands_read_and_write_a_bucket(local_ray, s3, tmp_path):
+    """Prepare, two workers, evaluate, export and report, with no file of a set or a run on disk."""
+    source = make_source(tmp_path / "raw", 40)
+    raw = to_path(f"{s3.address}/raw")
+    for name in list_files(source.parent):
+        copy_file(source.parent / name, raw / name)
+    place = f"{s3.address}/prepared"
+    manifest = api.prepare(f"{raw}/rows.jsonl", place, holdout=0.2, reporter=Silent())
+    assert manifest.num_rows == 40 and set(manifest.splits) == {"train", "test"}
+    tiny = config(place, f"{s3.address}/runs", "all", steps=4)
+    run = api.train(tiny, data={"local_cache": None}, reporter=Silent())
+    assert run.result["status"] == "finished" and len(run.history) == 4
+    scores = api.evaluate(run, place, split="test", reporter=Silent())
+    assert scores["rows"] == manifest.splits["test"]
+    page = run.report(f"{s3.address}/report.html")
+    assert b"<html" in to_path(str(page)).read_bytes()[:2000]
+    exported = api.export(run, f"{s3.address}/exported")
+    assert {"config.json", "model.safetensors"} <= set(list_files(to_path(str(exported))))
