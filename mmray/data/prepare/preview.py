@@ -82,9 +82,9 @@ def check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
 
 def _find_items(values: dict[str, Any]) -> str:
     """Return the expression of jq for the rows inside of a JSON object; "" if it is a row."""
+    if values.keys() & set(COLUMNS):
+        return ""
     for name, value in values.items():
-        if name in COLUMNS:
-            return ""
         if isinstance(value, dict):
             return ".[]"
         if isinstance(value, list) and value and isinstance(value[0], dict):

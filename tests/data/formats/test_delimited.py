@@ -151,6 +151,8 @@ def test_json_without_known_columns_is_refused_before_packing(write, tmp_path, v
 
 
 def test_mapped_column_that_does_not_exist_is_named(write, tmp_path):
+    row = {"meta": {"width": 9}, "image": "0.png", "text": "x"}
+    assert prepared(write(json.dumps(row), "one.jsonl"), tmp_path / "one")[0].num_rows == 1
     source = write(json.dumps({"image": "0.png", "title": "x"}), "rows.jsonl")
     with pytest.raises(DataError, match=r"no column `titel`, .* did you mean `title`"):
         prepared(source, tmp_path / "out", columns=("text=titel",))
