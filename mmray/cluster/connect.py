@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 # Ray appends up to 66 characters (ray/session_DATE_TIME_PID/sockets/plasma_store) to a path of at
 # most 107 bytes.
 MAX_TEMP_DIR = 40
-_WORKER_PACKAGES = ("ray", "torch", "torchvision", "transformers", "PIL", "safetensors")
+_WORKER_PACKAGES = (
+    *("numpy", "pandas", "pyarrow", "torch", "torchvision", "transformers", "tokenizers"),
+    *("safetensors", "PIL", "pydantic", "yaml", "orjson", "psutil", "simplejpeg"),
+)
 _SHORT_TEMP_DIR = "/tmp"
 # Imported ahead, so that each decode actor starts a second faster.
 _PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"
@@ -127,7 +130,8 @@ def ray_session(
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.
-        UsageError: The address is one of Ray Client.
+        UsageError: The address is one of Ray Client, or a file of the working directory replaces a
+            package of the workers.
     """
     # Read when Ray is imported: Ray's driver prints these messages whatever `_start` sets.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _HIDDEN_MESSAGES)
@@ -188,6 +192,7 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
+    check_working_dir(Path.cwd())
     try:
         if address:
             check_reachable(address)
@@ -251,29 +256,41 @@ def _set_auth_token() -> None:
 def python_path(working_dir: Path, before: str) -> str:
     """Return PYTHONPATH for all processes of a local Ray, with the working directory first.
 
-    The directory is left out if a file in it, such as random.py or numpy.py, would replace a module
-    of Python or a package in these processes, which then do not start. Ray adds it in workers after
-    their start.
+    The directory is left out if a file in it, such as random.py, would replace a module of Python
+    or Ray in these processes, which then do not start. Ray adds it in workers after their start.
 
     Args:
         working_dir: The working directory of the driver.
         before: The value of PYTHONPATH; "" if it is not set.
     """
-    modules = {each.stem for each in working_dir.glob("*.py")}
-    modules |= {each.parent.name for each in working_dir.glob("*/__init__.py")}
     paths = list(filter(None, before.split(os.pathsep)))
-    packages = {
-        name for name in sys.modules if "." not in name and not _is_inside(name, working_dir)
-    }
-    if modules.isdisjoint({*sys.stdlib_module_names, *packages, *_WORKER_PACKAGES} - {"mmray"}):
+    if _modules_in(working_dir).isdisjoint({*sys.stdlib_module_names, "ray"}):
         paths.insert(0, str(working_dir))
     return os.pathsep.join(dict.fromkeys(paths))
 
 
-def _is_inside(module: str, folder: Path) -> bool:
-    """Return whether a module that is loaded is a file in a folder."""
-    file = getattr(sys.modules[module], "__file__", None)
-    return file is not None and Path(file).is_relative_to(folder)
+def check_working_dir(working_dir: Path) -> None:
+    """Check that no file of the working directory replaces a package of the workers.
+
+    Ray adds the directory to their module search path, before installed packages.
+
+    Args:
+        working_dir: The working directory of the driver.
+
+    Raises:
+        UsageError: A file or folder has the name of a package that workers import.
+    """
+    if found := sorted(_modules_in(working_dir) & set(_WORKER_PACKAGES)):
+        raise UsageError(
+            f"{found[0]} in {working_dir} would replace the package {found[0]} in the workers: "
+            "rename it, or start the command in another folder"
+        )
+
+
+def _modules_in(folder: Path) -> set[str]:
+    """Return the names of the modules and packages of Python in a folder."""
+    modules = {each.stem for each in folder.glob("*.py")}
+    return modules | {each.parent.name for each in folder.glob("*/__init__.py")}
 
 
 def check_reachable(address: str) -> None:

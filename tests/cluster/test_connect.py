@@ -20,11 +20,21 @@ def test_working_directory_does_not_replace_modules_of_python(tmp_path):
     (tmp_path / "my_parts.py").touch()
     assert connect.python_path(tmp_path, "/a:/b") == f"{tmp_path}:/a:/b"
     assert connect.python_path(tmp_path, "") == str(tmp_path)
-    for name in ("random.py", "queue.py", "ray/__init__.py", "numpy.py", "torch/__init__.py"):
+    for name in ("random.py", "queue.py", "ray/__init__.py"):
         folder = tmp_path / name.partition(".")[0].replace("/", "-")
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
         assert connect.python_path(folder, "/a:/a") == "/a"
+
+
+@pytest.mark.parametrize("name", ["numpy.py", "yaml.py", "torch/__init__.py"])
+def test_file_that_replaces_a_package_in_workers_is_refused(tmp_path, name):
+    (tmp_path / "train.py").touch()
+    connect.check_working_dir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=r"would replace the package .* rename it"):
+        connect.check_working_dir(tmp_path)
 
 
 def test_ray_gets_a_short_folder_for_its_sockets(tmp_path, monkeypatch):
