@@ -22,7 +22,7 @@ from mmray.errors import INTERRUPTED, UsageError
 from mmray.training.trackers import COUNTERS, GAUGES
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
-from tests.training.runs import config, make_data, marks
+from tests.training.runs import Silent, config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
@@ -255,3 +255,27 @@ def left_behind(head, within_s=60):
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.5)
+
+
+def test_a_recipe_file_trains_everywhere_unchanged(head, data, tmp_path, monkeypatch):
+    """In one process, as a job with two workers, and in a sweep; torchrun is refused."""
+    monkeypatch.chdir(ROOT)
+    recipe = str(tmp_path / "tiny.yaml")
+    tiny = config(data, tmp_path / "runs", None, steps=2, checkpoint_every=0)
+    Path(recipe).write_text(to_yaml(tiny))
+    words = ["tune", recipe, "--goal", "loss", "--space", "optimizer.lr=2e-3"]
+    sweep = api.submit([*words, "--run.storage", str(tmp_path / "sweep")], address=head.url)
+    two = api.submit(["train", recipe, "--run.name", "two"], address=head.url)
+    api.train(recipe, run={"name": "one"}, cluster={"workers": 1}, reporter=Silent())
+    with monkeypatch.context() as launched:
+        launched.setenv("WORLD_SIZE", "2")
+        launched.setenv("TORCHELASTIC_RUN_ID", "1")
+        with pytest.raises(UsageError, match=r"start one, `mmray train .* starts the workers"):
+            api.train(recipe, reporter=Silent())
+    for job in (two, sweep):
+        shown = []
+        assert job.follow(shown.append) == 0, "".join(shown)[-4000:]
+    assert marks(tmp_path / "runs" / "one") == marks(tmp_path / "runs" / "two")
+    assert len(marks(tmp_path / "runs" / "two")) == 2
+    best = list((tmp_path / "sweep").rglob("best.yaml"))
+    assert len(best) == 1 and "lr:" in best[0].read_text()
