@@ -140,8 +140,12 @@ def _plan(
 ) -> ScoreJob:
     """Load the model once, before Ray starts, and check that it can score the set."""
     checkpoint: AnyPath | None = None
-    if (to_path(weights) / "config.yaml").exists():
-        config, tokenizer_json, checkpoint = open_run(to_path(weights), None)
+    path = to_path(weights)
+    if (path / "config.yaml").exists():
+        config, tokenizer_json, checkpoint = open_run(path, None)
+    elif "/" in weights and not path.exists() and path.parent.exists():  # no name of the hub
+        hint = suggest(path.name, list_names(path.parent))
+        raise UsageError(f"--weights {weights}: there is no such run or file; {hint}")
     else:
         config, tokenizer_json = with_tokenizer(pretrained_config(weights), reporter.log)
     config = config.replace(evaluate=config.evaluate.replace(batch=batch))

@@ -178,6 +178,8 @@ def test_invalid_scores_and_selections_are_refused(run, tasks, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             api.select(address, tmp_path / "out", reporter=Silent(), **arguments)
+    with pytest.raises(UsageError, match="no such run or file; did you mean `r`"):
+        api.score(address, str(run.with_name("rr")), reporter=Silent())
     with pytest.raises(UsageError, match="must be a name of letters"):
         api.score(address, str(run), name="clip score", reporter=Silent())
     with pytest.raises(UsageError, match="its captions are of one column"):
