@@ -175,7 +175,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 # The folders of a run without cluster tests that take longest.
-LONGEST = ("models", "engine", "training", "data", "bench", "tuning")
+LONGEST = ("engine", "data", "training", "models", "bench", "tuning")
 
 
 def pytest_collection_modifyitems(items):
