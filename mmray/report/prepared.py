@@ -142,10 +142,10 @@ class SetRecord:
             viewer = _RowViewer(prepared, encoder, decoder)
             columns, error = _read_columns(prepared, chosen)
             read = zip(chosen.tolist(), read_each(prepared, chosen), columns, strict=True)
-            rows = [viewer.view(*each) for each in read]
+            rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
             groups = list(statistics.repeats.items())[:MAX_REPEATS]
-            repeats = [viewer.view_repeat(*group) for group in groups]
+            repeats = [viewer.view_repeat(digest, numbers) for digest, numbers in groups]
             quarantine = quarantine_summary([prepared.folder])
             locations = {row["source"] for row in quarantine["shown"]}
             images = read_rejected_images(prepared.folder, prepared.manifest, locations)
