@@ -3,8 +3,9 @@ and gradients.
 
     python -m venv VENV && VENV/bin/pip install -e . open_clip_torch==3.3.0
     VENV/bin/python tests/benchmarks/compare_open_clip.py [--data FILE.jsonl] [--json RESULT.json]
-        [--device cuda]
+        [--device cuda] [--open-clip FOLDER]
 
+`--open-clip` takes a checkout of open_clip's repository in place of the installed release.
 mmray/bench/README.md describes how each figure is measured.
 """
 
@@ -29,8 +30,7 @@ from typing import Any
 import open_clip
 import psutil
 import torch
-from open_clip_train import params
-from open_clip_train.train import train_one_epoch
+from open_clip_train import params, train
 from torch import Tensor
 
 from mmray import objectives
@@ -240,10 +240,16 @@ def open_clip_gradients(
         f"{len(loader)}"
     )
     options = params.parse_args(flags.split())
-    vars(options).update(distill=False, rank=0, world_size=1, wandb=False)
+    vars(options).update(distill=False, rank=0, world_size=1, wandb=False, distributed=False)
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
     sgd = torch.optim.SGD(net.parameters(), lr=0.0)
-    train_one_epoch(net, data, open_clip.create_loss(options), 0, sgd, None, None, None, options)
+    if hasattr(train, "TrainState"):  # since 4.0
+        loader[:] = [{"image": pixels, "text": tokens} for pixels, tokens in loader]
+        state = train.TrainState(open_clip.create_task(options, model=net), sgd)
+        train.train_one_epoch(state, data, options)
+    else:
+        loss = open_clip.create_loss(options)
+        train.train_one_epoch(net, data, loss, 0, sgd, None, None, None, options)
     return {name: weight.grad for name, weight in net.named_parameters()}
 
 
@@ -326,6 +332,26 @@ def format_table(result: dict[str, Any]) -> str:
     )
 
 
+def use_checkout(source: Path) -> None:
+    """Run this script again with the packages of a checkout, unless they are already used."""
+    if Path(open_clip.__file__).is_relative_to(source):
+        return
+    if not (source / "open_clip_train").is_dir():
+        raise SystemExit(f"--open-clip: no checkout of open_clip with {source / 'open_clip_train'}")
+    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, *sys.argv]
+    raise SystemExit(subprocess.call(command, env=os.environ | {"PYTHONPATH": path}))
+
+
+def open_clip_version(checkout: Path | None) -> str:
+    """Return the version of open_clip, of a checkout with its commit."""
+    if checkout is None:
+        return version("open_clip_torch")
+    git = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    return f"{open_clip.__version__} ({commit})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -351,7 +377,10 @@ def main() -> None:
         help="processes that decode images; None: 1, on a GPU all cores but one",
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--open-clip", type=Path, help="a checkout of open_clip; None: installed")
     args = parser.parse_args()
+    if args.open_clip:
+        use_checkout(args.open_clip.resolve() / "src")
     args.batch = args.batch or BATCH[args.device]
     args.loaders = args.loaders or (1 if args.device == "cpu" else max(1, cores() - 1))
     with tempfile.TemporaryDirectory(prefix="compare-open-clip-") as folder:
@@ -404,9 +433,11 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
-        "versions": {"open_clip": version("open_clip_torch")} | versions,
+        "versions": {"open_clip": open_clip_version(args.open_clip)} | versions,
         "settings": {
-            name: value for name, value in vars(args).items() if name not in ("data", "json")
+            name: value
+            for name, value in vars(args).items()
+            if name not in ("data", "json", "open_clip")
         },
         "rows": len(rows),
         "parameters": parameters,
