@@ -173,10 +173,10 @@ class RowFilter:
             found = reduce(pc.or_kleene, equal)
             return found if isinstance(op, ast.In) else pc.invert(found)
         other = self._evaluate(right, columns)
-        kinds = _kind(value), _kind(other)
-        if kinds[0] != kinds[1]:
-            raise self._error(right, f"is a {kinds[1]}, and is compared with a {kinds[0]}")
-        if kinds[0] == "condition" and isinstance(op, _ORDERED):
+        kind = _kind(value)
+        if _kind(other) != kind:
+            raise self._error(right, f"is a {_kind(other)}, and is compared with a {kind}")
+        if kind == "condition" and isinstance(op, _ORDERED):
             raise self._error(left, "true and false have no order; use == or !=")
         if value.type != other.type:  # Arrow refuses large integers
             value = _as_float(value)

@@ -132,8 +132,9 @@ class SetReader(ABC):
         chosen: list[int] = hash_choice(plan.seed, pass_index, row_hash, counts).tolist()
         for index, row in enumerate(rows):
             if row is not None and row.text_weights and num_texts[index] > 1:
-                key = int(pass_index[index]), int(row_hash[index])
-                chosen[index] = weighted_choice(plan.seed, *key, row.text_weights)
+                chosen[index] = weighted_choice(
+                    plan.seed, int(pass_index[index]), int(row_hash[index]), row.text_weights
+                )
         return chosen
 
     def _request_blocks(self, plan: SamplePlan, positions: np.ndarray) -> bool:
