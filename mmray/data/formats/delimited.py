@@ -30,7 +30,9 @@ _UTF16_ZEROS = {"UTF-16LE": slice(1, None, 2), "UTF-16BE": slice(0, None, 2)}
 _NUM_ZEROS = 8
 _SEPARATOR_LINE = re.compile(rb'"?sep=(\\t|.)"?\s*', re.I)  # of Excel
 # an image, also one with the number of its caption (Flickr8k), or an address
-_DATA = re.compile(rf"(\w+://.*|.*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?)", re.I)
+_IMAGE = rf".*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})"
+_DATA = re.compile(rf"(\w+://.*|{_IMAGE}(#\d+)?)", re.I)
+_NUMBERED_IMAGE = re.compile(rf"({_IMAGE})#\d+", re.I)
 
 
 class _Layout(NamedTuple):
@@ -237,6 +239,10 @@ class CsvSource(JsonlSource):
             for theirs in source_columns(self.columns, column):
                 if theirs in values:
                     values[theirs] = _parse_list(values[theirs])
+        for column in ("image", "image_path"):
+            theirs = self.columns.get(column, column)
+            if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):
+                values[theirs] = numbered[1]
         if (theirs := self.columns.get("label", "label")) in values:
             with suppress(ValueError):  # a name of a class
                 values[theirs] = float(values[theirs])

@@ -91,6 +91,8 @@ def test_file_without_names_of_columns_is_refused_until_they_are_numbered(write,
     flickr = write("0.png#0\tone\n1.png#1\ttwo\n", "token.txt")
     with pytest.raises(DataError, match=r"image=1 text=2"):
         prepared(flickr, tmp_path / "flickr")
+    _, rows, _ = prepared(flickr, tmp_path / "numbers", columns=("image=1", "text=2"))
+    assert [row.image for row in rows] == [color_image(0), color_image(1)]
 
 
 @pytest.mark.parametrize(
