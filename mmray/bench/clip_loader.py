@@ -27,13 +27,13 @@ from mmray.bench.synthetic_images import synthetic_photos
 from mmray.config import ClipInputs
 
 VERSION = 1  # of the generator; part of the folder name
-SPANS_PER_FILE = 8
+SPANS_PER_FILE = 4
 SIDE = 224
 FRAMES = 8
 VIDEO_S = 10
 VIDEO_RATE = 25
 VIDEO_SIZE = (320, 240)
-AUDIO_S = 60
+AUDIO_S = 20
 AUDIO_RATE = 44_100
 SAMPLE_RATE = 16_000  # of the model
 ROWS = "rows.jsonl"
@@ -74,11 +74,11 @@ def clip_inputs(modality: str) -> ClipInputs:
 def write_clips(modality: str, rows: int, cache: Path) -> Path:
     """Write audio or video with texts that have spans, unless an earlier call has written them.
 
-    Videos are H.264 of 320 x 240 pixels and 10 s, audio is FLAC of 44.1 kHz, two channels and 60 s.
+    Videos are H.264 of 320 x 240 pixels and 10 s, audio is FLAC of 44.1 kHz, one channel and 20 s.
 
     Args:
         modality: `audio` or `video`.
-        rows: Number of spans; 8 are of one file.
+        rows: Number of spans; 4 are of one file.
         cache: Parent of the folder, which keeps the files for later benchmarks.
 
     Returns:
@@ -141,17 +141,17 @@ def _write_audio(file: Path, draw: np.random.Generator) -> None:
     """Write noise with the spectrum of speech and music: less power at higher frequencies."""
     import av
 
-    noise = draw.standard_normal((2, AUDIO_S * AUDIO_RATE))
-    spectrum = np.fft.rfft(noise) / np.arange(1, noise.shape[1] // 2 + 2) ** 0.5
+    noise = draw.standard_normal(AUDIO_S * AUDIO_RATE)
+    spectrum = np.fft.rfft(noise) / np.arange(1, len(noise) // 2 + 2) ** 0.5
     samples = np.fft.irfft(spectrum)
     pcm = (samples / np.abs(samples).max() * 20_000).astype(np.int16)
     with av.open(str(file), "w") as container:
-        stream: Any = container.add_stream("flac", rate=AUDIO_RATE, layout="stereo")
-        frame = av.AudioFrame.from_ndarray(pcm.T.reshape(1, -1), format="s16", layout="stereo")
+        stream: Any = container.add_stream("flac", rate=AUDIO_RATE, layout="mono")
+        frame = av.AudioFrame.from_ndarray(pcm[None], format="s16", layout="mono")
         frame.sample_rate = AUDIO_RATE
         frame.pts = 0
         frame.time_base = Fraction(1, AUDIO_RATE)
-        resampler = av.AudioResampler("s16", "stereo", AUDIO_RATE, 4096)
+        resampler = av.AudioResampler("s16", "mono", AUDIO_RATE, 4096)
         for each in (*resampler.resample(frame), *resampler.resample(None)):
             container.mux(stream.encode(each))
         container.mux(stream.encode(None))
