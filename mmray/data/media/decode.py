@@ -233,8 +233,7 @@ class _Run:
         self._samples = samples
         self._rate = rate
         self._resampler: Any = None
-        self._parts: list[np.ndarray] = []
-        self._first_s = 0.0
+        self._index = 0  # of the next resampled sample
         self._next_s = 0.0
 
     def add(self, frame: Any, time: float | None) -> None:
@@ -245,25 +244,26 @@ class _Run:
             self.flush()
         if self._resampler is None:
             self._resampler = av.AudioResampler("s16", "mono", self._rate)
-            self._first_s = self._next_s if time is None else time
-            self._next_s = self._first_s
+            self._next_s = self._next_s if time is None else time
+            self._index = round((self._next_s - self._start_s) * self._rate)
         self._next_s += frame.samples / frame.sample_rate
         frame.pts = None
-        self._parts += [each.to_ndarray()[0] for each in self._resampler.resample(frame)]
+        self._resample(frame)
 
     def flush(self) -> None:
-        """Copy the samples since the last gap to their place."""
-        if self._resampler is None:
-            return
-        self._parts += [each.to_ndarray()[0] for each in self._resampler.resample(None)]
-        run = np.concatenate(self._parts) if self._parts else np.zeros(0, np.int16)
-        offset = round((self._first_s - self._start_s) * self._rate)
-        run = run[max(0, -offset) :]
-        offset = max(0, offset)
-        run = run[: max(0, len(self._samples) - offset)]
-        self._samples[offset : offset + len(run)] = run
-        self._resampler = None
-        self._parts = []
+        """Copy the samples that the resampler still has, before a gap or the end."""
+        if self._resampler is not None:
+            self._resample(None)
+            self._resampler = None
+
+    def _resample(self, frame: Any) -> None:
+        for resampled in self._resampler.resample(frame):
+            samples = np.frombuffer(resampled.planes[0], np.int16, resampled.samples)
+            start = max(0, self._index)
+            stop = min(self._index + len(samples), len(self._samples))
+            if start < stop:
+                self._samples[start:stop] = samples[start - self._index : stop - self._index]
+            self._index += len(samples)
 
 
 @contextmanager
