@@ -11,7 +11,6 @@ from mmray.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from mmray.api import (
-        Run,
         evaluate,
         evaluate_weights,
         export,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.errors import MmrayError
     from mmray.models.export.load import load
+    from mmray.run import Run
 
 __all__ = [
     "Config",
@@ -47,7 +47,7 @@ __all__ = [
     "tune",
 ]
 # Modules of the names that are not in mmray.api.
-_MODULES = {"Config": "config", "MmrayError": "errors", "load": "models.export.load"}
+_MODULES = {"Config": "config", "MmrayError": "errors", "Run": "run", "load": "models.export.load"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,13 +23,12 @@ from mmray.config.search_space import build_space
 from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import TrainingError, UsageError, suggest
-from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
-from mmray.storage.paths import AnyPath, RemotePath, remove_tree, to_path
+from mmray.run import Run
+from mmray.storage.paths import AnyPath, remove_tree, to_path
 from mmray.submitted_jobs import SubmittedJob, find_job, jobs, submit  # noqa: F401 - of this API
 
 if TYPE_CHECKING:
-    from ray.train import Checkpoint as RayCheckpoint
     from ray.tune import ResultGrid
 
     from mmray.data.store.manifest import Manifest
@@ -65,88 +64,6 @@ class Sections(TypedDict, total=False):
     evaluate: Settings
     cluster: Settings
     run: Settings
-
-
-class Run:
-    """A run in its folder.
-
-    Values are read from the files of the run at each access, so they are current while it trains.
-
-    Args:
-        folder: folder of the run, or its address on an object store.
-
-    Raises:
-        UsageError: the folder has no config.yaml.
-    """
-
-    def __init__(self, folder: str | AnyPath):
-        self.path = to_path(folder)
-        if not (self.path / "config.yaml").exists():
-            raise UsageError(f"{self.path} is not a run: it has no config.yaml")
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """Content of result.json; empty before the run ends.
-
-        It has `status` (`finished`, `stopped` or `failed`), `steps`, `scores` (metrics of the last
-        evaluation by name), `best` (step, metric and score of the best checkpoint) and more.
-        """
-        return RunRecord.read(self.path).result
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The last logged metrics by name, such as `train/loss`, and those of the last evaluation.
-
-        The metrics of the evaluation have no prefix `evaluate/`, such as `recall_at_1/mean`.
-        """
-        record = RunRecord.read(self.path)
-        last = record.lines[-1] if record.lines else {}
-        metrics = {name: value for name, value in last.items() if not name.startswith("evaluate/")}
-        return metrics | record.newest("evaluate/")
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl by step, each with values by name, for example for
-        pandas.DataFrame.
-        """
-        return RunRecord.read(self.path).lines
-
-    def to_ray_checkpoint(self, step: int | Literal["best"] | None = None) -> RayCheckpoint:
-        """Return a checkpoint of the run as a `ray.train.Checkpoint`, without copying it.
-
-        Args:
-            step: step of the checkpoint, or `best`; None: the newest valid one.
-
-        Returns:
-            The checkpoint, whose folder has the files of `checkpoints/step-N`.
-
-        Raises:
-            UsageError: the run has no such checkpoint.
-        """
-        from ray.train import Checkpoint
-
-        from mmray.training.evaluate_export import open_run
-
-        _, _, path = open_run(self.path, step)
-        if isinstance(path, RemotePath):
-            return Checkpoint(path.fs_path, path.filesystem)
-        return Checkpoint.from_directory(path.absolute())
-
-    def report(self, out: str | AnyPath | None = None) -> AnyPath:
-        """Write the HTML page of the run.
-
-        Args:
-            out: file to write; None: report.html in the folder of the run.
-
-        Returns:
-            The path of the page.
-        """
-        from mmray.report.write import write_report  # importing Plotly takes a second
-
-        return write_report(self.path, None if out is None else to_path(out))
 
 
 def train(

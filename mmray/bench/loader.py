@@ -105,15 +105,7 @@ def bench_loader(
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
     """
-    global_rows = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
-    if images < global_rows:
-        raise UsageError(
-            f"--images {images}: bench loader needs at least {global_rows}, a global batch"
-        )
-    if modality != "image" and data is not None:
-        raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
-    if workers < 0:
-        raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
+    _check_arguments(data, images, workers, modality)
     actors = workers or cores()
     rates: list[dict[str, float]] = []  # rows/s of each loader, by round
     unit = "images" if modality == "image" else "clips"
@@ -128,10 +120,9 @@ def bench_loader(
             for name in loaders if number % 2 == 0 else reversed(loaders):
                 start_s = time.time()
                 arrivals = loaders[name]()
-                rate = rows_per_s(
-                    arrivals,
-                    STREAM_WARMUP_ARRIVALS if name.startswith("stream") else WARMUP_ARRIVALS,
-                )
+                is_stream = name.startswith("stream")
+                warmup = STREAM_WARMUP_ARRIVALS if is_stream else WARMUP_ARRIVALS
+                rate = rows_per_s(arrivals, warmup)
                 if rate == 0:
                     raise UsageError(
                         f"{name}: too few blocks to measure a rate; raise --window-s "
@@ -143,24 +134,34 @@ def bench_loader(
     spread = loader_ratios(rates, RATIOS if modality == "image" else CLIP_RATIOS)
     medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
     rows = []
-    for name in loaders:
-        first_batch_s = (
-            None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
-        )
-        row: dict[str, Any] = {"arm": name, f"{unit}_per_s": round(medians[name], 1)}
+    for name, rate in medians.items():
+        row: dict[str, Any] = {"arm": name, f"{unit}_per_s": round(rate, 1)}
         if modality != "image":
-            row["hours_per_s"] = round(medians[name] * clip_loader.CLIP_S[modality] / 3600, 4)
-        rows.append(row | {"first_batch_s": first_batch_s})
-    machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {
-        "data_workers": actors
-    }
+            row["hours_per_s"] = round(rate * clip_loader.CLIP_S[modality] / 3600, 4)
+        is_reader = name.startswith("reader")
+        row["first_batch_s"] = None if is_reader else round(statistics.median(first_s[name]), 3)
+        rows.append(row)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "machine": machine,
+        "machine": describe_machine(device) | {"data_workers": actors},
         "ratios": {name: each["median"] for name, each in spread.items()},
         "spread": spread,
         "rows": rows,
         "notes": bottlenecks(medians, gpu_rate, actors) if modality == "image" else [],
     }
+
+
+def _check_arguments(data: str | None, images: int, workers: int, modality: str) -> None:
+    """Raise UsageError for arguments that contradict each other or are too small."""
+    global_rows = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
+    if images < global_rows:
+        raise UsageError(
+            f"--images {images}: bench loader needs at least {global_rows}, a global batch"
+        )
+    if modality != "image" and data is not None:
+        raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
+    if workers < 0:
+        raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
 
 
 def _build_loaders(
