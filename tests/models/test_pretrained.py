@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -514,7 +515,7 @@ def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None
     assert config.model.inputs == inputs.replace(
         tokenizer=str(tmp_path / "clip" / "tokenizer.json")
     )
-    config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda *_: None)
+    config, tokenizer_json = evaluate_export.with_tokenizer(config, lambda *_: None)
     assert build_encoder(tokenizer_json, config.model.inputs).languages == ("de",)
 
 
@@ -638,12 +639,13 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
     logged, progress = list[str](), list[int]()
-    config, tokenizer_json = evaluate_export._with_tokenizer(
+    config, tokenizer_json = evaluate_export.with_tokenizer(
         config, lambda text, _: logged.append(text)
     )
     assert logged == [] and config.model.vocab_size == ROWS
+    load = partial(evaluate_export.load_model, config, None)
     scores = evaluate_export._score(
-        config, tokenizer_json, {"": held_out}, None, progress.append, torch.device("cpu")
+        config, tokenizer_json, {"": held_out}, load, progress.append, torch.device("cpu")
     )
     assert (
         sum(progress) == 7 == scores["rows"]
@@ -658,7 +660,7 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
             if tokenizer == "trained"
             else nullcontext()
         ):
-            evaluate_export._with_tokenizer(
+            evaluate_export.with_tokenizer(
                 config.replace(model=model), lambda text, _: logged.append(text)
             )
     assert "tokens, the weights 520: is it their tokenizer?" in logged[0]
