@@ -209,14 +209,6 @@ def request_nodes(
     ray.get(answer, timeout=timeout_s)
 
 
-def torch_framework() -> Any:
-    """Return Ray Train's name for torch, for its dashboard; it does not import torch."""
-    with _checked("the name of torch in Ray Train"):
-        from ray.train.v2._internal.util import TrainingFramework
-
-        return TrainingFramework.TORCH
-
-
 def is_train_error(error: BaseException | None, name: str) -> bool:
     """Return whether an error is of a type of Ray Train, compared by name.
 

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
 from mmray.cluster.capacity import Demand, LabelSelector
-from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, torch_framework
+from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error
 from mmray.cluster.waiting import ResourceWait, is_reserved
 from mmray.config import Config
 from mmray.errors import (
@@ -68,10 +68,6 @@ class ProcessGroupConfig(BackendConfig):
     @property
     def train_func_context(self) -> Any:
         return _own_device
-
-    @property
-    def framework(self) -> Any:
-        return torch_framework()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
@@ -60,7 +62,9 @@ def head(tmp_path_factory):
         return True
 
     with ray_head(tmp_path_factory.mktemp("head"), port, options, env, is_ready):
-        yield SimpleNamespace(url=url, env=env, metrics=f"http://127.0.0.1:{metrics}/metrics")
+        yield SimpleNamespace(
+            url=url, env=env, metrics=f"http://127.0.0.1:{metrics}/metrics", port=port
+        )
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +188,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
         if not seen and "printed at step 2" in text:
             seen["jobs"] = api.jobs(address=head.url)
             seen["metrics"] = scrape(head)
+            seen["torch"] = processes_with_torch(head)
             raise KeyboardInterrupt
 
     assert first.follow(show) == INTERRUPTED == 130
@@ -199,6 +204,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     assert (job["status"], job["run"]) == ("running", str(tmp_path / "run"))
     assert job["command"] == f"mmray train {recipe}"
     assert seen["metrics"] == dict.fromkeys(CPU_METRICS, "run")
+    assert seen["torch"] == {"ray::TrainController.run": False, "ray::TrainStateActor": False}
     assert left_behind(head) == []
 
     status, code, log = ended(client, submit(head, "train", str(recipe)))
@@ -230,6 +236,20 @@ def scrape(head, within_s=5):
         if found.keys() >= CPU_METRICS or time.monotonic() > until:
             return found
         time.sleep(0.5)
+
+
+def processes_with_torch(head):
+    """Whether the processes of Ray Train on the head have loaded torch, which takes 300 MiB."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            name = process.cmdline()[0].strip()
+            parent = process.parent()
+            if name.startswith(("ray::TrainController", "ray::TrainStateActor")) and any(
+                f":{head.port}" in word for word in parent.cmdline()
+            ):
+                found[name] = any("libtorch" in each.path for each in process.memory_maps())
+    return found
 
 
 def test_dashboard_shows_each_metric():
