@@ -53,6 +53,9 @@ class ProcessGroupConfig(BackendConfig):
     """Process group of all workers, on the network interface that Ray uses, or the loopback if all
     workers are on one node.
 
+    It names no `framework`: Ray would send its version, an object of torch, to the controller and
+    to the actor with the states of runs, which then import torch on the head.
+
     Args:
         backend: Backend of torch.distributed, such as `gloo`.
         timeout_s: Timeout of collectives, which neither gloo nor NCCL has by default.
