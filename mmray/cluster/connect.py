@@ -44,11 +44,12 @@ S3_ENV = (
 )
 # Each decides how Ray finds the token of a cluster; otherwise it is stored in HOME.
 _AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-# Messages of Ray that are not shown. The run reports lost workers and nodes itself; the log of
-# another node's raylet, and the number of processes that runs start together, need no action.
+# Messages of Ray that are not shown. The run reports lost workers and nodes, and what it waits for,
+# itself; the log of another node's raylet, and the number of processes that runs start together,
+# need no action.
 _HIDDEN_MESSAGES = (
     "A worker died or was killed|Raylet is terminated|worker processes have been started"
-    "|has been marked dead"
+    "|has been marked dead|infeasible resource requests"
 )
 INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
 CONNECT_TIMEOUT_S = 5.0
