@@ -243,7 +243,7 @@ def processes_with_torch(head):
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            name = process.cmdline()[0].strip()
+            name = next(iter(process.cmdline()), "").strip()  # kernel threads have none
             parent = process.parent()
             if name.startswith(("ray::TrainController", "ray::TrainStateActor")) and any(
                 f":{head.port}" in word for word in parent.cmdline()
