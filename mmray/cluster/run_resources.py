@@ -23,7 +23,7 @@ from mmray.errors import ResourceError
 
 FREE_WAIT_S = 4.0
 # Memory of a run on the node of its driver: the driver, Ray Train's controller and the coordinator.
-DRIVER_GIB = 0.7
+DRIVER_GIB = 0.75
 
 
 def resource_demand(
