@@ -64,7 +64,7 @@ CLIP_RATIOS = {
 }
 # Of clips: they are larger than images and take longer.
 CLIP_GLOBAL_ROWS = 64
-EXPECTED_CLIP_RATE = {"audio": 40, "video": 30}  # clips/s per actor
+EXPECTED_CLIP_RATE = {"audio": 100, "video": 60}  # clips/s per actor
 Notify = Callable[[str], None]
 # of one loader; returns the arrivals of each consumer
 RunWindow = Callable[[], list[list[Arrival]]]
