@@ -91,8 +91,11 @@ def test_interpolated_weights_lie_between_start_and_end(tmp_path: Path) -> None:
         interpolate_from_start(merged, random, 0.5)
 
 
-def test_interpolated_weights_are_evaluated_on_named_sets(tmp_path: Path, capsys: Any) -> None:
+def test_interpolated_weights_are_evaluated_on_named_sets(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each share has the metrics of its export, and the table has a column for each set."""
+    monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)  # others started Ray
     tokenizer = train_tokenizer(CAPTIONS, 60)
     shape = {"width": 16, "depth": 1, "heads": 2}
     inputs = Inputs(image_side=16, max_tokens=8)
