@@ -35,6 +35,8 @@ def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
 
 
 def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, forked_children):
+    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
+        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     monkeypatch.setattr(sample, "NUM_TRAIN", 30)
     monkeypatch.setattr(sample, "NUM_TEST", 6)
     config = config_in(tmp_path)

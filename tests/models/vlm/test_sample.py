@@ -22,6 +22,8 @@ def config_in(folder: Path) -> Config:
 
 
 def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, forked_children):
+    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
+        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     monkeypatch.setattr(sample, "NUM_TRAIN", 60)
     monkeypatch.setattr(sample, "NUM_TEST", 8)
     config = config_in(tmp_path)
