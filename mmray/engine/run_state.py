@@ -71,8 +71,8 @@ class TrainSpec:
             save; returns the seconds from start to end of the previous save, None if none has
             ended. None: nothing is saved.
         evaluate: Called on every rank with the step and the model (its EMA if there is one);
-            returns metrics by name. It must make the same calls of a sharded model on every rank,
-            or gather its weights. None: no evaluation.
+            returns metrics by name. It must make the same calls of a sharded model on every rank.
+            None: no evaluation.
         evaluate_every: Steps between two evaluations; 0: only after the last step.
         log: Receives the metrics of logged steps; None on ranks that do not log.
         callbacks: Objects whose `on_step(step, metrics)` is called after each step.

@@ -529,8 +529,6 @@ def _evaluate_fn(
         return None
     evaluator = build_evaluator(context.config, context.eval_sets, context.tokenizer_json)
     mixed_precision = precision.select_precision(context.config.train.precision, group.device)
-    # Ranks call such a model as often as their rows need, so they cannot share its forwards.
-    gathers_weights = context.config.model.generates_text
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         def save_examples(examples: dict[str, Any]) -> None:
@@ -539,9 +537,8 @@ def _evaluate_fn(
             log.write_images(step, examples)
 
         driver.phase("evaluating")
-        weights = strategy.gather_full_weights(model) if gathers_weights else nullcontext()
         # Graphs of evaluation would take longer to compile than they save.
-        with force_eager(), mixed_precision.autocast(), weights:
+        with force_eager(), mixed_precision.autocast():
             return evaluator.score(
                 model, group, objective, global_rows, save_examples if group.rank == 0 else None
             )

@@ -18,7 +18,13 @@ from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, rows_of_rank
 from mmray.evaluation.clip_examples import ClipExamples, ClipRanks
-from mmray.evaluation.embeddings import Group, RowFile, eval_mode, gather_rows
+from mmray.evaluation.embeddings import (
+    Group,
+    RowFile,
+    batches_in_lockstep,
+    eval_mode,
+    gather_rows,
+)
 from mmray.evaluation.evaluator import compute_ranks_in_parallel
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
@@ -54,7 +60,9 @@ class ClipEvaluator(EvalDataset):
         A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The unwrapped model, whose outputs are embeddings such as `audio_embed`.
+            model: The unwrapped model, whose outputs are embeddings such as `audio_embed`. It may
+                be sharded by FSDP, whose ranks must make the same calls; ranks with fewer clips
+                then embed synthetic ones.
             group: The ranks.
             objective: Not used.
             global_rows: Not used.
@@ -73,14 +81,18 @@ class ClipEvaluator(EvalDataset):
         skipped: list[str] = []
         with eval_mode(model):
             # A rank without rows needs the names and the widths, too.
-            outputs = model(synthetic_batch(self.inputs, 1, 2, group.device))
+            synthetic = synthetic_batch(self.inputs, 1, 2, group.device)
+            outputs = model(synthetic)
             files = {
                 name.removesuffix("_embed"): RowFile(embed.shape[1])
                 for name, embed in outputs.items()
                 if name.endswith("_embed")
             }
             identities = RowFile(3, np.int64)  # hash of the text, row, number of the text
-            for batch in self._batches(group, skipped):
+            for batch in batches_in_lockstep(model, self._batches(group, skipped), group):
+                if batch is None:
+                    model(synthetic)
+                    continue
                 on_device = {name: column.to(group.device) for name, column in batch.items()}
                 outputs = model(on_device)
                 for name, file in files.items():

@@ -31,7 +31,7 @@ from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
 from mmray.evaluation.batches import rows_of_rank
-from mmray.evaluation.embeddings import Group, eval_mode
+from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -105,7 +105,9 @@ class ConversationEvaluator:
         A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The model without DDP, of the class `Vlm` in mmray.models.
+            model: The model without DDP, of the class `Vlm` in mmray.models. It may be sharded by
+                FSDP, whose ranks must make the same calls; ranks with fewer readable rows then call
+                it with the dummy row.
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.
@@ -133,7 +135,7 @@ class ConversationEvaluator:
                     row = self._try(held_out, self._encode)
                     encoded += row or []
                     sums[3] += row is not None
-                if encoded:
+                if encoded or in_lockstep(model, group):
                     batch = collate(encoded)
                     outputs = model({name: each.to(group.device) for name, each in batch.items()})
                     sums[0] += outputs["loss_sum"].double().cpu()
@@ -167,10 +169,14 @@ class ConversationEvaluator:
         }
 
     def _batches(self, group: Group, limit: int | None) -> Iterator[list[HeldOutRow]]:
-        """Yield the readable rows of each batch of this rank's part of the first `limit` rows."""
+        """Yield the readable rows of each batch of this rank's part of the first `limit` rows.
+
+        All ranks get equally many batches, of which some may be empty.
+        """
         numbers = rows_of_rank(self.prepared, limit, group.rank, group.world_size)
+        most_rows = len(rows_of_rank(self.prepared, limit, 0, group.world_size))
         size = min(READ_ROWS, self.settings.batch)
-        for first in range(0, len(numbers), size):
+        for first in range(0, most_rows, size):
             part = numbers[first : first + size]
             rows = []
             records = read_each(self.prepared, part)
@@ -226,8 +232,9 @@ class ConversationEvaluator:
                 texts = held_out.row.texts
                 answers = [message_text(messages[len(prompt)])] if held_out.row.messages else texts
                 references.append((held_out.number, answers))
-            if prompts:
-                answers = vlm.answer(prompts, media, MAX_NEW_TOKENS)
+            lockstep = in_lockstep(vlm, group)
+            if prompts or lockstep:
+                answers = vlm.answer(prompts, media, MAX_NEW_TOKENS, lockstep)
                 own_answers += [
                     Answer(number, texts, answer)
                     for (number, texts), answer in zip(references, answers, strict=True)

@@ -8,7 +8,7 @@ each rank, and 0.2 GB of memory to find equal images and captions.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -159,24 +159,51 @@ def embed_dataset(
     )
 
 
+def in_lockstep(model: nn.Module, group: Group) -> bool:
+    """Return whether all ranks must make the same calls of a model, because FSDP2 shards it and its
+    forwards have collectives.
+
+    Args:
+        model: The unwrapped model.
+        group: The ranks.
+    """
+    # FSDP2 adds this method.
+    return group.world_size > 1 and hasattr(model, "set_reshard_after_forward")
+
+
+def batches_in_lockstep(
+    model: nn.Module, batches: Iterable[Batch], group: Group
+) -> Iterator[Batch | None]:
+    """Yield the batches of this rank; of a sharded model then None until every rank has had its
+    own.
+
+    Args:
+        model: The unwrapped model.
+        batches: The batches of this rank.
+        group: The ranks, which make this call together.
+    """
+    if not in_lockstep(model, group):
+        yield from batches
+        return
+    remaining = iter(batches)
+    while True:
+        batch = next(remaining, None)
+        if not group.all_gather_variable(torch.tensor([int(batch is not None)])).any():
+            return
+        yield batch
+
+
 def _steps(
     model: nn.Module, batches: EvalBatches, group: Group, text_rows: int, with_texts: bool
 ) -> Iterator[Step]:
     """Yield the batches of this rank; of a sharded model until every rank has embedded its own."""
-    # FSDP2 adds this method. Its forwards have collectives, so all ranks must make the same calls.
-    if group.world_size == 1 or not hasattr(model, "set_reshard_after_forward"):
-        for batch in batches:
-            yield Step(batch, None)
-        return
-    remaining = iter(batches)
-    while True:
-        local = next(remaining, None)
-        num_captions = 0 if local is None or not with_texts else len(local["input_ids"])
-        counts = torch.tensor([[int(local is not None), -(-num_captions // text_rows)]])
-        has_rows, num_chunks = group.all_gather_variable(counts).amax(dim=0).tolist()
-        if not has_rows:
-            return
-        yield Step(local, num_chunks)
+    for batch in batches_in_lockstep(model, batches, group):
+        num_chunks = None
+        if in_lockstep(model, group):
+            num_captions = 0 if batch is None or not with_texts else len(batch["input_ids"])
+            counts = torch.tensor([-(-num_captions // text_rows)])
+            num_chunks = int(group.all_gather_variable(counts).max())
+        yield Step(batch, num_chunks)
 
 
 def _no_captions(synthetic: Batch) -> Batch:

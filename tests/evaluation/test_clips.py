@@ -38,8 +38,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
 
 @pytest.mark.parametrize("world", [2, 4, 12])
 def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int) -> None:
-    """The ranks have different numbers of batches, and 3 of 12 have none."""
-
+    """The ranks have different numbers of batches, and 3 of 12 have none. Those of a sharded model
+    call it equally often.
+    """
     torch.manual_seed(3)
     model = build(SPEC, recipe_models.VOCAB, {})
 
@@ -47,9 +48,21 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
         evaluator = ClipEvaluator(prepared, SPEC.inputs, prepared.tokenizer_json or "", SETTINGS)
         return evaluator.score(copy.deepcopy(model), group, None, 0)
 
+    def score_sharded(group: Any) -> tuple[dict[str, float], int]:
+        own = copy.deepcopy(model)
+        own.set_reshard_after_forward = None  # FSDP2's method
+        calls: list[int] = []
+        own.register_forward_hook(lambda *_: calls.append(1))
+        evaluator = ClipEvaluator(prepared, SPEC.inputs, prepared.tokenizer_json or "", SETTINGS)
+        return evaluator.score(own, group, None, 0), len(calls)
+
     (alone,) = on_ranks(1, score)
     assert {"recall_at_1/audio_to_text", "recall_at_1/video_to_audio"} <= alone.keys()
     for scores in on_ranks(world, score):
+        assert scores == pytest.approx(alone)
+    sharded = on_ranks(world, score_sharded)
+    assert {calls for _, calls in sharded} == {sharded[0][1]}
+    for scores, _ in sharded:
         assert scores == pytest.approx(alone)
 
 

@@ -81,9 +81,7 @@ class RowCollator:
               tokens and 2 at video tokens.
             - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
         """
-        rows = list(rows)
-        if not self.dummy.images.keys() <= {name for row in rows for name in row.images}:
-            rows.append(self.dummy)
+        rows = with_all_media(rows, self.dummy)
         lengths = [len(row.input_ids) for row in rows]
         ids = [torch.from_numpy(row.input_ids.astype(np.int64)) for row in rows]
         batch: Batch = {}
@@ -131,6 +129,17 @@ class RowCollator:
 
 def _pad(row: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, width - len(row)))
+
+
+def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[EncodedRow]:
+    """Return the rows, and the dummy row if they lack a kind of media.
+
+    Args:
+        rows: Encoded rows.
+        dummy: A row with a medium of each kind.
+    """
+    kinds = {name for row in rows for name in row.images}
+    return [*rows] if dummy.images.keys() <= kinds else [*rows, dummy]
 
 
 def join_media(rows: Sequence[EncodedRow]) -> Batch:

@@ -293,7 +293,8 @@ def shard(
     for name, value in module.state_dict().items():
         if has_weights and name in buffers:
             group.broadcast(value)
-    for name in (*EMBEDDING_METHODS, "head_scores"):  # called by evaluation instead of forward
+    # Evaluation calls these instead of forward.
+    for name in (*EMBEDDING_METHODS, "head_scores", "answer"):
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module
@@ -429,27 +430,3 @@ def freed_afterwards(module: nn.Module) -> Iterator[None]:
         if is_sharded(module):
             sharded: Any = module
             sharded.reshard()
-
-
-@contextmanager
-def gather_full_weights(module: nn.Module) -> Iterator[None]:
-    """Context manager for the evaluation of a generative model, in which every rank has all weights
-    of a sharded model.
-
-    It needs the memory of the full model. Otherwise each forward would all-gather weights, and
-    ranks with different numbers of batches or generated tokens would deadlock; calls that bypass a
-    module's forward would see only this rank's shard.
-
-    Args:
-        module: The model; without effect if it is not sharded.
-    """
-    submodules: list[Any] = [submodule for submodule in module.modules() if is_sharded(submodule)]
-    for submodule in submodules:
-        submodule.set_reshard_after_forward(False, recurse=False)
-        submodule.unshard()
-    try:
-        yield
-    finally:
-        for submodule in submodules:
-            submodule.set_reshard_after_forward(submodule is not module, recurse=False)
-            submodule.reshard()

@@ -23,6 +23,7 @@ from mmray.data.vlm.collate import (
     join_media,
     rope_index_of,
     token_types,
+    with_all_media,
 )
 from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
@@ -306,6 +307,7 @@ class Vlm(nn.Module):
         conversations: Sequence[Sequence[Message]],
         images: Sequence[Sequence[Any]],
         max_new_tokens: int,
+        in_lockstep: bool = False,
     ) -> list[str]:
         """Generate the assistant's next message of each conversation by greedy decoding.
 
@@ -316,6 +318,9 @@ class Vlm(nn.Module):
             images: For each conversation its media, one per part in order: RGB images of PIL or
                 uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of `encoder.audio_rate`.
             max_new_tokens: Most tokens of an answer.
+            in_lockstep: Whether all ranks of a sharded model make this call, each with its own
+                conversations or none. Then each runs the vision encoder, and the decoder until the
+                last rank has its answers.
 
         Returns:
             The answers as text without special tokens, one for each conversation.
@@ -328,6 +333,8 @@ class Vlm(nn.Module):
             self.encoder.encode_prompt(messages, each)
             for messages, each in zip(conversations, images, strict=True)
         ]
+        if in_lockstep:
+            rows = with_all_media(rows, self.dummy)
         inputs = self._left_padded(rows)
         eos_ids = _as_list(self.net.generation_config.eos_token_id)
         eos_ids += _as_list(self.encoder.tokenizer.eos_token_id)
@@ -339,8 +346,9 @@ class Vlm(nn.Module):
                 do_sample=False,
                 eos_token_id=sorted(set(eos_ids)),
                 pad_token_id=self._pad_id,
+                synced_gpus=in_lockstep,
             )
-        answers = output[:, inputs["input_ids"].shape[1] :].tolist()
+        answers = output[: len(conversations), inputs["input_ids"].shape[1] :].tolist()
         return [self.encoder.decode(row) for row in answers]
 
     def save_pretrained(self, folder: str, with_weights: bool = True) -> None:
