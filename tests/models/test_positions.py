@@ -179,13 +179,14 @@ def test_smooth_positions_stay_smooth() -> None:
     torch.testing.assert_close(texts[6:18, 0], 2 * centers[6:18], rtol=0, atol=1e-5)
 
 
-def test_positions_equal_open_clips() -> None:
-    """Where open_clip is installed."""
+@pytest.mark.parametrize("old_grid", [4, 9])
+def test_positions_equal_open_clips(old_grid: int) -> None:
+    """Of smaller and of larger images. Where open_clip is installed."""
     model = pytest.importorskip("open_clip.model")
     shape = {"image_size": 48, "patch_size": 8, "layers": 1, "width": 64}
     text = {"context_length": 14, "vocab_size": 90, "layers": 1, "width": 32, "heads": 2}
     net = model.CLIP(16, model.CLIPVisionCfg(**shape), model.CLIPTextCfg(**text))
-    image = torch.randn(1 + 16, 64)
+    image = torch.randn(1 + old_grid**2, 64)
     tokens = torch.randn(10, 32)
     state = {"visual.positional_embedding": image, "positional_embedding": tokens}
     model.resize_pos_embed(state, net)

@@ -6,10 +6,11 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data.prepare.pipeline import prepare
+from mmray.engine.checkpoint.state_io import load_weights
 from mmray.errors import UsageError
 from mmray.training.driver import train
 from tests.data.prepare.test_pipeline import color_image
-from tests.training.runs import Silent, config, lines
+from tests.training.runs import Silent, config, lines, same_weights
 
 SETTINGS = Prepare(rows_per_shard=16, vocab_size=100)
 
@@ -57,6 +58,8 @@ def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(tmp_pat
         for run in (selected, expected)
     ]
     assert scores[0] == scores[1] != {}
+    folders = [run.path / "checkpoints" / "step-3" for run in (selected, expected)]
+    assert same_weights(*map(load_weights, folders))
 
     with pytest.raises(UsageError, match=r"data\.where: 'score >= 3' -> 'score >= 4'"):
         run(whole, "selected", where="score >= 4", eval_where="score >= 3")
