@@ -64,7 +64,8 @@ def open_clip_steps(net: nn.Module, image: Tensor, ids: Tensor, steps: int) -> d
         {"params": others, "weight_decay": 0.0},
         {"params": decayed, "weight_decay": config.weight_decay},
     ]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=config.betas, eps=config.eps)
+    # epsilon: open_clip's for a ViT
+    adam = torch.optim.AdamW(groups, lr=LR, betas=config.betas, eps=1e-6)
     loss = open_clip.ClipLoss()
     for _ in range(steps):
         adam.zero_grad()
