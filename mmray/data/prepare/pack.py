@@ -374,7 +374,8 @@ class _ChunkPacker:
         self.writers[row.split].append(row)
         if self.job.settings.keep:
             self.columns.append(row.split, parsed.columns, location)
-        captions = [*row.texts, *(row.messages or [])]
+        # Pairs of audio and video without captions do not repeat the captions of one another.
+        captions = [*row.texts, *(row.messages or [])] or [image_digest]
         text_digest, row_digest = (
             _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
         )

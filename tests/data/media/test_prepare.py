@@ -180,11 +180,15 @@ def test_rows_of_one_recording_differ_by_their_spans(tmp_path: Path) -> None:
 
 
 def test_a_pair_of_audio_and_video_needs_no_text(tmp_path: Path) -> None:
-    rows = [{"audio": "a.flac", "video": "b.mp4"}, {"video": "b.mp4"}]
-    [bad] = prepare_rows(tmp_path, rows)
-    assert (bad["key"], bad["reason"]) == ("1", "no-text")
-    [row] = read_all(tmp_path / "out")
-    assert [media.kind for media in row.media] == ["audio", "video"] and row.texts == []
+    jsonl(tmp_path / "raw")
+    (tmp_path / "raw" / "c.ogg").write_bytes(encode_audio("ogg", 0.5, 48000))
+    pairs = [{"audio": name, "video": "b.mp4"} for name in ("a.flac", "c.ogg")]
+    # No captions are not the same captions.
+    [bad] = prepare_rows(tmp_path, [*pairs, {"video": "b.mp4"}], duplicates="text")
+    assert (bad["key"], bad["reason"]) == ("2", "no-text")
+    rows = read_all(tmp_path / "out")
+    assert [media.kind for media in rows[1].media] == ["audio", "video"]
+    assert [row.texts for row in rows] == [[], []]
 
 
 def test_mislabelled_files(tmp_path: Path) -> None:
