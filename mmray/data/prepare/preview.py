@@ -197,7 +197,7 @@ def _format_columns(
     found: dict[str, None] = {}
     with suppress(BadRow):
         for chunk in chunks[:1]:
-            for _, _, record in islice(source.records(chunk), 1):
+            for _, _, record in islice(source.records(chunk), NUM_FIRST_ROWS):
                 found |= dict.fromkeys(source.parse(record))
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}

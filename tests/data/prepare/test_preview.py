@@ -12,6 +12,8 @@ from tests.data.prepare.test_pipeline import LAX, color_image, make_source
 
 def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 3, texts=["one", None], title="the title", width=640)
+    with source.open("a") as file:  # a column that the first row has not
+        file.write(json.dumps({"id": "k3", "image": "0.png", "title": "x", "height": 4}) + "\n")
     logs = {}
     settings = LAX.model_copy(update={"columns": ("text=title",)})
 
@@ -20,7 +22,7 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
         logs[heading] = text
 
     prepare(str(source), str(tmp_path / "out"), settings, log=log)
-    assert logs["columns"] == "id, image, text=title (ignored: text, texts, width)"
+    assert logs["columns"] == "id, image, text=title (ignored: text, texts, width, height)"
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 
 
