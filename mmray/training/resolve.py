@@ -208,10 +208,11 @@ def _rows_of_epoch(
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
     if shape.global_batch_size > num_rows:  # rows would be negatives of themselves
+        where = f" with `{config.data.where}`" if config.data.where else ""
         raise UsageError(
             f"batch.global: {shape.global_batch_size:,} rows per step are more than the "
-            f"{num_rows:,} rows of an epoch of {config.data.train}, so rows would repeat within "
-            f"each step; set --batch.global to at most {num_rows}"
+            f"{num_rows:,} rows of an epoch of {config.data.train}{where}, so rows would repeat "
+            f"within each step; set --batch.global to at most {num_rows}"
         )
     return num_rows
 
@@ -308,10 +309,10 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
             f"{rows:,} rows with {kinds.replace(' ', ' and ')}" for kinds, rows in others.items()
         )
         text = (
-            f"{prepared.folder} has {counts} among {prepared.num_rows:,}, and model.kind "
+            f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and model.kind "
             f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
         )
-        if sum(others.values()) > MAX_BAD_ROWS:
+        if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
             raise DataError(f"{text}. {hint}")
         reporter.log(f"{text}: they are not used", "media")
 
@@ -331,14 +332,27 @@ def _check_one_image_a_row(
             continue
         counts = (
             f"{prepared.folder} has {without:,} rows without an image and {several:,} with several "
-            f"among {prepared.num_rows:,}, and model.kind {config.model.kind} takes one image a row"
+            f"among {_num_counted(prepared):,}, and model.kind {config.model.kind} takes one image "
+            "a row"
         )
-        if without + several > MAX_BAD_ROWS:
+        if without + several - _num_not_selected(prepared) > MAX_BAD_ROWS:
             raise DataError(
                 f"{counts}. Train a vision-language model, or write one row per image and prepare "
                 "the source again"
             )
         reporter.log(f"{counts}: they are not used", "images")
+
+
+def _num_counted(prepared: PreparedSet) -> int:
+    """Return the rows that the counts of the manifest include, also those of no selection."""
+    return sum(prepared.rows_by_num_images.values())
+
+
+def _num_not_selected(prepared: PreparedSet) -> int:
+    """Return how many rows `data.where` leaves out. All of them may be rows of another kind; if
+    not, the run ends when it has read more than it may quarantine.
+    """
+    return _num_counted(prepared) - prepared.num_rows
 
 
 def eval_prepare_settings(config: Config, source: str) -> Prepare:

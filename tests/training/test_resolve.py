@@ -137,6 +137,23 @@ def test_models_of_images_refuse_sets_with_audio_or_video(tmp_path, monkeypatch)
         resolve_run(wanted, Silent())
 
 
+def test_rows_that_a_selection_may_leave_out_do_not_refuse_a_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 2)
+    source = make_source(tmp_path / "raw", 24)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    numbered = [json.dumps(values | {"width": at}) for at, values in enumerate(rows)]
+    source.write_text("\n".join(numbered))
+    settings = Prepare(keep=("width",))
+    manifest = prepare_module.prepare(str(source), str(tmp_path / "set"), settings)
+    address = to_path(str(tmp_path / "set"))
+    write_manifest(address, replace(manifest, media_kinds={"": {"video": 7}}))
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    resolve_run(wanted.replace(data=wanted.data.replace(where="width >= 5")), Silent())
+    with pytest.raises(DataError, match="7 rows with video among 24, "):
+        resolve_run(wanted.replace(data=wanted.data.replace(where="width >= 4")), Silent())
+
+
 def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypatch):
     rows = [row(number) for number in range(20)]
     rows[3].media = []
