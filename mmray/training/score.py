@@ -110,6 +110,8 @@ def score_set(
     """
     prepared = PreparedSet.open(address)
     job = _plan(prepared, weights, name, with_embeddings, captions, batch, reporter)
+    if job.captions is not None:
+        reporter.log(f"column {job.captions} of {prepared.folder}", "captions")
     try:
         _check_identity(prepared.folder, job, weights)
         with (
@@ -155,6 +157,7 @@ def _plan(
         raise UsageError(
             f"--captions {captions}: {prepared.folder} has no such column of captions; {hint}"
         )
+    scored = columns[:1] if captions is None else (captions,)
     model: Any = load_model(config, checkpoint)
     missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
     if missing or config.model.kind == "towers":
@@ -173,7 +176,7 @@ def _plan(
             raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
     with torch.no_grad():
         width = model.embed_image(images).shape[1]
-    digest = hashlib.sha256(repr((config.model, captions or columns[:1])).encode())
+    digest = hashlib.sha256(repr((config.model, scored)).encode())
     digest.update(tokenizer_json.encode())
     for key, tensor in sorted(model.state_dict().items()):
         digest.update(key.encode())
@@ -186,7 +189,7 @@ def _plan(
         replace(prepared.manifest, shards=()),
         name,
         with_embeddings,
-        captions or (columns[0] if columns else None),
+        scored[0] if scored else None,
         digest.hexdigest(),
         width,
     )
@@ -199,9 +202,12 @@ def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
     identity = {"digest": job.digest, "weights": weights, "captions": job.captions}
     before = orjson.loads(file.read_bytes()) if file.exists() else identity
     if before["digest"] != job.digest:
+        reason = f"{weights} is another model"
+        if before["captions"] != job.captions:
+            reason = f"it is of the captions `{before['captions']}`, not `{job.captions}`"
         raise UsageError(
-            f"--name {job.name}: {folder} has this column of {before['weights']}, and {weights} is "
-            f"another model; choose another --name, or delete {file.parent}"
+            f"--name {job.name}: {folder} has this column of {before['weights']}, and {reason}; "
+            f"choose another --name, or delete {file.parent}"
         )
     write_atomic(file, orjson.dumps(identity))
 

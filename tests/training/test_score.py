@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from mmray import api
 from mmray.config import Evaluate
 from mmray.data.prepare import select as select_module
 from mmray.data.prepare.select import find_similar
+from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import read_columns
 from mmray.data.store.selection import select_rows
@@ -17,6 +20,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
+from mmray.storage.paths import to_path
 from mmray.training import score as score_module
 from mmray.training.driver import train
 from mmray.training.evaluate_export import load_model, open_run
@@ -128,6 +132,19 @@ def test_killed_score_resumes_with_the_next_shard(run, tasks, tmp_path):
     assert len(tasks) == 2, "the embeddings were missing"
     api.score(address, str(run), embeddings=True, reporter=Silent())
     assert len(tasks) == 2
+
+
+def test_scores_of_one_column_of_captions(run, tasks, tmp_path):
+    folder = to_path(make(tmp_path / "set"))
+    settings = {"columns": ["text=alt,synthetic"]}
+    write_manifest(folder, replace(read_manifest(folder), settings=settings))
+    reporter = Silent()
+    api.score(str(folder), str(run), reporter=reporter)
+    assert ("captions", f"column alt of {folder}") in reporter.notes
+    api.score(str(folder), str(run), captions="alt", reporter=Silent())
+    assert len(tasks) == 2, "the first column is the default"
+    with pytest.raises(UsageError, match="it is of the captions `alt`, not `synthetic`"):
+        api.score(str(folder), str(run), captions="synthetic", reporter=Silent())
 
 
 def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, tmp_path):
