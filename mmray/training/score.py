@@ -29,7 +29,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file, write_columns
 from mmray.data.store.shard_table import Shard
 from mmray.engine import precision
-from mmray.errors import ResourceError, UsageError, suggest
+from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
 from mmray.models import lora
@@ -105,10 +105,15 @@ def score_set(
     Raises:
         UsageError: The weights cannot be loaded or embed no images and texts, or the set has
             another column of this name.
-        DataError: The set cannot be opened.
+        DataError: The set cannot be opened, or no row has one image.
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
     prepared = PreparedSet.open(address)
+    if not prepared.rows_by_num_images.get(1):
+        raise DataError(
+            f"{prepared.folder} has no row of one image, and score compares an image with its "
+            "captions"
+        )
     job = _plan(prepared, weights, name, with_embeddings, captions, batch, reporter)
     if job.captions is not None:
         reporter.log(f"column {job.captions} of {prepared.folder}", "captions")

@@ -17,7 +17,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import read_columns
 from mmray.data.store.selection import select_rows
 from mmray.engine.collectives import Group
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
 from mmray.storage.paths import to_path
@@ -145,6 +145,15 @@ def test_scores_of_one_column_of_captions(run, tasks, tmp_path):
     assert len(tasks) == 2, "the first column is the default"
     with pytest.raises(UsageError, match="it is of the captions `alt`, not `synthetic`"):
         api.score(str(folder), str(run), captions="synthetic", reporter=Silent())
+
+
+def test_a_set_without_images_is_refused(run, tmp_path):
+    rows = [row(number, noisy(number)) for number in range(2)]
+    for each in rows:
+        each.media = []
+    address = str(make_set(tmp_path / "set", rows).folder)
+    with pytest.raises(DataError, match="has no row of one image"):
+        api.score(address, str(run), reporter=Silent())
 
 
 def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, tmp_path):
