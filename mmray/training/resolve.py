@@ -285,12 +285,11 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
     """
     model = config.model
     taken = set(model.media_kinds)
-    hint = "Train another kind of model, or prepare those rows apart"
+    lacks_frames = False
     if isinstance(model, Vlm):
         family = find_family(read_config(model.weights), model.weights)
         taken = set(family.media_kinds(model.inputs.frames, model.weights))
-        if family.video and not model.inputs.frames:
-            hint = "For videos set --model.inputs.frames, such as 16"
+        lacks_frames = bool(family.video) and not model.inputs.frames
     for prepared in sets:
         rows_by_kinds = prepared.rows_by_media_kinds
         if not model.generates_text and "audio" in taken and not rows_by_kinds:
@@ -312,6 +311,9 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
             f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and model.kind "
             f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
         )
+        hint = "Train another kind of model, or prepare those rows apart"
+        if lacks_frames and any("video" in kinds.split() for kinds in others):
+            hint = "For videos set --model.inputs.frames, such as 16"
         if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
             raise DataError(f"{text}. {hint}")
         reporter.log(f"{text}: they are not used", "media")
