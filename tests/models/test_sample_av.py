@@ -27,7 +27,8 @@ def config_in(folder) -> Config:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.recipe
+@pytest.mark.timeout(900)
 def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
     metrics = mmray.train(config_in(tmp_path)).metrics
     assert metrics["rows"] == 200

@@ -42,7 +42,8 @@ def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, forked_chil
     )
 
 
-@pytest.mark.slow
+@pytest.mark.recipe
+@pytest.mark.timeout(900)
 def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
     """About 0 to 3 images a row; the exported model answers the same."""
     run = mmray.train(config_in(tmp_path))
