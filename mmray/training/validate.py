@@ -384,13 +384,15 @@ def has_new_patterns(config: Config) -> bool:
     be checked.
 
     Args:
-        config: Settings of a run: `optimizer.freeze`, `optimizer.lr_multipliers` and
-            `model.lora.targets` are read. False for a model class of the user.
+        config: Settings of a run: `optimizer.freeze`, `optimizer.lr_multipliers`,
+            `optimizer.layer_decay`, `model.lora.targets` and `model.lora.train` are read. False for
+            a model class of the user.
     """
     known = {pattern for recipe in RECIPES.values() for pattern in _patterns(recipe())}
     lora = config.model.lora
-    has_targets = lora.rank > 0 and lora.targets != Lora().targets
-    return config.model.kind in KINDS and (has_targets or not _patterns(config) <= known)
+    has_names = lora.rank > 0 and (lora.targets != Lora().targets or bool(lora.train))
+    has_names |= bool(config.optimizer.layer_decay)
+    return config.model.kind in KINDS and (has_names or not _patterns(config) <= known)
 
 
 def _patterns(config: Config) -> set[str]:
@@ -411,8 +413,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
         log: Called with a message and its heading if the patterns are not checked.
 
     Raises:
-        UsageError: A pattern of `optimizer.freeze`, `optimizer.lr_multipliers` or
-            `model.lora.targets` matches nothing, or no weight is left to train.
+        UsageError: A name in one of these settings matches nothing, or no weight is left to train.
     """
     # Late: they import torch.
     from mmray.engine.optimizer import build_optimizer, freeze_parameters
@@ -423,8 +424,8 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
     unknown, architecture = _architecture(config.model)
     if unknown:
         log(
-            f"{unknown} is not on this machine; the workers load it, and check the patterns of "
-            "optimizer.freeze, optimizer.lr_multipliers and model.lora.targets then",
+            f"{unknown} is not on this machine; the workers load it, and check the names of "
+            "weights in optimizer.freeze, lr_multipliers, layer_decay and model.lora then",
             "not checked",
         )
         return

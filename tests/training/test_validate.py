@@ -20,6 +20,7 @@ from mmray.config import (
     Fusion,
     ImageTower,
     Inputs,
+    Lora,
     Objective,
     TextTower,
     TwoTower,
@@ -264,6 +265,8 @@ def test_weights_that_do_not_fit_are_refused_before_data_is_read(tmp_path, monke
         ({"optimizer": {"freeze": ("vision.*",)}}, r"optimizer\.freeze: `vision\.\*` matches no"),
         ({"optimizer": {"freeze": ("*",)}}, "leaves no trainable parameter"),
         ({"optimizer": {"lr_multipliers": ("head.*=0.1",)}}, r"lr_multipliers: `head\.\*` matches"),
+        ({"optimizer": {"layer_decay": ("imag=0.7",)}}, r"optimizer\.layer_decay: .*image"),
+        ({"model": {"lora": Lora(rank=2, train="projet")}}, r"model\.lora\.train: `projet`"),
     ],
 )
 def test_patterns_that_match_no_weight_are_refused_before_data_is_read(

@@ -29,7 +29,7 @@ from mmray.data.rows import (
     rename_columns,
     source_columns,
 )
-from mmray.errors import DataError, suggest
+from mmray.errors import DataError, UsageError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
 # Common names of columns in public data sets, to suggest one in a message.
@@ -337,7 +337,7 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
 def check_named(
     names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], place: str
 ) -> None:
-    """Raise DataError if a source has no column of a name in `prepare.keep`, or of one of several
+    """Raise UsageError if a source has no column of a name in `prepare.keep`, or of one of several
     columns of texts.
 
     Args:
@@ -352,7 +352,7 @@ def check_named(
         wanted |= dict.fromkeys(several if len(several) > 1 else (), f"--columns {ours}")
     for name, flag in wanted.items():
         if name not in names:
-            raise DataError(f"{flag}: {place} has no column `{name}`; {suggest(name, names)}")
+            raise UsageError(f"{flag}: {place} has no column `{name}`; {suggest(name, names)}")
 
 
 def check_columns(

@@ -166,7 +166,7 @@ def describe_source(
 
 
 def _kept_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> list[str]:
-    """Return the names of the columns that `prepare.keep` stores. Raises DataError."""
+    """Return the names of the columns that `prepare.keep` stores. Raises UsageError."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     kept = list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
     names = {name: None for row in rows for name in row if name != KEPT_COLUMNS}

@@ -105,7 +105,7 @@ def test_tars_tables_and_groups_keep_columns(tmp_path, in_process):
     ]
     stored = store_rows(pa.Table.from_pylist(rows), tmp_path / "rows", {}, ("similarity", "url"))
     assert kept(stored, keep=("similarity", "url")) == expected
-    with pytest.raises(DataError, match=r"--keep: the dataset has no column `link`"):
+    with pytest.raises(UsageError, match=r"--keep: the dataset has no column `link`"):
         store_rows(rows, tmp_path / "rows", {}, ("link",))
     (tmp_path / "0.png").write_bytes(color_image(0))
     (tmp_path / "1.png").write_bytes(color_image(1))
@@ -121,7 +121,7 @@ def test_tars_tables_and_groups_keep_columns(tmp_path, in_process):
 def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
     make_source(tmp_path)
     source = tmp_path / "raw" / "rows.jsonl"
-    with pytest.raises(DataError, match=r"--keep: .*`similarty`; did you mean `similarity`"):
+    with pytest.raises(UsageError, match=r"--keep: .*`similarty`; did you mean `similarity`"):
         run(keep=("similarty",))
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     source.write_text("\n".join(json.dumps(row | {"tags": ["a"]}) for row in rows))
