@@ -180,7 +180,7 @@ def check_source(
 
     Raises:
         UsageError: a setting or an address is invalid.
-        DataError: the source is invalid.
+        DataError: the source is invalid, or none of these rows is good.
         ResourceError: storage failed, maybe temporarily.
     """
     checked = Prepare.model_validate(_plain(settings))

@@ -252,7 +252,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         `bad`.
 
     Raises:
-        DataError: The source cannot be read.
+        DataError: The source cannot be read, or none of its first rows is good.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, out=folder)
@@ -278,6 +278,10 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     )
     for reason, count in problems.most_common():
         yield f"{count} {reason}, for example {examples[reason]}", "bad"
+    if first_rows and problems.total() == len(first_rows):
+        raise DataError(
+            f"none of the first {len(first_rows)} rows is good: correct the source or the settings"
+        )
 
 
 def _check_row(job: PrepareJob, row: RawRow, decoder: SubprocessDecoder) -> None:

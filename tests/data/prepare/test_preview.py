@@ -41,5 +41,8 @@ def test_dry_run_checks_the_first_rows_and_writes_nothing(tmp_path):
     assert any(line == "dry run: 2 of the first 100 rows are good" for line in lines)
     assert any(line.startswith("bad: 96 json, for example rows.jsonl:5") for line in lines)
     assert any(line.startswith("bad: 1 truncated") for line in lines)
+    (tmp_path / "bad.jsonl").write_text('{"image": "gone.png", "text": "x"}\n' * 3)
+    with pytest.raises(DataError, match="none of the first 3 rows is good"):
+        check_source(str(tmp_path / "bad.jsonl"), Prepare(), print)
     with pytest.raises(DataError, match="there is no file"):
         check_source(str(tmp_path / "none.csv"), Prepare(), print)
