@@ -3,6 +3,7 @@ Ray.
 """
 
 import io
+import threading
 import time
 from functools import wraps
 
@@ -20,16 +21,36 @@ class StoredFile(io.BytesIO):
     read = io.BytesIO.read
 
 
+class Requests(list):
+    """Methods of the requests to a store.
+
+    Attributes:
+        most_at_once: Largest number of requests that were made at the same time.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.running = self.most_at_once = 0
+
+    def change_running(self, change):
+        with self.lock:
+            self.running += change
+            self.most_at_once = max(self.most_at_once, self.running)
+
+
 @pytest.fixture
 def latency(monkeypatch):
     """Let each request to memory:// take 20 ms; the fixture lists their methods."""
-    made = []
+    made = Requests()
 
     def delay(owner, name):
         @wraps(call := getattr(owner, name))
         def delayed(*args, **options):
             made.append(name)
+            made.change_running(1)
             time.sleep(0.02)
+            made.change_running(-1)
             return call(*args, **options)
 
         monkeypatch.setattr(owner, name, delayed)

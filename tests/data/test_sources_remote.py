@@ -3,7 +3,6 @@ disk.
 """
 
 import json
-import time
 from concurrent.futures import Future
 
 import fsspec
@@ -135,21 +134,20 @@ def test_images_on_a_store_are_read_in_parallel(
     tmp_path, memory, in_process, latency, monkeypatch, name
 ):
     images_and_pairs(tmp_path / "raw")
-    settings, wall_s, out = LAX.model_copy(update={"rows_per_shard": 64, "vocab_size": 0}), {}, {}
+    settings = LAX.model_copy(update={"rows_per_shard": 64, "vocab_size": 0})
+    most_at_once = {}
+    out = {}
     for label, address in (("disk", tmp_path), ("serial", "memory://"), ("parallel", "memory://")):
         with monkeypatch.context() as patch:
             if label == "serial":
                 patch.setattr(pack, "READ_THREADS", 1)
                 patch.setattr(requests, "MAX_PARALLEL", 1)
-            start_s = time.perf_counter()
+            latency.most_at_once = 0
             manifest = prepare(f"{address}/raw/{name}", str(tmp_path / label), settings)
-            wall_s[label] = time.perf_counter() - start_s
+            most_at_once[label] = latency.most_at_once
         out[label] = (manifest.fingerprint, (tmp_path / label / "quarantine.jsonl").read_text())
     assert out["disk"] == out["serial"] == out["parallel"]
-    print(
-        f"{name}: {wall_s['serial']:.2f} s with one thread, {wall_s['parallel']:.2f} s in parallel"
-    )
-    assert wall_s["serial"] > 3 * wall_s["parallel"]
+    assert most_at_once["parallel"] >= 8 and most_at_once["serial"] <= 2, most_at_once
 
 
 def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
@@ -171,16 +169,17 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
 
 
 def test_files_of_a_store_are_deleted_in_parallel(memory, latency, monkeypatch):
-    out, wall_s = to_path(memory), []
+    out = to_path(memory)
+    most_at_once = []
     for most in (1, requests.MAX_PARALLEL):
         monkeypatch.setattr(requests, "MAX_PARALLEL", most)
         for number in range(16):
             (out / f"shards/{number}").write_bytes(b"x")
-        start_s = time.perf_counter()
+        latency.most_at_once = 0
         pipeline._remove_files(out, lambda name: name != "shards/3", ["shards"])
-        wall_s.append(time.perf_counter() - start_s)
+        most_at_once.append(latency.most_at_once)
         assert list_names(out / "shards") == ["3"]
-    assert wall_s[0] > 3 * wall_s[1]
+    assert most_at_once[0] == 1 and most_at_once[1] >= 4
 
 
 def test_shards_are_larger_on_a_store_and_a_set_keeps_its_size(s3, tmp_path, in_process):
