@@ -14,7 +14,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.errors import DataError, UsageError
+from mmray.errors import UsageError
 from mmray.training.selected_rows import check_selections, held_out_rows, training_rows
 from tests.data.prepare.test_pipeline import LAX, color_image, prepare
 from tests.made import make_set, row
@@ -66,7 +66,7 @@ def test_captions_are_stored_with_their_columns(tmp_path, in_process, name):
 
 
 def test_misspelled_column_of_captions_is_refused(tmp_path, in_process):
-    with pytest.raises(DataError, match=r"--columns text: .*`synthtic`.*did you mean `synthetic`"):
+    with pytest.raises(UsageError, match=r"--columns text: .*`synthtic`.*did you mean `synthetic`"):
         prepare_captions(tmp_path, "rows.jsonl", 4, "text=alt,synthtic")
 
 
