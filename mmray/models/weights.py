@@ -241,6 +241,17 @@ def set_dropout(config: Any, dropout: float) -> None:
             setattr(config, name, dropout)
 
 
+def freeze_batch_norms(module: nn.Module) -> None:
+    """Set each BatchNorm2d of a module to evaluation mode, in which it keeps its statistics.
+
+    Args:
+        module: An encoder; call it after `train`, which sets them to training mode.
+    """
+    for each in module.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            each.eval()
+
+
 def encoder_config(
     setting: str, name: str, supported: Collection[str], saved: dict[str, Any] | None
 ) -> Any:

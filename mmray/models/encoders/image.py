@@ -18,6 +18,7 @@ from mmray.models.positions import resize_vision_model
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
+    freeze_batch_norms,
     load_config,
     load_state,
     read_state_dict,
@@ -175,9 +176,8 @@ class Backbone(ImageEncoder):
             This module.
         """
         super().train(mode)
-        for module in self.modules():
-            if self.frozen and isinstance(module, nn.BatchNorm2d):
-                module.eval()
+        if self.frozen:
+            freeze_batch_norms(self)
         return self
 
 

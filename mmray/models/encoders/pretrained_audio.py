@@ -6,6 +6,7 @@ samples.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +19,7 @@ from mmray.builtin import HF_AUDIO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.audio import mel_power
 from mmray.models.protocol import Architecture
-from mmray.models.weights import encoder_config, load_pretrained, set_dropout
+from mmray.models.weights import encoder_config, freeze_batch_norms, load_pretrained, set_dropout
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import AudioTower, ClipInputs
@@ -27,7 +28,7 @@ WEIGHTS_SETTING = "model.audio.weights"
 MIN_POWER = 1e-10
 
 
-class PretrainedAudio(nn.Module):
+class PretrainedAudio(nn.Module, ABC):
     """Base of the pretrained audio encoders: samples, padded as the weights expect, to features.
 
     Args:
@@ -54,6 +55,7 @@ class PretrainedAudio(nn.Module):
         self.register_buffer("window", torch.hann_window(window), persistent=False)
         self.register_buffer("filters", torch.tensor(filters).float(), persistent=False)
 
+    @abstractmethod
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
         """Encode audio.
 
@@ -64,8 +66,8 @@ class PretrainedAudio(nn.Module):
         Returns:
             Features [B, T, width], and a mask int64 [B, T], 0 for padding.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Return what the feature extractor of transformers computes from the same samples.
 
@@ -73,7 +75,6 @@ class PretrainedAudio(nn.Module):
             audio: Samples int16 [B, N], zeros after those of a row.
             num_samples: Samples of each row, int64 [B].
         """
-        raise NotImplementedError
 
     def _power(self, audio: Tensor) -> Tensor:
         """Return the mel spectrogram [B, mels, T] of samples [B, max_samples]."""
@@ -94,9 +95,7 @@ class PretrainedAudio(nn.Module):
             This module.
         """
         super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
+        freeze_batch_norms(self)
         return self
 
 
