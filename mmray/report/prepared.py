@@ -1,4 +1,4 @@
-"""A look into a prepared set: a sample of its rows, statistics of more of them, repeated images,
+"""An overview of a prepared set: a sample of its rows, statistics of more of them, repeated images,
 and quarantined rows. Reading is bounded, whatever the size of the set.
 """
 

@@ -52,7 +52,7 @@ def value_type(value: Any, is_field: bool = False) -> str:
 
     Raises:
         ValueError: It is no boolean, number or text, or an integer of more than 64 bits; the
-            message says what it is.
+            message names its type.
     """
     name = _NAMES.get(type(value))
     if name is None:
