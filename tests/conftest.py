@@ -235,6 +235,15 @@ def forked_children():
         yield
 
 
+@pytest.fixture
+def without_ray(monkeypatch, forked_children):
+    """Prepare, train and evaluate without Ray, which other tests may have started, with the worker
+    in a forked process.
+    """
+    for module in ("cluster.connect", "training.driver", "training.evaluate_export"):
+        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
+
+
 @pytest.fixture(scope="session")
 def shared_data():
     """Folder of real images next to the checkout; skip without one."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from mmray.config import recipes
 from mmray.data.images.decode import header_size
 from mmray.data.images.formats import detect_format
 from mmray.data.store.manifest import TOKENIZER, Manifest, fingerprint, write_manifest
@@ -97,3 +98,12 @@ def make_set(folder, rows, test_rows=()):
     languages = [each.language for each in [*rows, *test_rows] if each.language]
     shards = [shard for shard in shards if shard[0]]
     return PreparedSet.open(write_set(folder, shards, train_tokenizer(CAPTIONS, 60), languages))
+
+
+def recipe_in(name, folder):
+    """A recipe that keeps its data and its run in a folder."""
+    config = recipes.load(name)
+    return config.replace(
+        data=config.data.replace(cache=str(folder / "cache")),
+        run=config.run.replace(storage=str(folder), name="run"),
+    )

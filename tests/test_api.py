@@ -390,10 +390,7 @@ def test_notebook_shows_a_bar_with_ipywidgets_and_lines_without(jupyter, widgets
     assert ("step 3/10  loss 1.0" in text) == (not widgets) and "3/10" in text
 
 
-def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch, forked_children):
-    # other tests may have started Ray
-    for module in ("cluster.connect", "training.driver", "training.evaluate_export"):
-        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
+def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch, without_ray):
     for number in range(40):
         (tmp_path / f"{number}.png").write_bytes(noisy(number))
     rows = [{"image": f"{number}.png", "text": f"caption {number}"} for number in range(40)]

@@ -7,9 +7,10 @@ import json
 import pytest
 
 import mmray
-from mmray.config import Batch, Config, recipes
+from mmray.config import Batch
 from mmray.data.media import sample
 from mmray.errors import DataError
+from tests.made import recipe_in
 
 DIRECTIONS = [
     f"{first}_to_{second}"
@@ -19,28 +20,18 @@ DIRECTIONS = [
 ]
 
 
-def config_in(folder) -> Config:
-    config = recipes.sample_av()
-    return config.replace(
-        data=config.data.replace(cache=str(folder / "cache")),
-        run=config.run.replace(storage=str(folder), name="run"),
-    )
-
-
 @pytest.mark.recipe
 @pytest.mark.timeout(900)
 def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
-    metrics = mmray.train(config_in(tmp_path)).metrics
+    metrics = mmray.train(recipe_in("sample-av", tmp_path)).metrics
     assert metrics["rows"] == 200
     assert all(metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
 
 
-def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, forked_children):
-    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
-        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
+def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_ray):
     monkeypatch.setattr(sample, "NUM_TRAIN", 30)
     monkeypatch.setattr(sample, "NUM_TEST", 6)
-    config = config_in(tmp_path)
+    config = recipe_in("sample-av", tmp_path)
     config = config.replace(
         batch=Batch(micro=12, global_=24),
         optimizer=config.optimizer.replace(warmup_steps=2),

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 import mmray
@@ -63,11 +62,7 @@ def config_of(source: Path, storage: Path) -> settings.Config:
     )
 
 
-def test_coco_instances_train_a_model_that_names_boxes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_children: None
-) -> None:
-    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
-        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
+def test_coco_instances_train_a_model_that_names_boxes(tmp_path: Path, without_ray: None) -> None:
     run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
     metrics = run.result["metrics"]
     assert (run.result["status"], run.result["skipped_steps"]) == ("finished", 0)

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import mmray
-from mmray.config import Config, recipes
 from mmray.data.vlm import sample
+from tests.made import recipe_in
 
 
-def config_in(folder: Path) -> Config:
-    config = recipes.sample_vlm()
-    return config.replace(
-        data=config.data.replace(cache=str(folder / "cache")),
-        run=config.run.replace(storage=str(folder), name="run"),
-    )
-
-
-def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, forked_children):
-    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
-        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
+def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, without_ray):
     monkeypatch.setattr(sample, "NUM_TRAIN", 60)
     monkeypatch.setattr(sample, "NUM_TEST", 8)
-    config = config_in(tmp_path)
+    config = recipe_in("sample-vlm", tmp_path)
     config = config.replace(
         optimizer=config.optimizer.replace(warmup_steps=2),
         train=config.train.replace(steps=8, log_every=2),
@@ -46,7 +35,7 @@ def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, forked_chil
 @pytest.mark.timeout(900)
 def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
     """About 0 to 3 images a row; the exported model answers the same."""
-    run = mmray.train(config_in(tmp_path))
+    run = mmray.train(recipe_in("sample-vlm", tmp_path))
     assert run.metrics["exact_match"] >= 0.9
     assert (run.metrics["answered"], run.metrics["bad_rows"]) == (200, 0)
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
