@@ -74,13 +74,13 @@ class ClipExamples:
             found.queries[chosen], found.gallery, is_correct, NUM_RETRIEVED, self._device
         )
         shown = self._directions[direction] = []
-        results = zip(best.tolist(), best_scores.tolist(), strict=True)
-        for index, (items, scores) in zip(chosen.tolist(), results, strict=True):
+        columns = (chosen, best, best_scores, is_correct.gather(1, best))
+        for index, *results in zip(*(column.tolist() for column in columns), strict=True):
             answers = []
-            for item, score in zip(items, scores, strict=True):
+            for item, score, correct in zip(*results, strict=True):
                 answer = self._describe(int(found.gallery_numbers[item]))
                 answer["score"] = round(score, 4) if math.isfinite(score) else None
-                answer["correct"] = bool(found.query_ids[index] == found.gallery_ids[item])
+                answer["correct"] = correct
                 answers.append(answer)
             query = self._describe(int(found.numbers[index]))
             shown.append(query | {"rank": int(found.ranks[index]), "answers": answers})

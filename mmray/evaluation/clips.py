@@ -21,9 +21,9 @@ from mmray.evaluation.clip_examples import ClipExamples, ClipRanks
 from mmray.evaluation.embeddings import (
     Group,
     RowFile,
-    batches_in_lockstep,
     eval_mode,
     gather_rows,
+    steps_in_lockstep,
 )
 from mmray.evaluation.evaluator import compute_ranks_in_parallel
 from mmray.evaluation.retrieval import first_index
@@ -89,7 +89,7 @@ class ClipEvaluator(EvalDataset):
                 if name.endswith("_embed")
             }
             identities = RowFile(3, np.int64)  # hash of the text, row, number of the text
-            for batch in batches_in_lockstep(model, self._batches(group, skipped), group):
+            for batch, _ in steps_in_lockstep(model, self._batches(group, skipped), group):
                 if batch is None:
                     model(synthetic)
                     continue
@@ -109,9 +109,11 @@ class ClipEvaluator(EvalDataset):
         metrics: dict[str, float] = {}
         inputs: Any = self.inputs
         examples = ClipExamples(self.prepared, identity[:, 1:], inputs.clip_s, group.device)
+        present = {name: embed.any(dim=1) for name, embed in embeds.items()}
         for query, gallery in permutations(embeds, 2):
             direction = f"{query}_to_{gallery}"
-            found = _ranks(embeds, query, gallery, identity[:, 0], group)
+            numbers = (present[query] & present[gallery]).nonzero().flatten()
+            found = _ranks(embeds, query, gallery, numbers, identity[:, 0], group)
             if len(found.ranks):
                 metrics |= retrieval.retrieval_metrics(found.ranks, direction)
                 if save_examples is not None:
@@ -185,10 +187,14 @@ class ClipEvaluator(EvalDataset):
 
 
 def _ranks(
-    embeds: dict[str, Tensor], query: str, gallery: str, text_hash: Tensor, group: Group
+    embeds: dict[str, Tensor],
+    query: str,
+    gallery: str,
+    numbers: Tensor,
+    text_hash: Tensor,
+    group: Group,
 ) -> ClipRanks:
-    """Return the ranks of a direction, of the clips that have both modalities."""
-    numbers = (embeds[query].any(dim=1) & embeds[gallery].any(dim=1)).nonzero().flatten()
+    """Return the ranks of a direction, of the clips `numbers`, which have both modalities."""
     queries = embeds[query][numbers]
     results = embeds[gallery][numbers]
     index = torch.arange(len(numbers))

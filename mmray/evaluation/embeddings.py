@@ -8,7 +8,7 @@ each rank, and 0.2 GB of memory to find equal images and captions.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -84,11 +84,11 @@ class Step(NamedTuple):
 
     Attributes:
         batch: Rows of this rank; None: it has none left, and the others have some.
-        num_chunks: Number of calls that embed captions; None: as many as the batch needs.
+        num_calls: Number of calls that all ranks make for it; None: as many as the batch needs.
     """
 
     batch: Batch | None
-    num_chunks: int | None
+    num_calls: int | None
 
 
 @torch.no_grad()
@@ -111,6 +111,10 @@ def embed_dataset(
         The embeddings of all rows, on each rank, on the CPU.
     """
     text_rows = batches.data.settings.batch
+
+    def text_calls(batch: Batch) -> int:
+        return -(-len(batch["input_ids"]) // text_rows) if with_texts else 0
+
     # In files too: small tensors between large ones would keep freed memory from being returned.
     columns = {name: RowFile(1, np.int64) for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)}
     hits: dict[str, Tensor] = {}
@@ -124,12 +128,12 @@ def embed_dataset(
         hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
         images = RowFile(width)
         texts = RowFile(width)
-        for batch, num_chunks in _steps(model, batches, group, text_rows, with_texts):
+        for batch, num_calls in steps_in_lockstep(model, batches, group, text_calls):
             pixels = (synthetic if batch is None else batch)["image"].to(group.device)
             image = model.embed_image(pixels).float().cpu()
             if with_texts:
                 tokens = _no_captions(synthetic) if batch is None else batch
-                text = embed_texts(model, tokens, text_rows, group.device, num_chunks)
+                text = embed_texts(model, tokens, text_rows, group.device, num_calls)
             for name, head in _head_scores(model, batch, synthetic, group.device).items():
                 if batch is not None:
                     hits[name] += topk_hits(head.scores.float().cpu(), head.label.cpu())
@@ -171,9 +175,12 @@ def in_lockstep(model: nn.Module, group: Group) -> bool:
     return group.world_size > 1 and hasattr(model, "set_reshard_after_forward")
 
 
-def batches_in_lockstep(
-    model: nn.Module, batches: Iterable[Batch], group: Group
-) -> Iterator[Batch | None]:
+def steps_in_lockstep(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    group: Group,
+    calls_of: Callable[[Batch], int] = lambda _: 1,
+) -> Iterator[Step]:
     """Yield the batches of this rank; of a sharded model then None until every rank has had its
     own.
 
@@ -181,29 +188,20 @@ def batches_in_lockstep(
         model: The unwrapped model.
         batches: The batches of this rank.
         group: The ranks, which make this call together.
+        calls_of: Returns the number of calls that a batch needs.
     """
     if not in_lockstep(model, group):
-        yield from batches
+        for batch in batches:
+            yield Step(batch, None)
         return
     remaining = iter(batches)
     while True:
-        batch = next(remaining, None)
-        if not group.all_gather_variable(torch.tensor([int(batch is not None)])).any():
+        local = next(remaining, None)
+        counts = torch.tensor([[int(local is not None), 0 if local is None else calls_of(local)]])
+        has_rows, num_calls = group.all_gather_variable(counts).amax(dim=0).tolist()
+        if not has_rows:
             return
-        yield batch
-
-
-def _steps(
-    model: nn.Module, batches: EvalBatches, group: Group, text_rows: int, with_texts: bool
-) -> Iterator[Step]:
-    """Yield the batches of this rank; of a sharded model until every rank has embedded its own."""
-    for batch in batches_in_lockstep(model, batches, group):
-        num_chunks = None
-        if in_lockstep(model, group):
-            num_captions = 0 if batch is None or not with_texts else len(batch["input_ids"])
-            counts = torch.tensor([-(-num_captions // text_rows)])
-            num_chunks = int(group.all_gather_variable(counts).max())
-        yield Step(batch, num_chunks)
+        yield Step(local, num_calls)
 
 
 def _no_captions(synthetic: Batch) -> Batch:
@@ -226,7 +224,7 @@ def _head_scores(
 
 @torch.no_grad()
 def embed_texts(
-    model: Any, tokens: Batch, rows: int, device: torch.device, num_chunks: int | None = None
+    model: Any, tokens: Batch, rows: int, device: torch.device, num_calls: int | None = None
 ) -> Tensor:
     """Embed captions, some at a time.
 
@@ -235,7 +233,7 @@ def embed_texts(
         tokens: `input_ids` and `attention_mask` int64 [C, T].
         rows: Captions per call.
         device: Device of the model.
-        num_chunks: Number of calls, at least as many as needed; the others embed one token, because
+        num_calls: Number of calls, at least as many as needed; the others embed one token, because
             ranks of a sharded model must make the same calls. None: as many as needed.
 
     Returns:
@@ -250,7 +248,7 @@ def embed_texts(
         )
         for start in starts
     ]
-    for _ in range((num_chunks or 0) - len(starts)):
+    for _ in range((num_calls or 0) - len(starts)):
         token = torch.zeros(2, 1, dtype=torch.int64, device=device)
         parts.append(model.embed_text(token, torch.ones_like(token))[:0])
     return torch.cat([part.float().cpu() for part in parts]) if parts else torch.zeros(0, 0)
