@@ -18,8 +18,8 @@ from mmray.models.positions import resize_vision_model
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
+    encoder_config,
     freeze_batch_norms,
-    load_config,
     load_state,
     read_state_dict,
     transformer_config,
@@ -187,16 +187,15 @@ def _hf_network(
     """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the
     settings (`vit`).
     """
-    from transformers import AutoConfig, ViTConfig
+    from transformers import ViTConfig
 
+    saved = (architecture or {}).get("image")
     weights = None
-    if architecture and "image" in architecture:
-        config = AutoConfig.for_model(**architecture["image"])
-    elif spec.name == "vit":
+    if spec.name == "vit" and saved is None:
         sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
         config = ViTConfig(**transformer_config(spec), **sizes, layer_norm_eps=1e-6)
     else:
-        config = load_config(WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES)
+        config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES, saved)
         weights = spec.weights if architecture is None else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config

@@ -12,7 +12,7 @@ from mmray.errors import UsageError
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.text import INIT_STD, TransformerLayer, mask_with_first
 from mmray.models.protocol import Architecture
-from mmray.models.weights import encoder_config, load_pretrained, set_dropout
+from mmray.models.weights import build_hf_encoder, encoder_config, set_dropout
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import ClipInputs, FrameTransformer, Towers
@@ -91,8 +91,6 @@ class VideoMae(nn.Module):
     def __init__(
         self, spec: FrameTransformer, inputs: ClipInputs, architecture: Architecture
     ) -> None:
-        from transformers import AutoModel
-
         super().__init__()
         saved = (architecture or {}).get("video")
         config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_VIDEO_TYPES, saved)
@@ -103,10 +101,8 @@ class VideoMae(nn.Module):
         ):
             if needed != given:
                 raise UsageError(f"model.inputs.{name}: {spec.weights} needs {needed}, not {given}")
-        if architecture is None:
-            self.net = load_pretrained(WEIGHTS_SETTING, spec.weights, AutoModel, config)
-        else:
-            self.net = AutoModel.from_config(config)
+        weights = spec.weights if architecture is None else None
+        self.net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
         self.width = config.hidden_size
         self.frames = config.num_frames
 
