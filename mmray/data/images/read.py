@@ -153,13 +153,10 @@ def _hint_at_missing(folder: Path, name: str) -> str:
         found = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
         return f"; the path has backslashes, {found}: write it with /"
     parent, slash, base = name.strip().rpartition("/")
-    names = _list_folder(folder / parent)
-    wanted = unicodedata.normalize("NFKC", base).casefold()
-    for each in names:
-        alike = unicodedata.normalize("NFKC", each).casefold()
-        if wanted in (alike, alike.rpartition(".")[0]):
-            return f"; {parent}{slash}{each} exists: write its name exactly so"
-    for each in names:
+    names, folders = _list_folder(folder / parent)
+    if exists := names.get(_simplify(base)):
+        return f"; {parent}{slash}{exists} exists: write its name exactly so"
+    for each in folders:
         if (folder / parent / each / base).is_file():
             return (
                 f"; {parent}{slash}{each}/{base} exists: put the file of the rows into "
@@ -168,12 +165,25 @@ def _hint_at_missing(folder: Path, name: str) -> str:
     return ""
 
 
+def _simplify(name: str) -> str:
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
 @lru_cache(maxsize=64)
-def _list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder, at most 100,000; none if it does not exist."""
+def _list_folder(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the names in a folder by their simplified ones, with and without suffix, and its
+    folders; at most 100,000 entries, none if it does not exist.
+    """
+    names: dict[str, str] = {}
+    folders: list[str] = []
     with suppress(OSError), os.scandir(folder) as entries:
-        return [entry.name for entry in islice(entries, _MAX_COMPARED_NAMES)]
-    return []
+        for entry in islice(entries, _MAX_COMPARED_NAMES):
+            simplified = _simplify(entry.name)
+            names.setdefault(simplified, entry.name)
+            names.setdefault(simplified.rpartition(".")[0], entry.name)
+            if entry.is_dir():
+                folders.append(entry.name)
+    return names, folders
 
 
 def _check_reference(image: ImageRef) -> None:
