@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,20 @@ class PreparedSet:
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
         self._captions = captions
-        self._arguments = (folder, manifest, split, cache, shuffle_block, captions)
+        self._arguments: dict[str, Any] = {
+            "folder": folder,
+            "manifest": manifest,
+            "split": split,
+            "cache": cache,
+            "shuffle_block": shuffle_block,
+            "captions": captions,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedSet, self._arguments
+        return partial(PreparedSet, **self._arguments), ()
+
+    def _with(self, **changes: Any) -> PreparedSet:
+        return PreparedSet(**self._arguments | changes)
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -121,7 +132,7 @@ class PreparedSet:
             cache: The cache; not used if the set is on a local disk.
             shuffle_block: Number of adjacent rows that are fetched at once.
         """
-        return PreparedSet(*self._arguments[:3], cache, shuffle_block, self._captions)
+        return self._with(cache=cache, shuffle_block=shuffle_block)
 
     def with_captions(self, weights: Mapping[str, float]) -> PreparedSet:
         """Return this set, whose rows have the texts of some columns of the source only.
@@ -129,7 +140,7 @@ class PreparedSet:
         Args:
             weights: Weight of each column. A row that has none of them keeps all of its texts.
         """
-        return PreparedSet(*self._arguments[:5], weights)
+        return self._with(captions=weights)
 
     def with_table(self, table: ShardTable) -> PreparedSet:
         """Return this set with another list of shards, such as one that drops more rows.
@@ -137,8 +148,7 @@ class PreparedSet:
         Args:
             table: The shards.
         """
-        manifest = replace(self.manifest, shards=table)
-        return PreparedSet(self.folder, manifest, self.split, *self._arguments[3:])
+        return self._with(manifest=replace(self.manifest, shards=table))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -299,12 +309,14 @@ class PreparedSet:
         types = column_types(self.manifest.columns)
         names = [name for name, kind in types.items() if kind in TYPES]
         out: list[dict[str, Any]] = [{} for _ in rows]
-        for request in self._requests(np.asarray(rows, np.int64)) if names else ():
-            file = self.table.file_name(request.shard)
+        requests = self._requests(np.asarray(rows, np.int64)) if names else ()
+        for shard, of_shard in groupby(requests, attrgetter("shard")):
+            file = self.table.file_name(shard)
             columns = read_columns(self.folder, self.manifest.columns, file, names)
-            first = request.batch * RECORD_BATCH_ROWS
-            for index, number in zip(request.indices, request.rows_in_batch, strict=True):
-                out[index] = {name: columns[name][first + number].as_py() for name in names}
+            for request in of_shard:
+                first = request.batch * RECORD_BATCH_ROWS
+                for index, number in zip(request.indices, request.rows_in_batch, strict=True):
+                    out[index] = {name: columns[name][first + number].as_py() for name in names}
         return out
 
     def _read_batches(

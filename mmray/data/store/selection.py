@@ -101,10 +101,7 @@ class RowFilter:
         """
         result = self._evaluate(self._root, columns)
         self._expect(self._root, result, "condition")
-        indices = pc.indices_nonzero(result)
-        if not len(indices):
-            return np.zeros(0, np.int64)
-        return np.frombuffer(indices.buffers()[1], np.uint64)[: len(indices)].astype(np.int64)
+        return pc.indices_nonzero(result).to_numpy().astype(np.int64)
 
     def _error(self, node: ast.AST, message: str) -> ValueError:
         part = ast.get_source_segment(self.text.strip(), node)
@@ -336,4 +333,4 @@ def select_rows(
             "--run.storage"
         ) from error
     file = TableFile(place, name, sha256, len(data), (place / name).read_bytes)
-    return prepared.with_table(file.open())
+    return prepared.with_table(file.open(data))
