@@ -367,6 +367,15 @@ def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[st
     return texts
 
 
+def to_utf8(text: str) -> str:
+    """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates.
+
+    Args:
+        text: Such as the name of a file.
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def is_safe_path(name: str) -> bool:
     """Return whether a path stays inside the folder that it is relative to.
 

@@ -24,7 +24,7 @@ from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
-from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name
+from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name, to_utf8
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -196,9 +196,7 @@ class ClassFolders(ListingSource):
             for label, name in enumerate(sorted({each for _, each in folders if each is not None}))
         }
         captions = {name: name.replace("_", " ") for name in labels}
-        self.class_names = tuple(
-            name.encode(errors="backslashreplace").decode() for name in captions.values()
-        )
+        self.class_names = tuple(map(to_utf8, captions.values()))
         for name, (split, class_name) in zip(names, folders, strict=True):
             row: dict[str, Any] = {"origin": name, "id": name, "image": name}
             row |= {"split": split} if split else {}

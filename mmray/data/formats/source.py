@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import COLUMNS, KEEP_ALL
@@ -319,9 +320,11 @@ class Source(ABC):
         Args:
             name: Name of the column in the source.
         """
-        if self.keep != (KEEP_ALL,):
-            return name in self.keep
-        return name not in known_columns(self.columns) and name != IMAGE_SIZE
+        return name not in self._known if self.keep == (KEEP_ALL,) else name in self.keep
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return known_columns(self.columns) | {IMAGE_SIZE}
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
-from mmray.data.rows import MESSAGE_COLUMNS
+from mmray.data.rows import MESSAGE_COLUMNS, to_utf8
 
 
 def normalize_values(
@@ -30,7 +30,7 @@ def normalize_values(
     Returns:
         The converted values, without missing ones.
     """
-    values = {name: value for name, value in values.items() if not _is_missing(value)}
+    values = {name: value for name, value in values.items() if not is_missing(value)}
     if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
         del values["image"]  # a conversation without images
     if isinstance(values.get("text"), bytes):  # a Parquet file whose texts are not marked as texts
@@ -72,7 +72,7 @@ def is_class(label: str) -> bool:
 
 def class_name(label: str) -> str:
     """Return the name of a class for captions: the label with spaces instead of underscores."""
-    return label.strip().replace("_", " ").encode(errors="backslashreplace").decode()
+    return to_utf8(label.strip().replace("_", " "))
 
 
 def _with_class_caption(
@@ -85,7 +85,8 @@ def _with_class_caption(
     return values | {"text": caption_template.replace("{}", class_names[label])}
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Return whether a value of the source is missing: None, or NaN as pandas has it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -104,7 +105,7 @@ def _drop_blank(captions: list[Any]) -> list[Any]:
     kept = [
         caption
         for caption in captions
-        if not _is_missing(caption) and not (isinstance(caption, str) and not caption.strip())
+        if not is_missing(caption) and not (isinstance(caption, str) and not caption.strip())
     ]
     return kept or captions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial, reduce
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from mmray.builtin import is_column_name
+from mmray.data.formats.values import is_missing
+from mmray.data.rows import to_utf8
 from mmray.data.store.row_columns import KEPT, TYPES, common_type, value_type, write_columns
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath
@@ -51,9 +52,8 @@ class KeptColumns:
                     f"{location}: --keep: the column `{name}` cannot have a name in data.where, "
                     f"which has letters, digits and _. {_ADVICE}"
                 )
-            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
             try:
-                kind = None if is_missing else value_type(value, not self._has_types)
+                kind = None if is_missing(value) else value_type(value, not self._has_types)
                 self.types[name] = common_type(self.types.get(name), kind, not self._has_types)
             except ValueError as error:
                 raise DataError(
@@ -61,8 +61,8 @@ class KeptColumns:
                     f"`{name}` has {error}. {_ADVICE}"
                 ) from None
             if isinstance(value, str):
-                value = value.encode(errors="backslashreplace").decode()
-            row[name] = None if is_missing else value
+                value = to_utf8(value)
+            row[name] = None if is_missing(value) else value
         self._rows.setdefault(split, []).append(row)
 
     def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:

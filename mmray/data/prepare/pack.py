@@ -30,7 +30,7 @@ from mmray.data.images.transform import reencode
 from mmray.data.media.decode import read_header, verify_media
 from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
-from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
+from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
 from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS
 from mmray.data.store.row_columns import KEPT, column_file
 from mmray.data.store.shard_writer import ShardWriter, open_shard
@@ -356,14 +356,14 @@ class _ChunkPacker:
         images: Requests,
         exit_stack: ExitStack,
     ) -> None:
-        location = _to_utf8(item.location)
-        key = _to_utf8(parsed.key or item.location)
+        location = to_utf8(item.location)
+        key = to_utf8(parsed.key or item.location)
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
             row, image_digest = self._build_row(parsed, images, location)
         except BadRow as bad:
-            entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
+            entry = {"stage": bad.stage, "reason": bad.reason, "detail": to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
             return
         if row.split not in self.writers:
@@ -398,7 +398,7 @@ class _ChunkPacker:
 
     def write_columns(self) -> None:
         if self.job.settings.keep:
-            files = {split: writer.entry().file for split, writer in self.writers.items()}
+            files = {split: writer.name for split, writer in self.writers.items()}
             self.columns.write(self.out, files)
 
     def record(self) -> dict[str, Any]:
@@ -563,8 +563,3 @@ def media_kinds(row: Row) -> str:
     """
     kinds = sorted(media.kind for media in row.media)
     return " ".join(kinds) if set(kinds) - {"image"} else ""
-
-
-def _to_utf8(text: str) -> str:
-    """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates."""
-    return text.encode(errors="backslashreplace").decode()

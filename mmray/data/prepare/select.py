@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mmray.data.prepare.pack import media_kinds
-from mmray.data.prepare.pipeline import PrepareProgress, create_folders
+from mmray.data.prepare.pipeline import SHARD_ROWS, PrepareProgress, create_folders
 from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
@@ -45,7 +44,6 @@ from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
-_SHARD_ROWS = 512
 _READ_ROWS = 64
 _BLOCK = 2048  # embeddings that are compared with all kept ones at a time
 _CHUNK = 1 << 14
@@ -206,20 +204,17 @@ def _without_similar_rows(
     def read(number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the kept rows of a shard that have an embedding, and these."""
         values = read_columns(prepared.folder, manifest.columns, table.file_name(number), [column])
-        has_value = pc.indices_nonzero(pc.is_valid(values[column])).to_pylist()
-        rows = np.setdiff1d(np.array(has_value, np.int64), table.dropped(number))
+        has_value = np.flatnonzero(np.asarray(values[column].is_valid()))
+        rows = np.setdiff1d(has_value, table.dropped(number))
         chosen = values[column].take(pa.array(rows))
-        flat = chosen.flatten()
-        numbers = np.frombuffer(flat.buffers()[1], np.float16)[flat.offset :][: len(flat)]
-        return rows, numbers.reshape(len(rows), chosen.type.list_size)
+        return rows, chosen.flatten().to_numpy().reshape(len(rows), chosen.type.list_size)
 
     shards = prepared.shard_numbers.tolist()
     parts = list(iter_parallel(read, shards))
-    owner = np.repeat(shards, [len(rows) for rows, _ in parts])
-    row_of = np.concatenate([rows for rows, _ in parts])
+    sizes = [len(rows) for rows, _ in parts]
     embeddings = np.concatenate([each for _, each in parts])
     is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards]
-    later = np.repeat(is_training, [len(rows) for rows, _ in parts])
+    later = np.repeat(is_training, sizes)
     order = np.argsort(later, kind="stable")
     similar = np.zeros(len(order), bool)
     similar[order] = find_similar(
@@ -227,9 +222,11 @@ def _without_similar_rows(
         cosine,
         lambda done: progress(PrepareProgress("compare", done, len(order))),
     )
+    similar_in = np.split(similar, np.cumsum(sizes)[:-1])
     dropped = {
-        number: np.union1d(table.dropped(number), row_of[similar & (owner == number)])
-        for number in np.unique(owner[similar]).tolist()
+        number: np.union1d(table.dropped(number), rows[is_similar])
+        for number, (rows, _), is_similar in zip(shards, parts, similar_in, strict=True)
+        if is_similar.any()
     }
     return prepared.with_table(table.with_dropped(dropped))
 
@@ -274,8 +271,8 @@ def find_similar(
 
 def _groups(prepared: PreparedSet) -> Iterator[list[Shard]]:
     """Yield adjacent shards of one split whose kept rows become one shard."""
-    setting = prepared.manifest.settings.get("rows_per_shard", _SHARD_ROWS)
-    size = setting if isinstance(setting, int) else _SHARD_ROWS
+    setting = prepared.manifest.settings.get("rows_per_shard")
+    size = setting if isinstance(setting, int) else SHARD_ROWS
     group: list[Shard] = []
     for shard in prepared.shards:
         is_full = sum(each.num_kept for each in group) + shard.num_kept > size

@@ -44,7 +44,7 @@ class ShardWriter:
         self, folder: AnyPath, name: str, split: str | None, stream: pa.NativeFile, writer: Any
     ) -> None:
         self._folder = folder
-        self._name = name
+        self.name = name
         self._split = split
         self._stream = stream
         self._writer = writer
@@ -90,10 +90,10 @@ class ShardWriter:
         offsets of the record batches.
         """
         return Shard(
-            self._name,
+            self.name,
             self._split,
             self._num_rows,
-            (self._folder / self._name).stat().st_size,
+            (self._folder / self.name).stat().st_size,
             self._digest.hexdigest(),
             batches=" ".join(map(str, self._offsets)),
         )
