@@ -40,7 +40,7 @@ from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir, find_set
-from mmray.training.selected_rows import check_selections, held_out_rows
+from mmray.training.selected_rows import check_eval_selections, held_out_rows
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -357,8 +357,7 @@ def _evaluate(
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
-    # None of the run's expressions is for another set.
-    check_selections(config.replace(data=config.data.replace(where=None, captions=None)))
+    check_eval_selections(config)
     if reasons := validate.evaluation_reasons(config, is_trained=True):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
@@ -421,11 +420,11 @@ def _score_on_ray(
     from mmray.training import ray_trainer
 
     config = config.with_cluster(workers=num_free_workers(config))
-    on_gpu = "GPU" in resource_demand(config, with_data=False).per_worker
+    demand = resource_demand(config, with_data=False)
+    on_gpu = "GPU" in demand.per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
     coordinator = ray_trainer.start_coordinator(set())
     num_received = 0
-    demand = resource_demand(config, with_data=False)
     queue_timeout_s = config.cluster.queue_timeout_s
 
     def poll() -> None:

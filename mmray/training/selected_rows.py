@@ -4,13 +4,13 @@ evaluation `data.eval_where` and `data.eval_captions`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmray.builtin import KEEP_ALL
 from mmray.config.data import Mixture, parse_captions
 from mmray.data.prepare.pipeline import PrepareProgress
-from mmray.data.store.manifest import read_manifest, text_columns
+from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import check_names, check_where, select_rows
 from mmray.errors import UsageError, suggest
@@ -36,48 +36,67 @@ def check_selections(config: Config) -> None:
         UsageError: An expression is invalid, or a set has no column of a name.
         DataError: The manifest of a set is damaged.
     """
-    data = config.data
-    trained_on = Mixture.parse(data.train).addresses
-    evaluated_on = [each.address for each in data.eval_sets if each.address] or trained_on[:1]
-    _check_where("data.where", data.where, trained_on, config)
-    _check_where("data.eval_where", data.eval_where, evaluated_on, config)
-    _check_captions("data.captions", data.captions, trained_on, config)
-    _check_captions("data.eval_captions", data.eval_captions, evaluated_on, config)
+    _check("", Mixture.parse(config.data.train).addresses, config)
+    check_eval_selections(config)
 
 
-def _check_where(setting: str, where: str | None, addresses: Sequence[str], config: Config) -> None:
-    for address in addresses if where is not None else ():
-        path = to_path(address)
-        manifest = read_manifest(path)
-        if manifest is not None:
-            check_where(str(where), column_types(manifest.columns), address, setting)
-        elif path.exists():  # otherwise opening it raises an error, or finds the moved set
-            kept = config.prepare.keep
-            known = None if kept == (KEEP_ALL,) else kept
-            check_names(str(where), known, address, setting)
+def check_eval_selections(config: Config) -> None:
+    """Check `data.eval_where` and `data.eval_captions`, as `check_selections` does.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: An expression is invalid, or a set has no column of a name.
+        DataError: The manifest of a set is damaged.
+    """
+    trained_on = Mixture.parse(config.data.train).addresses
+    evaluated_on = [each.address for each in config.data.eval_sets if each.address]
+    _check("eval_", evaluated_on or trained_on[:1], config)
 
 
-def _check_captions(
-    setting: str, captions: str | None, addresses: Sequence[str], config: Config
-) -> None:
-    """Raise UsageError if no set has a column of `data.captions`."""
-    if captions is None:
+def _check(prefix: str, addresses: Sequence[str], config: Config) -> None:
+    """Check `data.where` and `data.captions`, or those with a prefix, of the sets at addresses."""
+    where = getattr(config.data, f"{prefix}where")
+    captions = getattr(config.data, f"{prefix}captions")
+    if where is None and captions is None:
         return
-    known: list[str] = []
+    manifests: dict[str, Manifest | None] = {}  # None: a raw source
     for address in addresses:
         path = to_path(address)
         manifest = read_manifest(path)
+        # Opening one that does not exist raises an error, or finds where it was moved.
+        if manifest is not None or path.exists():
+            manifests[address] = manifest
+    if where is not None:
+        _check_where(f"data.{prefix}where", where, manifests, config)
+    if captions is not None and manifests.keys() == set(addresses):
+        _check_captions(f"data.{prefix}captions", captions, manifests, config)
+
+
+def _check_where(
+    setting: str, where: str, manifests: Mapping[str, Manifest | None], config: Config
+) -> None:
+    for address, manifest in manifests.items():
         if manifest is not None:
-            known += manifest.text_columns
-        elif path.exists():
-            known += text_columns(config.prepare.columns)
+            check_where(where, column_types(manifest.columns), address, setting)
         else:
-            return
+            kept = config.prepare.keep
+            check_names(where, None if kept == (KEEP_ALL,) else kept, address, setting)
+
+
+def _check_captions(
+    setting: str, captions: str, manifests: Mapping[str, Manifest | None], config: Config
+) -> None:
+    """Raise UsageError if no set has a column of `data.captions`."""
+    known: list[str] = []
+    for manifest in manifests.values():
+        known += text_columns(config.prepare.columns) if manifest is None else manifest.text_columns
     for name in parse_captions(captions):
         if name not in known:
             hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
             raise UsageError(
-                f"{setting}: {', '.join(addresses)} has no column of captions `{name}`; "
+                f"{setting}: {', '.join(manifests)} has no column of captions `{name}`; "
                 f"{suggest(name, known) if known else hint}"
             )
 
