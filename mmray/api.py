@@ -273,10 +273,10 @@ def select(
         from mmray.cluster.connect import data_session
         from mmray.data.prepare.select import check_selection, select_set
 
-        check_selection(str(source), where, deduplicate)
+        prepared = check_selection(str(source), where, deduplicate)
         with data_session(Cluster(address=address), shown.log):
             manifest = select_set(
-                str(source), str(out), where, deduplicate, shown.prepare_progress, shown.log
+                prepared, str(out), where, deduplicate, shown.prepare_progress, shown.log
             )
         shown.log(f"{manifest.num_rows:,} rows in {out}", "written")
     return manifest

@@ -26,7 +26,13 @@ from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file, write_columns
+from mmray.data.store.row_columns import (
+    COLUMNS_DIR,
+    KEPT,
+    Columns,
+    column_file,
+    write_columns,
+)
 from mmray.data.store.shard_table import Shard
 from mmray.engine import precision
 from mmray.errors import DataError, ResourceError, UsageError, suggest
@@ -75,6 +81,14 @@ class ScoreJob:
     def embedding_name(self) -> str:
         """Name of the column of embeddings."""
         return f"{self.name}_embedding"
+
+    @property
+    def columns(self) -> Columns:
+        """Type of each column that is written, by its folder and its name."""
+        columns = {self.name: {self.name: "double"}}
+        if self.with_embeddings:
+            columns[self.embedding_name] = {self.embedding_name: f"float16[{self.width}]"}
+        return columns
 
 
 def score_set(
@@ -126,10 +140,7 @@ def score_set(
             _score_shards(prepared, job, reporter)
             lease.check()
             manifest = read_manifest(prepared.folder) or prepared.manifest
-            columns = manifest.columns | {name: {name: "double"}}
-            if with_embeddings:
-                columns |= {job.embedding_name: {job.embedding_name: f"float16[{job.width}]"}}
-            manifest = replace(manifest, columns=columns)
+            manifest = replace(manifest, columns=manifest.columns | job.columns)
             write_manifest(prepared.folder, manifest)
     except OSError as error:
         raise ResourceError(f"score failed at {address}: {error}. {RESUME_HINT}") from error
@@ -163,14 +174,6 @@ def _plan(
             f"--captions {captions}: {prepared.folder} has no such column of captions; {hint}"
         )
     scored = columns[:1] if captions is None else (captions,)
-    model: Any = load_model(config, checkpoint)
-    missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
-    if missing or config.model.kind == "towers":
-        raise UsageError(
-            f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
-            "and its caption; use weights of clip, siglip, two_tower or fusion"
-        )
-    images = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")["image"]
     kept = prepared.manifest.columns.get(KEPT, {})
     if not is_column_name(name) or name in COLUMNS:
         raise UsageError(
@@ -179,6 +182,14 @@ def _plan(
     for column in (name, f"{name}_embedding"):
         if column in kept:
             raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
+    model: Any = load_model(config, checkpoint)
+    missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
+    if missing or config.model.kind == "towers":
+        raise UsageError(
+            f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
+            "and its caption; use weights of clip, siglip, two_tower or fusion"
+        )
+    images = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")["image"]
     with torch.no_grad():
         width = model.embed_image(images).shape[1]
     digest = hashlib.sha256(repr((config.model, scored)).encode())
@@ -218,8 +229,9 @@ def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
 
 
 def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -> None:
-    names = [job.name, *([job.embedding_name] if job.with_embeddings else [])]
-    done_files = {name: set(list_names(prepared.folder / COLUMNS_DIR / name)) for name in names}
+    done_files = {
+        name: set(list_names(prepared.folder / COLUMNS_DIR / name)) for name in job.columns
+    }
     shards = prepared.shards
     missing = [
         shard

@@ -75,13 +75,16 @@ def parse_deduplicate(text: str) -> tuple[str, float]:
     return name, cosine
 
 
-def check_selection(source: str, where: str | None, deduplicate: str | None) -> None:
-    """Check the arguments of `select_set` against the columns of the set.
+def check_selection(source: str, where: str | None, deduplicate: str | None) -> PreparedSet:
+    """Open a set, and check the arguments of `select_set` against its columns.
 
     Args:
         source: Address of the set.
         where: As of `select_set`.
         deduplicate: As of `select_set`.
+
+    Returns:
+        The set.
 
     Raises:
         UsageError: One is invalid, or names a column that the set does not have.
@@ -91,10 +94,11 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     if where is not None:
         check_where(where, column_types(prepared.manifest.columns), source, "--where")
     embedding_column(prepared, deduplicate)
+    return prepared
 
 
 def select_set(
-    source: str,
+    prepared: PreparedSet,
     out: str,
     where: str | None,
     deduplicate: str | None,
@@ -104,7 +108,7 @@ def select_set(
     """Write a set of some rows of a set, with their columns and in their order.
 
     Args:
-        source: Address of the set.
+        prepared: The set, as `check_selection` returns it.
         out: Folder of the smaller set, which is empty or has this selection.
         where: Condition on the columns of a row; None: all rows.
         deduplicate: `semantic=0.95` drops a row whose embedding of the image has at least this
@@ -120,7 +124,6 @@ def select_set(
         DataError: The set cannot be read, or a column is missing in a shard.
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
-    prepared = PreparedSet.open(source)
     column = embedding_column(prepared, deduplicate)
     folder = to_path(out)
     num_all = prepared.num_rows
