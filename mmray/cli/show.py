@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
 
 from mmray import api
-from mmray.cli.args import parse_args, require_positive
+from mmray.cli.args import SetPath, parse_args
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import rows_table
 
@@ -22,7 +19,7 @@ class ShowCommand:
     texts and token counts; histograms; repeated images; quarantined rows.
     """
 
-    set: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SET")]]
+    set: SetPath
     """Folder of the prepared set, or its address (s3://...)."""
     out: str | None = None
     """File to write; None: show.html in the folder of the set."""
@@ -50,7 +47,6 @@ def show(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid, or the set cannot be read; has the exit status.
     """
     command = parse_args(ShowCommand, argv, "mmray show")
-    require_positive(command, "rows")
     with console.show_progress("reading"):
         record = api.show(
             command.set,

@@ -97,10 +97,9 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
     if config.cluster.wait_for_nodes:
         return  # limits unknown: cluster.queue_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
-    labels = [node.labels or {} for node in placement.alive_nodes()]
-    nodes = [
-        node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded
-    ]
+    alive = placement.alive_nodes()
+    labels = [node.labels or {} for node in alive]
+    nodes = [node for node in alive if (node.labels or {}).get(NODE_ID) not in excluded]
     taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
     pools = [
         replace(pool, max_nodes=pool.max_nodes - taken[pool.name])

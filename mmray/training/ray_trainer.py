@@ -16,10 +16,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
-import ray.exceptions
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
@@ -32,16 +31,10 @@ from mmray.cluster.capacity import Demand, LabelSelector
 from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error
 from mmray.cluster.waiting import ResourceWait, is_reserved
 from mmray.config import Config
-from mmray.errors import (
-    ResourceError,
-)
+from mmray.errors import ResourceError
 from mmray.machine import LOOPBACK, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import Coordinator
-
-if TYPE_CHECKING:
-    pass
-
 
 JOIN_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 30.0
