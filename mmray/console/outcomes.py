@@ -1,4 +1,4 @@
-"""Lines that say how a command ended: a run, a prepared set, a sweep."""
+"""Lines about the outcome of a command: a run, a prepared set, a sweep."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def log_outcome(outcome: RunOutcome, reporter: RunReporter) -> None:
 
 
 def log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
-    """Log the rows of a prepared set, and what its user should know about them.
+    """Log the rows of a prepared set, and warnings about them.
 
     Args:
         manifest: Its manifest, with the numbers of rows.

@@ -160,7 +160,7 @@ def _dry_run(
 ) -> tuple[BatchShape, dict[str, float]]:
     """Return the batch shape that fits into memory, and the memory of a step by part.
 
-    The blocks of the model are compiled, and recorded as CUDA graphs, if the settings say so.
+    The blocks of the model are compiled, and recorded as CUDA graphs, if the settings request it.
     """
     config = context.config
     has_fixed_shapes = not isinstance(context.reader, ConversationReader)

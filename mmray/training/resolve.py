@@ -311,7 +311,7 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
             f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and model.kind "
             f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
         )
-        hint = "Train another kind of model, or prepare those rows apart"
+        hint = "Train another kind of model, or prepare those rows as a separate set"
         if lacks_frames and any("video" in kinds.split() for kinds in others):
             hint = "For videos set --model.inputs.frames, such as 16"
         if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:

@@ -2,7 +2,7 @@
 
 Tasks, one for each shard, embed its rows with the functions of the evaluation and write the scores
 as a column next to the shard (data/store/row_columns.py). A shard with scores is not embedded
-again, so a killed command resumes, and a set that grew is scored where it is new.
+again, so a killed command resumes, and of a set that grew only new shards are scored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IDENTITY = "score.json"  # in the folder of the scores: the model that wrote the
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """What a task needs to score a shard.
+    """Inputs of a task that scores a shard.
 
     Attributes:
         config: Settings of the model.
