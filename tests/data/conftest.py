@@ -50,8 +50,10 @@ def latency(monkeypatch):
             made.append(name)
             made.change_running(1)
             time.sleep(0.02)
-            made.change_running(-1)
-            return call(*args, **options)
+            try:
+                return call(*args, **options)
+            finally:
+                made.change_running(-1)
 
         monkeypatch.setattr(owner, name, delayed)
 

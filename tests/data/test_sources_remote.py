@@ -147,7 +147,8 @@ def test_images_on_a_store_are_read_in_parallel(
             most_at_once[label] = latency.most_at_once
         out[label] = (manifest.fingerprint, (tmp_path / label / "quarantine.jsonl").read_text())
     assert out["disk"] == out["serial"] == out["parallel"]
-    assert most_at_once["parallel"] >= 8 and most_at_once["serial"] <= 2, most_at_once
+    # The row that is packed and the next one, which is read meanwhile.
+    assert most_at_once["parallel"] >= 4 and most_at_once["serial"] <= 2, most_at_once
 
 
 def test_memory_of_images_read_ahead_is_bounded(monkeypatch):

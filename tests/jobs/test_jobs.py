@@ -244,9 +244,10 @@ def processes_with_torch(head):
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             name = next(iter(process.cmdline()), "").strip()  # kernel threads have none
-            parent = process.parent()
+            parent = process.parent()  # None: it has ended
+            words = parent.cmdline() if parent is not None else []
             if name.startswith(("ray::TrainController", "ray::TrainStateActor")) and any(
-                f":{head.port}" in word for word in parent.cmdline()
+                re.search(rf":{head.port}\b", word) for word in words
             ):
                 found[name] = any("libtorch" in each.path for each in process.memory_maps())
     return found

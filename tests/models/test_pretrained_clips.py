@@ -19,6 +19,11 @@ SIDE = 32
 FRAMES = 4
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: Any) -> dict[str, Path]:
     """Small random models, as transformers saves them."""

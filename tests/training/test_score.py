@@ -212,7 +212,7 @@ def test_invalid_scores_and_selections_are_refused(run, tasks, tmp_path):
         api.score(address, str(run), captions="alt", reporter=Silent())
 
 
-def test_similar_rows_are_those_of_all_pairs():
+def test_similar_rows_are_those_of_all_pairs(monkeypatch):
     generator = np.random.default_rng(0)
     rows = generator.normal(size=(300, 6))
     rows[100:] = rows[generator.integers(0, 100, 200)] + 0.2 * generator.normal(size=(200, 6))
@@ -223,10 +223,7 @@ def test_similar_rows_are_those_of_all_pairs():
         is_similar = bool(kept) and bool((rows[kept] @ each >= 0.95).any())
         expected.append(is_similar)
         kept += [] if is_similar else [number]
-    select_module._BLOCK, block = 32, select_module._BLOCK
-    select_module._CHUNK, chunk = 50, select_module._CHUNK
-    try:
-        assert find_similar(rows, 0.95).tolist() == expected
-    finally:
-        select_module._BLOCK, select_module._CHUNK = block, chunk
+    monkeypatch.setattr(select_module, "_BLOCK", 32)
+    monkeypatch.setattr(select_module, "_CHUNK", 50)
+    assert find_similar(rows, 0.95).tolist() == expected
     assert 0 < sum(expected) < 200

@@ -172,6 +172,12 @@ def test_ambiguous_row_is_refused(line, outcome):
     assert f"{caught.value.stage} {caught.value.reason}" == outcome and caught.value.detail
 
 
+def test_byte_order_mark_of_a_line_is_skipped():
+    """Each of several joined files may have one."""
+    row = parse_line(b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "f:2")
+    assert (row.images[0].name, row.texts) == ("a.png", ("x",))
+
+
 def test_error_after_the_id_has_the_id():
     with pytest.raises(BadRow) as caught:
         parse_line(b'{"id": "k", "text": "x", "emoji": 1}', "f:1")

@@ -126,7 +126,7 @@ def test_tokens_are_counted_from_durations(family, folder_of, prepared):
 
 
 def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path):
-    """A sweep whose pitch tells the time; the model takes at most 2 s."""
+    """A sweep whose pitch is a function of time; the model takes at most 2 s."""
     (tmp_path / "a.flac").write_bytes(encode_audio("flac", 3.0))
     answer = {"role": "assistant", "content": "circle"}
     rows = [

@@ -33,14 +33,13 @@ SPLIT = (([0], [0, 0]), ([2], [1]))
 VIDEO_SPLIT = (([0], [0, 3]), ([2, 4], [1]))
 
 
-def main(rank: int, folder: str, models: dict[str, tuple[str, tuple[str, ...], int]]) -> None:
-    """Gradients by family and strategy; `models` has weights, strategies, random steps before."""
+def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
+    """Gradients by family and strategy; `models` has weights and random steps before."""
     group = join_group(folder, "vlm", rank, 2)
     results: dict[str, Any] = {}
-    for family, (weights, strategies, random_steps) in models.items():
-        results[family] = {
-            parallel: gradient(weights, group, parallel, random_steps) for parallel in strategies
-        }
+    for family, (weights, random_steps) in models.items():
+        for parallel in ("ddp", "fsdp"):
+            results[f"{family} {parallel}"] = gradient(weights, group, parallel, random_steps)
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see tests/engine/ranks.py
 
