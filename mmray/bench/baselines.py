@@ -66,26 +66,19 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVA
     return total
 
 
-class BaselineDataset(Dataset[Any]):
+class CaptionDataset(Dataset[Any]):
     """Base of the PyTorch datasets that `bench loader` compares with the stream.
 
     Args:
-        source: (image file, caption) of each row, or a prepared set.
         tokenizer_json: Content of tokenizer.json.
-        side: Height and width of an image in pixels.
         max_tokens: Longer captions are truncated.
     """
 
     pad = False  # captions to `max_tokens`
 
-    def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
-        self.source = source
+    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer_json = tokenizer_json
-        self.side = side
         self.max_tokens = max_tokens
-
-    def __len__(self) -> int:
-        return len(self.source) if isinstance(self.source, list) else self.source.num_rows
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -97,6 +90,33 @@ class BaselineDataset(Dataset[Any]):
         else:
             tokenizer.no_padding()
         return tokenizer
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        """Return `input_ids` and `attention_mask` of a caption, int64 [T]."""
+        encoded = self.tokenizer.encode(text)
+        return {
+            "input_ids": torch.tensor(encoded.ids),
+            "attention_mask": torch.tensor(encoded.attention_mask),
+        }
+
+
+class BaselineDataset(CaptionDataset):
+    """Base of the datasets of images with captions.
+
+    Args:
+        source: (image file, caption) of each row, or a prepared set.
+        tokenizer_json: Content of tokenizer.json.
+        side: Height and width of an image in pixels.
+        max_tokens: Longer captions are truncated.
+    """
+
+    def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
+        super().__init__(tokenizer_json, max_tokens)
+        self.source = source
+        self.side = side
+
+    def __len__(self) -> int:
+        return len(self.source) if isinstance(self.source, list) else self.source.num_rows
 
     def row(self, index: int) -> tuple[Image.Image, str]:
         """Return the image (RGB, in its own size) and the first caption of a row of the source."""
@@ -129,13 +149,7 @@ class TextbookDataset(BaselineDataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         image, text = self.row(index)
-        encoded = self.tokenizer.encode(text)
-        mask = torch.tensor(encoded.attention_mask)
-        return {
-            "image": self.transform(image),
-            "input_ids": torch.tensor(encoded.ids),
-            "attention_mask": mask,
-        }
+        return {"image": self.transform(image)} | self.encode(text)
 
 
 class TunedDataset(BaselineDataset):

@@ -10,19 +10,16 @@ import io
 import json
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
-from mmray.bench.baselines import MEAN, STD, TEXTBOOK_TOKENS
+from mmray.bench.baselines import MEAN, STD, TEXTBOOK_TOKENS, CaptionDataset
 from mmray.bench.synthetic_images import synthetic_photos
 from mmray.config import ClipInputs
 
@@ -157,7 +154,7 @@ def _write_audio(file: Path, draw: np.random.Generator) -> None:
         container.mux(stream.encode(None))
 
 
-class PlainClips(Dataset[Any]):
+class PlainClips(CaptionDataset):
     """Dataset as in tutorials, of clips.
 
     A row has `input_ids` and `attention_mask` int64 [512], and `video` float32 [8, 3, 224, 224],
@@ -169,32 +166,21 @@ class PlainClips(Dataset[Any]):
         tokenizer_json: Content of tokenizer.json.
     """
 
+    pad = True
+
     def __init__(self, rows: list[ClipRow], modality: str, tokenizer_json: str) -> None:
+        super().__init__(tokenizer_json, TEXTBOOK_TOKENS)
         self.rows = rows
         self.modality = modality
-        self.tokenizer_json = tokenizer_json
         self.transform = Compose([Resize(SIDE), CenterCrop(SIDE), ToTensor(), Normalize(MEAN, STD)])
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer that pads and truncates captions to 512 tokens."""
-        tokenizer = Tokenizer.from_str(self.tokenizer_json)
-        tokenizer.enable_truncation(TEXTBOOK_TOKENS)
-        tokenizer.enable_padding(length=TEXTBOOK_TOKENS)
-        return tokenizer
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
-        encoded = self.tokenizer.encode(row.text)
         clip = self._video(row) if self.modality == "video" else self._audio(row)
-        return {
-            self.modality: clip,
-            "input_ids": torch.tensor(encoded.ids),
-            "attention_mask": torch.tensor(encoded.attention_mask),
-        }
+        return {self.modality: clip} | self.encode(row.text)
 
     def _video(self, row: ClipRow) -> Tensor:
         """Return 8 frames at equal distances inside the span."""
