@@ -79,26 +79,8 @@ class ClipEvaluator(EvalDataset):
             DataError: No clip is readable, or no two modalities have a clip in common.
         """
         skipped: list[str] = []
-        with eval_mode(model):
-            # A rank without rows needs the names and the widths, too.
-            synthetic = synthetic_batch(self.inputs, 1, 2, group.device)
-            outputs = model(synthetic)
-            files = {
-                name.removesuffix("_embed"): RowFile(embed.shape[1])
-                for name, embed in outputs.items()
-                if name.endswith("_embed")
-            }
-            identities = RowFile(3, np.int64)  # hash of the text, row, number of the text
-            for batch, _ in steps_in_lockstep(model, self._batches(group, skipped), group):
-                if batch is None:
-                    model(synthetic)
-                    continue
-                on_device = {name: column.to(group.device) for name, column in batch.items()}
-                outputs = model(on_device)
-                for name, file in files.items():
-                    file.write(outputs[f"{name}_embed"].float().cpu())
-                identities.write(batch["identity"])
-        # After the loop, because the ranks may have different numbers of batches.
+        files, identities = self._embed(model, group, skipped)
+        # After all batches, because the ranks may have different numbers of them.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
         identity = gather_rows(identities, group)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
@@ -131,6 +113,35 @@ class ClipEvaluator(EvalDataset):
             "rows": float(len(identity)),
             "bad_rows": float(bad_rows),
         }
+
+    def _embed(
+        self, model: nn.Module, group: Group, skipped: list[str]
+    ) -> tuple[dict[str, RowFile], RowFile]:
+        """Embed the clips of this rank's rows; unreadable rows go into `skipped`.
+
+        Returns the embeddings by modality, and the hash of the text, the row and the number of the
+        text of each clip.
+        """
+        with eval_mode(model):
+            # A rank without rows needs the names and the widths, too.
+            synthetic = synthetic_batch(self.inputs, 1, 2, group.device)
+            outputs = model(synthetic)
+            files = {
+                name.removesuffix("_embed"): RowFile(embed.shape[1])
+                for name, embed in outputs.items()
+                if name.endswith("_embed")
+            }
+            identities = RowFile(3, np.int64)
+            for batch, _ in steps_in_lockstep(model, self._batches(group, skipped), group):
+                if batch is None:
+                    model(synthetic)
+                    continue
+                on_device = {name: column.to(group.device) for name, column in batch.items()}
+                outputs = model(on_device)
+                for name, file in files.items():
+                    file.write(outputs[f"{name}_embed"].float().cpu())
+                identities.write(batch["identity"])
+        return files, identities
 
     def _batches(self, group: Group, skipped: list[str]) -> Iterator[Batch]:
         """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
