@@ -218,10 +218,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def shard(
-    module: nn.Module,
-    group: Group,
-    dtype: torch.dtype | None,
-    hybrid: bool = False,
+    module: nn.Module, group: Group, dtype: torch.dtype | None, hybrid: bool = False
 ) -> nn.Module:
     """Shard a module in place with FSDP2 (Zhao et al. 2023).
 
