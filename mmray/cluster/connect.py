@@ -93,7 +93,7 @@ def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> It
 
     Args:
         cluster_config: The `cluster` section.
-        log: Called with a line and its label, while tasks wait for a CPU.
+        log: Called while tasks wait for a CPU, with a line and the word to print before it.
 
     Raises:
         ResourceError: The cluster cannot be reached, or can never have a CPU for data.
@@ -127,7 +127,8 @@ def ray_session(
             started here, it gets CPUs for them.
         while_starting: Runs in a thread while Ray starts; its errors are raised. It must not import
             Ray.
-        log: Called with a line and its label, while tasks of Ray Data wait for a CPU.
+        log: Called while tasks of Ray Data wait for a CPU, with a line and the word to print before
+            it.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.

@@ -31,12 +31,12 @@ Log = Callable[[str, str], None]  # (text, label)
 
 
 class ResourceWait:
-    """The wait of a command for resources that others use.
+    """Logs what a command waits for while others use the resources, and limits the wait.
 
     Args:
         demand: The resources that the command needs.
         timeout_s: Seconds after which the command gives up, `cluster.queue_timeout_s`.
-        log: Called with a line and its label.
+        log: Called with a line and the word to print before it, such as `waiting`.
     """
 
     def __init__(self, demand: Demand, timeout_s: float, log: Log) -> None:
@@ -51,7 +51,7 @@ class ResourceWait:
         """Log what the command waits for, first after 10 s and then every 60 s.
 
         Args:
-            has_turn: No run of a higher priority waits.
+            has_turn: Whether no run of a higher priority waits.
         """
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
@@ -106,7 +106,7 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
 
     Args:
         cluster_config: The `cluster` section, with `data_label` and `queue_timeout_s`.
-        log: Called with a line and its label, while a job waits.
+        log: Called while a job waits, with a line and the word to print before it.
     """
     global _data_jobs
     _data_jobs = _DataJobs(cluster_config, log)

@@ -287,8 +287,8 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
 
     Args:
         pixels: The array, uint8.
-        notify: Gets a label and a line if the memory cannot be pinned; training is then only
-            slower.
+        notify: Called if the memory cannot be pinned, with the word to print before a line, and the
+            line. Training is then only slower.
     """
     memory = torch.from_numpy(pixels)
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

@@ -77,7 +77,8 @@ class TrainSpec:
         log: Receives the metrics of logged steps; None on ranks that do not log.
         callbacks: Objects whose `on_step(step, metrics)` is called after each step.
         group_by_length: Whether micro-batches have rows with captions of similar length.
-        notify: Called on rank 0 with a label and a line for the console.
+        notify: Called on rank 0 with a word, such as `memory`, and the line that the console prints
+            after it.
         profile_path: File for the trace of `train.profile`; None on ranks that write none.
         static_metrics: Metrics that are constant over the run, such as the memory by component.
         heartbeat: Counts each forward and backward as progress, so that a long step is not taken
@@ -133,7 +134,7 @@ class LoopProgress:
     Attributes:
         step: Steps that were taken.
         skipped: How many of them skipped the update, because the gradient was not finite.
-        skipped_in_a_row: How many of the last steps skipped it.
+        skipped_in_a_row: Number of consecutive steps, up to the last one, that skipped it.
     """
 
     step: int = 0

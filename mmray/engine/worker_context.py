@@ -102,7 +102,7 @@ class DataBoundHint:
 
     Args:
         context: Settings and data of the run.
-        notify: Called with a label and the hint.
+        notify: Called with the word to print before the hint (`throughput`), and the hint.
         device: What waits for the data, for the hint: `GPU` or `CPU`.
     """
 

@@ -135,7 +135,8 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     Args:
         config: Settings of the run: trackers, callbacks, objective, model kind and LoRA are
             checked.
-        log: Called with a message and its heading for settings that only workers can check.
+        log: Called for settings that only workers can check, with a message and the word to print
+            before it.
 
     Raises:
         UsageError: One cannot be loaded.

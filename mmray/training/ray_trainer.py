@@ -194,7 +194,7 @@ def run_group(
         trainer: The trainer, from `torch_trainer`.
         demand: The resources of its workers.
         queue_timeout_s: Seconds for which the trainer waits for them.
-        log: Called with a line and its label.
+        log: Called with a line and the word to print before it, such as `waiting`.
         poll: Called several times per second. Its errors are raised at once.
 
     Returns:

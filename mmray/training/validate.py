@@ -410,7 +410,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
 
     Args:
         config: Settings of a run.
-        log: Called with a message and its heading if the patterns are not checked.
+        log: Called if the patterns are not checked, with a message and the word to print before it.
 
     Raises:
         UsageError: A name in one of these settings matches nothing, or no weight is left to train.

@@ -115,7 +115,7 @@ def ensure_prepared(
             or `sample-av`.
         cache: Folder for sets that are prepared here (`data.cache`).
         settings: The `prepare` section.
-        log: Called with a message and its heading, such as `prepared`.
+        log: Called with a message and the word to print before it, such as `prepared`.
         progress: Called with the stage, such as `pack`, and numbers of rows.
 
     Raises:
@@ -180,7 +180,7 @@ def prepare(
         out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
         settings: The `prepare` section.
         progress: Called with the stage, such as `pack`, and numbers of rows; None: not reported.
-        log: Called with a message and its heading; None: not logged.
+        log: Called with a message and the word to print before it; None: not logged.
         retry: Also read those parts of the source again in which an earlier prepare could not read
             or decode rows.
 
@@ -224,7 +224,7 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
     Args:
         source: Path or URI of a file or a folder.
         settings: The `prepare` section.
-        log: Called with a message and its heading, such as `columns`.
+        log: Called with a message and the word to print before it, such as `columns`.
 
     Raises:
         DataError: The source does not exist or is invalid.

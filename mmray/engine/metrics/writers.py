@@ -43,7 +43,8 @@ class MetricsLog:
     Args:
         folder: Local folder of the log.
         start_step: Number of steps before the start or the resume.
-        notify: Gets a label and a warning if lines cannot be written.
+        notify: Called if lines cannot be written, with the word to print before a warning, and the
+            warning.
         check_lease: Raises TrainingError if another process has taken over the run; the thread
             calls it at most every ten seconds, and at the end.
 
@@ -241,7 +242,7 @@ class LogUploader:
 
     Args:
         folder: Folder of the run.
-        notify: Gets a label and a warning if an upload fails.
+        notify: Called if an upload fails, with the word to print before a warning, and the warning.
         check_lease: Raises TrainingError if another process owns the run: nothing is uploaded then.
 
     Raises:

@@ -91,8 +91,8 @@ def graph_branches(
         train: The `train` section, without `auto` in `precision` and `compile`.
         batch_shape: Global batch and micro-batch of all steps.
         device: Device of the model.
-        notify: Called with a label and a line if a capture fails; the branch then runs without
-            graphs.
+        notify: Called if a capture fails, with the word to print before a line, and the line. The
+            branch then runs without graphs.
 
     Returns:
         A line for the console that names the branches with graphs and the reasons of the others;
@@ -156,7 +156,7 @@ class BranchGraphs:
         name: Name of the branch, for messages.
         branch: The module.
         recorder: Captures the graphs.
-        notify: Called with a label and a line if a capture fails.
+        notify: Called if a capture fails, with the word to print before a line, and the line.
     """
 
     def __init__(self, name: str, branch: nn.Module, recorder: Recorder, notify: Notify) -> None:

@@ -86,8 +86,8 @@ def resolve_auto(
     Args:
         train: The `train` section.
         group: All ranks, which call this together.
-        notify: Called with a label and a line if the model is not compiled because torch.compile
-            does not work on a rank.
+        notify: Called if the model is not compiled because torch.compile does not work on a rank,
+            with the word to print before a line, and the line.
 
     Returns:
         The section without `auto` in `precision` and `compile`.
