@@ -128,7 +128,8 @@ class BaselineDataset(CaptionDataset):
 
 
 class TextbookDataset(BaselineDataset):
-    """Dataset as in tutorials.
+    """PyTorch dataset of images in plain code, as tutorials write it: a baseline of `mmray bench
+    loader`.
 
     A row has `image` float32 [3, side, side], normalized, and `input_ids` and `attention_mask`
     int64 [512].
@@ -153,9 +154,10 @@ class TextbookDataset(BaselineDataset):
 
 
 class TunedDataset(BaselineDataset):
-    """Dataset with little work per row; `TunedDataset.collate` builds the batch.
+    """PyTorch dataset of images with little work per row, a baseline of `mmray bench loader`.
 
-    A row is an image uint8 [3, side, side] and the ids of the unpadded caption.
+    `TunedDataset.collate` builds the batch. A row is an image uint8 [3, side, side] and the ids of
+    the unpadded caption.
     """
 
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:
@@ -242,7 +244,7 @@ class LoaderWorker:
             dataset: A baseline dataset, such as TextbookDataset, TunedDataset or PlainClips.
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
-            window_s: Seconds after the first (warm-up) batches.
+            window_s: Seconds to receive batches, after the first (warm-up) ones.
 
         Returns:
             Time and number of rows of each batch.
@@ -275,7 +277,7 @@ class LoaderWorker:
                 consecutive rows of the order).
             reader: Reads and decodes the rows of a prepared set.
             plan: Order of the rows.
-            window_s: Seconds after the first (warm-up) chunks.
+            window_s: Seconds to receive chunks, after the first (warm-up) ones.
 
         Returns:
             Time and number of rows of each chunk.

@@ -25,7 +25,7 @@ class DataNodes:
         decodes_per_s: Rows per second that a core decodes.
         cpus: Number of cores for data.
         cost_per_hour: Price of the GPUs and of the CPUs together; None: no prices given.
-        device: On what samples/s was measured, or `given`.
+        device: Device on which `samples_per_s` was measured; `given` if the caller passed it.
     """
 
     samples_per_s: float

@@ -41,8 +41,10 @@ def bench_encoding(
         notify: Called with lines of progress.
 
     Returns:
-        `machine` (dict), `ratios` and `spread` of `reader_vs_processor` (rows/s), and `rows`: of
-        each `arm` the medians of `rows_per_s`, `tokens_per_s` and `peak_mib` (of its process).
+        `machine` (dict), `ratios` and `spread` ({min, max, pairs}) of `reader_vs_processor`
+        (rows/s), and `rows`: a dict each for mmray's reader and for the processor alone, with its
+        name as `arm`, and the medians of `rows_per_s`, `tokens_per_s` and `peak_mib` (memory of its
+        process).
 
     Raises:
         UsageError: The set or the processor cannot be read.

@@ -48,7 +48,20 @@ CLOCK_S = (0.5, 5.0)  # above
 
 
 class NodeReport(NamedTuple):
-    """What a node measured of itself."""
+    """Measurements of a node.
+
+    Attributes:
+        versions: Versions of mmray, Python, Ray, torch and pyarrow, as text.
+        gpus_of_ray: Number of GPUs that Ray counts on the node.
+        gpus_of_torch: Number of GPUs that torch can use.
+        shm_gib: Size of /dev/shm in GiB.
+        memory_gib: Memory in GiB.
+        disk: Result of the check of the disk of the temporary folder.
+        busy_cores: Cores that other processes used before the measurements.
+        num_cores: Cores that this process may use.
+        clock_s: Seconds by which its clock is ahead of the driver's.
+        decodes_per_s: JPEGs of 500 x 375 pixels that a core decodes per second.
+    """
 
     versions: str
     gpus_of_ray: int
@@ -214,14 +227,14 @@ def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
 
 
 def rate(name: str, value: float, unit: str, limits: tuple[float, float], fix: str) -> Finding:
-    """Return the finding for a rate.
+    """Return whether a measured rate is good (`ok`), poor (`warning`) or bad (`error`).
 
     Args:
         name: Name of the check.
         value: The rate.
-        unit: Its unit, for the text.
-        limits: Below the first it is poor, below the second bad.
-        fix: What to do then.
+        unit: Its unit for the text, such as `MB/s`.
+        limits: A rate below the first is poor, below the second bad.
+        fix: Advice for the user if it is poor or bad.
     """
     observed = f"{value:,.0f} {unit}"
     if value >= limits[0]:

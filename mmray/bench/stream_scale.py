@@ -139,7 +139,7 @@ class SleepingReader:
     It has the method of RowReader that decode actors (processes that read and decode rows) call.
 
     Args:
-        decode_s: Seconds that it takes for a block.
+        decode_s: Seconds to sleep for each block (rows that are read together).
     """
 
     row_bytes = 3 * SIDE**2
@@ -168,7 +168,8 @@ class RankGroup:
     Args:
         plan: Order and number of the rows.
         ranks: The ranks of this process.
-        decode_s: Seconds that a block takes.
+        decode_s: Seconds to sleep, in place of decoding, for each block (rows that are read
+            together).
     """
 
     def __init__(self, plan: SamplePlan, ranks: range, decode_s: float) -> None:

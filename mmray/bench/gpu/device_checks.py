@@ -242,7 +242,7 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
     """Check that training with compiled branches (such as the image encoder) gives the weights of
     eager ones.
 
-    All micro-batches have one shape, because each shape is compiled anew.
+    All micro-batches have one shape, because each shape is compiled separately.
 
     Args:
         kind: Name of the tiny model, a key of MODELS such as `clip`.
