@@ -175,7 +175,7 @@ def parse_captions(text: str) -> dict[str, float]:
         text: For example `alt=0.3, synthetic=0.7`, or `synthetic` for one column.
 
     Returns:
-        The weight of each column; without a value {}.
+        Relative frequency of the captions of each column, by its name; {} for an empty text.
 
     Raises:
         ValueError: A column is repeated, or a weight is no number above 0.

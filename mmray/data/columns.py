@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class ExtraColumns(Protocol):
-    """Further columns of the rows of a batch, such as boxes, which only models with the setting
-    read.
+    """Computes columns besides pixels and texts, such as boxes, for the models that read them.
+
+    A model reads them if a setting in its `model.inputs` is not zero, such as `max_boxes`.
     """
 
     def empty(self, num_rows: int) -> Block:
@@ -89,7 +90,7 @@ COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {
     "max_boxes": BoxColumns,
     "clip_s": ClipColumns,  # type: ignore[dict-item]  # inputs that have the setting
 }
-"""Kinds of columns by the setting in `model.inputs` that asks for them if it is not zero."""
+"""Kinds of columns by the setting in `model.inputs` that adds them if it is not zero."""
 
 
 def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraColumns]:

@@ -171,8 +171,9 @@ def _skip_repeated(folder: list[str]) -> list[str]:
 
 
 class ClassFolders(ListingSource):
-    """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image, with a caption and the class as
-    label.
+    """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image.
+
+    The label is the class, and the caption is `caption_template` with the name of the class.
     """
 
     title = "a folder for each class"
@@ -342,9 +343,9 @@ class CocoSource(ListingSource):
     (`captions_X.json,instances_X.json`).
 
     Documents are joined by image id; one is loaded at a time, because segmentations take most of
-    the memory. An image without captions gets the template with its category names as caption.
-    Boxes keep COCO's [x, y, width, height]. Raises DataError if a document is not COCO or describes
-    other images than the first.
+    the memory. An image without captions gets `caption_template` with the names of its categories
+    as its caption. Boxes keep COCO's [x, y, width, height]. Raises DataError if a document is not
+    COCO or describes other images than the first.
     """
 
     title = "COCO"

@@ -153,7 +153,8 @@ class WebDatasetSource(Source):
             chunk: The tar, as `scan` yielded it.
 
         Raises:
-            DataError: As `records`.
+            DataError: The tar changed after it was scanned, or the files of a sample are not
+                adjacent.
         """
         for row in super().read(chunk):
             folder = row.location.removeprefix(f"{chunk.file}/").rpartition("/")[0]

@@ -52,7 +52,7 @@ class MediaInfo(NamedTuple):
         rate: Samples or frames per second.
         channels: Channels of the audio; 0 for a video without sound.
         width: Width of upright frames in pixels; 0 for audio.
-        height: As `width`.
+        height: Height of upright frames in pixels; 0 for audio.
     """
 
     start_s: float

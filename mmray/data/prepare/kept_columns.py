@@ -94,7 +94,7 @@ def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[s
 
     Args:
         types: Types of each column in the chunks by name.
-        has_types: As of KeptColumns.
+        has_types: Whether the values of the source have types; the fields of a CSV are texts.
 
     Raises:
         DataError: A column has values of different types.

@@ -80,11 +80,11 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
 
     Args:
         source: Address of the set.
-        where: As of `select_set`.
-        deduplicate: As of `select_set`.
+        where: Condition on the columns of a row, such as `clip_score > 0.25`; None: all rows.
+        deduplicate: Column of embeddings and cosine, such as `semantic=0.95`; None: none.
 
     Returns:
-        The set.
+        The opened set.
 
     Raises:
         UsageError: One is invalid, or names a column that the set does not have.
@@ -114,7 +114,7 @@ def select_set(
         deduplicate: `semantic=0.95` drops a row whose embedding of the image has at least this
             cosine with that of a held-out row, or of an earlier one, which is kept; None: none.
         progress: Called with the stage and numbers of rows.
-        log: Called with a message and its heading.
+        log: Called with a message and the word to print before it.
 
     Returns:
         The manifest of the smaller set.
@@ -237,17 +237,18 @@ def _without_similar_rows(
 def find_similar(
     embeddings: np.ndarray, cosine: float, on_rows: Callable[[int], None] = lambda done: None
 ) -> np.ndarray:
-    """Return which rows are similar to an earlier row that is not similar to a row before it.
+    """Return which rows are near-duplicates: similar to an earlier row that is none itself.
 
-    All pairs are compared, so the time grows with the square of the number of rows.
+    So the first of several similar rows is kept. The time grows with the square of the number of
+    rows.
 
     Args:
-        embeddings: Float [N, D], of any length.
-        cosine: Smallest cosine of similar rows.
-        on_rows: Called with the number of rows that were compared.
+        embeddings: Float [N, D], one for each row; they need not be normalized.
+        cosine: Cosine similarity from which two rows are similar.
+        on_rows: Called with the number of rows compared so far.
 
     Returns:
-        bool [N].
+        bool [N], True for a near-duplicate.
     """
     kept = np.zeros((0, embeddings.shape[1]), np.float32)
     kept_parts: list[np.ndarray] = []

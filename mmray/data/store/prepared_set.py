@@ -50,7 +50,8 @@ class PreparedSet:
         split: Split whose rows are the set, such as `train`; None: all rows.
         cache: Cache of this node for reads from an object store; None: none.
         shuffle_block: Number of adjacent rows that the cache fetches at once.
-        captions: Weights of the columns of texts that are used; None: all, with equal weights.
+        captions: Relative frequency, by column of the source, with which training takes its texts;
+            texts of other columns are not used. None: all texts, equally often.
 
     Attributes:
         table: The shards of the full set.
@@ -138,7 +139,8 @@ class PreparedSet:
         """Return this set, whose rows have the texts of some columns of the source only.
 
         Args:
-            weights: Weight of each column. A row that has none of them keeps all of its texts.
+            weights: Relative frequency by column, with which training takes its texts. A row that
+                has none of the columns keeps all of its texts.
         """
         return self._with(captions=weights)
 

@@ -60,8 +60,8 @@ class Media:
             they are empty until the image is read.
         ref: Index-only set: file, offset and length in the folder of the source.
         sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
-        width: Upright size in pixels, 0 if the set was prepared without a check.
-        height: As `width`.
+        width: Upright width in pixels; 0 for audio, and if the set was prepared without a check.
+        height: Upright height in pixels, 0 in the same cases.
         duration: Seconds, of audio and video; None if the set was prepared without a check.
         rate: Samples or frames per second, of audio and video.
         channels: Channels of the sound, of audio and video; 0 for a silent video.
@@ -143,11 +143,13 @@ class Row:
         return self._with_texts([number]) if self.texts else self
 
     def with_captions(self, weights: Mapping[str, float]) -> Row:
-        """Return this row with the texts of some columns only, and their weights.
+        """Return this row with only the texts of some columns of the source, and the frequency with
+        which training takes each text.
 
         Args:
-            weights: Weight of each column; the texts of a column in a row share it. A row that has
-                none of the columns, or whose texts have no columns, is returned as it is.
+            weights: Relative frequency by column; the texts of a column in a row divide it equally.
+                A row that has none of the columns, or whose texts have no columns, is returned
+                unchanged.
         """
         columns = self.text_columns or []
         numbers = [number for number, name in enumerate(columns) if name in weights]

@@ -205,7 +205,8 @@ class ActorPool:
         """Return whether an error means that an actor was lost, not that decoding failed.
 
         Args:
-            error: The error of a block that was submitted to an actor.
+            error: The error of a block (rows that one actor decodes at a time) that an actor was to
+                decode.
         """
         return isinstance(error, ray.exceptions.RayError)
 

@@ -35,8 +35,7 @@ class BlockFetcher:
         return BlockFetcher, (self._prepared,)
 
     def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
-        """Fetch, in the background, the rows into the cache that are needed one shuffle window
-        later.
+        """Fetch the rows that are needed one shuffle window later into the cache, by a thread.
 
         With a block shuffle, rows are shuffled within a window of blocks of adjacent rows, so whole
         blocks are fetched. Errors are ignored here; the process that reads these rows raises them.

@@ -26,7 +26,7 @@ class DecoderLimits:
     Attributes:
         reserved: Number of actors on the rank's node without CPUs of their own, because the rank's
             reservation has them. Further actors have a CPU each.
-        minimum: Number of actors at the start, and the least.
+        minimum: Smallest number of actors, with which the rank starts.
         maximum: Largest number of actors.
         label_selector: Labels of the nodes that may have actors with a CPU of their own, such as
             {"mmray/role": "data"}; {}: any node.
@@ -52,8 +52,8 @@ class PoolSize:
     """Chooses the number of data processes (which read and decode rows) of a rank.
 
     Args:
-        minimum: Number at the start, and the least.
-        maximum: The largest number.
+        minimum: Smallest number of processes, with which the rank starts.
+        maximum: Largest number of processes.
         now_s: The present time, in seconds of any clock that does not jump.
 
     Attributes:

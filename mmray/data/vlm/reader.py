@@ -147,7 +147,8 @@ class ConversationReader(SetReader):
         Args:
             row: A row with the bytes of its media.
             choice: Index of the caption to use, if the row has no messages.
-            phase: As of `media_of`.
+            phase: Random number in [0, 1) that selects the frames of a video, and the part of audio
+                that is longer than the model takes.
 
         Raises:
             BadImage: A medium cannot be decoded.

@@ -100,7 +100,7 @@ class FrameProcessor:
         Args:
             num_frames: Number of frames, a multiple of the frames of a patch.
             height: Height of a frame in pixels before resizing.
-            width: As `height`.
+            width: Width of a frame in pixels before resizing.
 
         Raises:
             ValueError: One side is more than 200 times the other.
