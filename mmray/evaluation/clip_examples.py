@@ -26,7 +26,7 @@ class ClipRanks(NamedTuple):
         ranks: Rank of the correct result of each, int64 [Q]; 1 is the top.
         queries: Embedding of the query of each, float32 [Q, D].
         gallery: Embeddings that are searched, float32 [G, D].
-        gallery_numbers: A clip of each of them, int64 [G].
+        gallery_numbers: Number of a clip that has each of these embeddings, int64 [G].
         query_ids: Identity of each query, int64 [Q]; equal to that of its correct results.
         gallery_ids: Identity of each result, int64 [G].
     """

@@ -80,11 +80,12 @@ class RowFile:
 
 
 class Step(NamedTuple):
-    """What one rank embeds while the others embed theirs.
+    """A batch that this rank embeds at the same time as each other rank embeds one.
 
     Attributes:
-        batch: Rows of this rank; None: it has none left, and the others have some.
-        num_calls: Number of calls that all ranks make for it; None: as many as the batch needs.
+        batch: Rows of this rank; None: this rank has no rows left, but another rank has.
+        num_calls: Number of calls of the model in which every rank embeds its captions; None: as
+            many as the batch needs.
     """
 
     batch: Batch | None
@@ -366,15 +367,16 @@ def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
 
 
 def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Return how many classes rank before the correct one, of each row with a valid label.
+    """Return for each row with a valid label how many classes rank before the correct one.
 
     Args:
         scores: Score of each class, float [N, C].
         label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are omitted.
-        tie: As in `topk_hits`.
+        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
+            of a class ranks before it too; with NaN of the correct class all classes do.
 
     Returns:
-        int64 [M], 0 for a hit.
+        int64 [M] for the M rows with a valid label; 0: the correct class has the highest score.
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)

@@ -219,7 +219,22 @@ def compute_ranks_in_parallel(
     group: Group,
     gallery_counts: Tensor | None = None,
 ) -> Tensor:
-    """`compute_ranks`; each process of the group ranks for its part of the queries."""
+    """Return what `compute_ranks` returns; each process of the group computes a part of it.
+
+    A collective call, with equal arguments on all ranks.
+
+    Args:
+        queries: L2-normalized embeddings [Q, D].
+        gallery: L2-normalized embeddings [G, D].
+        positives: Index of the query and of the gallery embedding of each correct pair, int64 [2,
+            P]; at least one pair per query.
+        group: The ranks of the process group.
+        gallery_counts: How many equal items of the gallery each embedding represents, int64 [G];
+            None: one each.
+
+    Returns:
+        Rank of the best correct result of each query, int64 [Q] on the CPU; 1 is the top.
+    """
     part = torch.arange(len(queries)).tensor_split(group.world_size)[group.rank]
     first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
     pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor(

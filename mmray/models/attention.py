@@ -32,7 +32,10 @@ def _is_plain(attention: Any) -> bool:
 
 
 class FusedAttention(nn.Module):
-    """Attention with the parameters and settings of transformers' class."""
+    """Self-attention with one matrix product for q, k and v.
+
+    It has the weights and settings of transformers' CLIPAttention or SiglipAttention.
+    """
 
     num_heads: int
     q_proj: nn.Linear

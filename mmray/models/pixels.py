@@ -63,10 +63,12 @@ class PatchConv2d(nn.Conv2d):
 
 
 class PatchEmbeddings(NormalizePixels):
-    """Input hidden states of transformers' CLIP or SigLIP vision model, from uint8 pixels.
+    """Module from uint8 pixels to the input hidden states of transformers' CLIP or SigLIP vision
+    model.
 
     It has the weights of their `embeddings` under the same names. Normalization is part of it, so
-    that compiled code reads the pixels once and writes patches in the dtype of their product.
+    torch.compile can fuse it with the cast to the dtype of the matrix product (bf16 under autocast
+    to bf16): the pixels are read once.
 
     Args:
         embeddings: The module `embeddings` of the vision model, whose weights are used.

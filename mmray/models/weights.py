@@ -117,13 +117,16 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
 
 
 def read_architecture(spec: Any) -> dict[str, Any]:
-    """Return the layers of a checkpoint file without reading its weights.
+    """Return the config that the weights in a checkpoint file need, from the shapes of its tensors.
+
+    The tensors themselves are not read.
 
     Args:
         spec: The `model` section, whose `weights` is a checkpoint file.
 
     Returns:
-        {"config": values of transformers' config}, as `architecture()` of the model.
+        {"config": values of transformers' config}, the argument `architecture` with which the model
+        is built without its weights.
 
     Raises:
         UsageError: The file cannot be read, or is no checkpoint of open_clip with a ViT.
@@ -358,7 +361,7 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
 
 
 class HfModel:
-    """A model of one class of transformers; `architecture()` is the config of this class.
+    """A model of one class of transformers; `architecture()` returns the config of this class.
 
     Attributes:
         hf_class: Name of the class, such as `CLIPModel`.

@@ -21,8 +21,8 @@ class Contrastive(RowLoss):
     ConVIRT, eq. 2).
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's
-    loss is the mean of its two cross-entropies against all valid rows; invalid rows neither count
-    nor serve as negatives.
+    loss is the mean of its two cross-entropies against all valid rows. Rows whose `valid` in the
+    batch is False, such as padding, neither count nor serve as negatives.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -49,7 +49,7 @@ class Contrastive(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar
                 `logit_scale` (1 / temperature), for the B local rows.
-            batch: `valid` bool [B], False for padding; invalid rows neither count nor serve as
+            batch: `valid` bool [B], False for padding; such rows neither count nor serve as
                 negatives.
             gathered: Rows of all ranks: `image_embed` and `text_embed` [G, D], `valid` bool [G],
                 and the int `offset`, the index of the first local row among the G. None: the local
@@ -148,10 +148,10 @@ class Sigmoid(RowLoss):
     divided by the rows.
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
-    scalars. Pairs with an invalid row do not count.
+    scalars. Pairs with a row whose `valid` in the batch is False, such as padding, do not count.
 
     Args:
-        chunk_rows: Texts that are scored at once, which bounds memory.
+        chunk_rows: Number of texts of all ranks that are scored at a time, which bounds memory.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -170,7 +170,7 @@ class Sigmoid(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalars
                 `logit_scale` and `logit_bias`, for the B local rows.
-            batch: `valid` bool [B], False for padding; pairs with an invalid row do not count.
+            batch: `valid` bool [B], False for padding; pairs with such a row do not count.
             gathered: Texts of all ranks: `text_embed` [G, D], `valid` bool [G], and the int
                 `offset`, the index of the first local row among the G. None: the local rows are all
                 rows.
@@ -232,7 +232,7 @@ class Sigmoid(RowLoss):
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Return embeddings in at least float32, with zeros in place of invalid rows.
+    """Return embeddings in at least float32, with zeros for rows that do not count.
 
     A NaN in padding can then not reach a gradient.
 

@@ -36,8 +36,8 @@ class Matching(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the loss of a binary classifier that tells each image's own caption from a hard
-        negative.
+        """Return the loss of a binary classifier that distinguishes each image's own caption from a
+        hard negative.
 
         A row's loss is the mean of two binary cross-entropies, one for each caption.
 
@@ -101,7 +101,7 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
     It is Gumbel-max sampling. The noise is a function of the positions of the two rows in the
     sample order, so it does not depend on ranks and micro-batches. Captions equal to the image's
-    own one, and invalid rows, are excluded.
+    own one, and rows whose `valid` is False (padding), are excluded.
 
     Args:
         outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.

@@ -73,7 +73,10 @@ class Objective(Protocol):
 
 
 class RowLoss:
-    """Base of losses that are divided by the number of valid rows."""
+    """Base of losses that are divided by the number of valid rows.
+
+    Rows of padding and unreadable rows are not valid.
+    """
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of valid rows, an int64 scalar: the denominator of the loss.

@@ -69,11 +69,15 @@ class PretrainedAudio(nn.Module, ABC):
 
     @abstractmethod
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return what the feature extractor of transformers computes from the same samples.
+        """Return the log-mel spectrogram that the feature extractor of transformers computes from
+        the same samples.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], `rate` per second, zeros after those of a row.
             num_samples: Samples of each row, int64 [B].
+
+        Returns:
+            Float32 in the shape that the encoder takes: [B, mels, T], or [B, 1, T, mels] for CLAP.
         """
 
     def _power(self, audio: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ class FrameEncoder(nn.Module):
 
     Args:
         spec: The `model` section, with the image tower and the transformer `video`.
-        architecture: As of `build_image_tower`.
+        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
+            encoder with random weights, which the caller then replaces; its key `image` has the
+            transformers config of the image tower, if it has one, as JSON values.
 
     Raises:
         UsageError: `model.video.heads` does not divide the width of the image tower.

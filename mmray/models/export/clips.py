@@ -54,7 +54,8 @@ class ClipEmbedder(Embedder):
 
         Args:
             files: N encoded files, or their paths.
-            spans: As of `embed_audio`.
+            spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
+                span over `model.inputs.clip_s` the middle is embedded.
             batch: Number of files in a forward.
 
         Returns:
