@@ -211,7 +211,7 @@ def score(
         weights: a run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
         name: name of the column.
         embeddings: also write the embeddings of the images, as a column NAME_embedding.
-        captions: column of captions, of a set with several; None: the first.
+        captions: column of the captions to use, if the set has several; None: the first.
         batch: rows that are embedded at a time.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         reporter: receives messages and progress; None: they are shown.
@@ -356,14 +356,14 @@ def evaluate(
         split: split of the set; None: data.eval_split of the run, or `test` of another set.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None:
             data.eval_where of the run, or all rows of another set.
-        captions: column of captions, of a set with several; None: data.eval_captions of the run, or
-            the first.
+        captions: column of the captions to use, if the set has several; None: data.eval_captions of
+            the run, or the first.
         step: step of the checkpoint, or `best`; None: the newest valid one.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
         accelerator: device of the workers; None: as in training.
-        interpolate: share of the trained weights; the rest is of the weights that the run started
-            from (WiSE-FT).
+        interpolate: factor of the trained weights, 0 to 1; the weights that the run started with
+            have 1 minus the factor (WiSE-FT).
         reporter: receives messages and progress; None: they are shown.
         **settings: settings of the evaluation that differ from the run's, fields of
             `mmray.config.EvalSettings` such as `batch=64`.
@@ -419,7 +419,7 @@ def evaluate_weights(
         data: prepared set or raw source.
         split: split of the set; None: `test`.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None: all.
-        captions: column of captions, of a set with several; None: the first.
+        captions: column of the captions to use, if the set has several; None: the first.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers.
         accelerator: device of the workers; None: GPUs if there are any.
@@ -467,9 +467,10 @@ def export(
         run: the run or its folder.
         out: folder to write, or its address.
         step: step of the checkpoint, or `best`; None: the newest valid one.
-        interpolate: share of the trained weights; the rest is of the weights that the run started
-            with (WiSE-FT).
-        adapters_only: write the adapters of a vision-language model and its projector, for peft.
+        interpolate: factor of the trained weights, 0 to 1; the weights that the run started with
+            have 1 minus the factor (WiSE-FT).
+        adapters_only: write only the LoRA adapters and the projector of a vision-language model, as
+            peft does.
         reporter: receives messages and progress; None: they are shown.
 
     Returns:

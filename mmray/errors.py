@@ -104,7 +104,7 @@ class DeviceError(TrainingError):
         Args:
             error: The error, for which `is_device_error` is true.
             where: The GPU, for the message.
-            node: As above.
+            node: ID of the node of the GPU in Ray; empty for this machine.
         """
         failed = cls(f"{first_line(error)} ({where})", node)
         failed.add_note("".join(traceback.format_exception(error)))

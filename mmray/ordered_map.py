@@ -134,9 +134,10 @@ class OrderedMap(Generic[Item, Result]):
     pool.
 
     Items are submitted before their results are requested, each to the process with the fewest
-    items. Items of a lost process are submitted to others, with `careful` True. An item that is
-    late is submitted to another process too, and the first result counts. If there is no other
-    process, the caller's process computes it. Iterating raises what the function raises.
+    items. Items of a lost process are submitted to others, with `careful` True because they may
+    have killed it. An item that is late is submitted to another process too, and the first result
+    counts. If there is no other process, the caller's process computes it. Iterating raises what
+    the function raises.
 
     Args:
         pool: The processes.

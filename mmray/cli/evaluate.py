@@ -24,8 +24,8 @@ class _Options:
     """Evaluate on the rows for which this holds of columns of the set: `similarity > 0.3`; None:
     data.eval_where of the run, or all rows of another set."""
     captions: str | None = None
-    """Column of captions, of a set with several; None: data.eval_captions of the run, or the
-    first."""
+    """Column of the captions to use, if the set has several; None: data.eval_captions of the run,
+    or the first."""
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
@@ -52,8 +52,8 @@ class EvaluateCommand(_Options):
     step: int | Literal["best"] | None = None
     """Step of the checkpoint, or `best`; None: the newest valid one."""
     interpolate: str | None = None
-    """Shares of the trained weights to evaluate, such as 0,0.25,0.5,0.75,1; the rest is of the
-    weights that the run started with (WiSE-FT). None: the trained weights."""
+    """Factors of the trained weights, such as 0,0.25,0.5,0.75,1; the weights that the run started
+    with have 1 minus the factor (WiSE-FT). None: the trained weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _evaluate_interpolated(argv: Sequence[str], console: ConsoleReporter) -> int
 
 
 def parse_shares(text: str) -> list[float]:
-    """Return the numbers of `--interpolate`.
+    """Parse the value of `--interpolate`, the factors of the trained weights.
 
     Args:
         text: Numbers from 0 to 1, separated by commas.

@@ -31,7 +31,8 @@ class ExportCommand:
     step: int | Literal["best"] | None = None
     """Step of the checkpoint, or `best`; None: the newest valid one."""
     interpolate: float = 1.0
-    """Share of the trained weights; the rest is of those that the run started with (WiSE-FT)."""
+    """Factor of the trained weights, 0 to 1; the weights that the run started with have 1 minus
+    the factor (WiSE-FT)."""
     adapters: bool = False
     """Write only the LoRA adapters and the fully trained layers, for peft."""
 

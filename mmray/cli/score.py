@@ -23,7 +23,7 @@ class ScoreCommand:
     embeddings: bool = False
     """Also write the embeddings of the images, for `mmray select --deduplicate semantic=0.95`."""
     captions: str | None = None
-    """Column of captions, of a set with several; None: the first."""
+    """Column of the captions to use, if the set has several; None: the first."""
     batch: int = 128
     """Rows that are embedded at a time."""
     address: str | None = None

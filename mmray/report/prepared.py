@@ -49,10 +49,10 @@ class SetStatistics:
         num_unreadable: Number of rows of a damaged shard, which are left out.
         num_unsized: Number of images whose size is not known, because `prepare` did not check them.
         widths: Width of each image and video in pixels.
-        heights: As `widths`.
+        heights: Height of each of these in pixels.
         durations_s: Duration of each audio and video in seconds.
         text_lengths: Number of characters of each caption, or of all messages of a conversation.
-        token_counts: As `text_lengths`, in tokens; empty without a tokenizer.
+        token_counts: Number of tokens of the same texts; empty without a tokenizer.
         repeats: Numbers of the rows with the same image, audio or video by its digest, the largest
             group first.
         repeated_keys: Keys that several rows have.
@@ -76,10 +76,12 @@ class SetRecord:
 
     Attributes:
         prepared: The set, or a split of it.
-        rows: The sampled rows as values for the page, see `_RowViewer.view`.
+        rows: The sampled rows as JSON values: `key`, `source`, `facts` (pairs of name and text),
+            `images` (data URIs), `texts` (dicts) and `turns` (of a conversation); of an unreadable
+            row only `number` and `error`.
         statistics: Properties of more rows.
-        repeats: The largest groups of rows with the same image, audio or video, see
-            `_RowViewer.view_repeat`.
+        repeats: The largest groups of rows with the same image, audio or video: `count` of the
+            rows, `keys` of the first ones, `kind` of the medium and `image` (data URI or None).
         quarantine: Counts and examples of quarantined rows, see `quarantine_summary`; an example
             has also `image`, a thumbnail or None.
         column_error: Why columns of the rows, such as scores, are not shown; empty if they are.
@@ -218,7 +220,9 @@ def describe_basis(record: SetRecord) -> str:
 
 
 def describe_repeats(record: SetRecord) -> str:
-    """Return a sentence about rows with the same image, audio or video, and about repeated keys."""
+    """Return a sentence about rows with the same image, audio or video, and about keys (names of
+    rows) that several rows have.
+    """
     statistics = record.statistics
     rows = len({number for numbers in statistics.repeats.values() for number in numbers})
     groups = len(statistics.repeats)

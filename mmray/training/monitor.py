@@ -140,7 +140,7 @@ class Workers(Protocol):
         """Return whether the workers have no resources yet.
 
         Args:
-            log: Called with a line and its label, if the wait is long.
+            log: Called if the wait is long, with a line and the word to print before it.
         """
 
     def share_resources(self) -> None:
@@ -338,8 +338,8 @@ class AttemptMonitor:
         start_step: Step from which the workers start.
         progress: Progress of the run, which is updated.
         retried_errors: Errors of checks of the cluster after which training continues.
-        failed_resizes: How often the run was restarted with more than this number of workers, and
-            no larger group started.
+        failed_resizes: How often this number of workers stopped so that the run could restart with
+            more, but more workers did not start.
         should_stop: Returns True if the caller wants the run to stop at a checkpoint.
         hang: Message that names the hung ranks; None: no hang.
         preempted: Whether a node of the workers is being preempted.
@@ -428,7 +428,7 @@ class AttemptMonitor:
 
         Args:
             reason: `user` (Ctrl-C), `resize` (restart with more workers) or `preempted` (a node
-                will be taken away).
+                will be preempted).
             message: A line for the log.
         """
         if self.stop_reason is None:

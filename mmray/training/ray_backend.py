@@ -425,7 +425,7 @@ def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
     which nodes.
 
     With `data.workers` `auto`, their number on a single machine is limited by its cores and memory;
-    on a cluster, each further actor asks Ray for a CPU and memory.
+    on a cluster, each further actor requests a CPU and memory from Ray.
 
     Args:
         config: Settings of the run.

@@ -61,7 +61,7 @@ class ScoreJob:
         manifest: Its manifest without shards.
         name: Name of the column of scores.
         with_embeddings: Whether to write the embeddings of the images too.
-        captions: Column of captions; None: the set has one.
+        captions: Column of the captions to score; None: the set has one column.
         digest: Hash of the model, by which a process keeps it.
         width: Dimensions of its embeddings.
     """
@@ -105,12 +105,12 @@ def score_set(
 
     Args:
         address: The prepared set.
-        weights: A run, or weights as of `mmray evaluate --weights`.
+        weights: A run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
         name: Name of the column.
         with_embeddings: Also write the embeddings of the images, as a column NAME_embedding.
-        captions: Column of captions, of a set with several; None: the first.
+        captions: Column of the captions to score, if the set has several; None: the first.
         batch: Rows that are embedded at a time.
-        cluster: Where to score.
+        cluster: The `cluster` section: which Ray cluster and devices to use.
         reporter: Receives progress and messages.
 
     Returns:

@@ -160,7 +160,7 @@ def token_axes(base: Config) -> dict[str, str]:
     """Return the search space of a sweep for throughput of a vision-language model.
 
     Args:
-        base: The recipe; a micro-batch must have room for its longest row.
+        base: The recipe; a micro-batch must hold its longest row.
 
     Returns:
         Values of `batch.tokens` as text, from `model.inputs.max_tokens` to 8 times as many: for
@@ -502,8 +502,10 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
 
 
 def warmup_warning(plan: SweepPlan) -> str | None:
-    """Return a warning if a trial of the full length ends during warm-up, or is compared only at
-    its end.
+    """Return a warning if the trials of a sweep are too short.
+
+    A trial of the full length may end during the warm-up of the learning rate, or it may be too
+    short for a comparison before its end, which would end bad trials early.
 
     Args:
         plan: Recipe and goal of the sweep, and the numbers of samples after which trials are
