@@ -255,7 +255,8 @@ def select(
         out: folder of the smaller set; the same call resumes.
         where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
         deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
-            cosine to that of a kept row; `score` with `embeddings` writes them.
+            cosine to that of a kept row. `score` with `embeddings` writes the embeddings. If a set
+            has several columns of embeddings, name one instead of `semantic`.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         reporter: receives messages and progress; None: they are shown.
 

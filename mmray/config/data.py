@@ -508,8 +508,10 @@ class Data(Section, settings_prefix="data"):
 
 
 class Augment(Section, settings_prefix="augment"):
-    """Random augmentation of training images, seeded by (seed, pass over the set, key); not of
-    held-out ones.
+    """Random augmentation of training images; held-out images are not augmented.
+
+    The random numbers depend on the seed of the run, how often the run has taken the row before,
+    and the key (name) of the row.
     """
 
     crop_scale: tuple[float, float] = Field(

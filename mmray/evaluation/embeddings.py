@@ -182,14 +182,19 @@ def steps_in_lockstep(
     group: Group,
     calls_of: Callable[[Batch], int] = lambda _: 1,
 ) -> Iterator[Step]:
-    """Yield the batches of this rank; of a sharded model then None until every rank has had its
-    own.
+    """Yield the batches of this rank, as many steps on every rank if the model is sharded.
+
+    A rank that has fewer batches than another one then gets None in the last steps.
 
     Args:
         model: The unwrapped model.
         batches: The batches of this rank.
         group: The ranks, which make this call together.
-        calls_of: Returns the number of calls that a batch needs.
+        calls_of: Returns how many calls of the model a batch needs, such as to embed its captions.
+
+    Yields:
+        A batch or None, and the number of calls that every rank makes in this step: the largest
+        one that a rank needs. None as the number if the model is not sharded.
     """
     if not in_lockstep(model, group):
         for batch in batches:

@@ -99,7 +99,7 @@ class SetRecord:
     @property
     def table(self) -> list[dict[str, str]]:
         """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media`, `tokens` of the
-        texts, and `text`, the first ones of at most MAX_CELL characters.
+        texts, and `text`, the first MAX_CELL (80) characters of the texts.
         """
         table = []
         for row in self.rows:
@@ -124,7 +124,7 @@ class SetRecord:
     def read(
         cls, prepared: PreparedSet, num_rows: int, seed: int, tokenizer_json: str | None
     ) -> SetRecord:
-        """Read a random sample of a set, and statistics of at most MAX_ROWS rows.
+        """Read a random sample of a set, and statistics of at most MAX_ROWS (10,000) rows.
 
         Args:
             prepared: The set, or a split of it.
@@ -246,7 +246,7 @@ def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndar
     They are random groups of 8 adjacent rows, which one request to an object store reads.
 
     Args:
-        prepared: The set; of at most MAX_ROWS rows and MAX_BYTES all are taken.
+        prepared: The set; of at most MAX_ROWS (10,000) rows and MAX_BYTES (512 MiB) all are taken.
         draw: Source of the random choice.
 
     Returns:

@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
-    """Run the cases (measurements or checks) of a stage in this process, and write STAGE.json.
+    """Run the cases (measurements or checks) of a stage, a group of them, in this process, and
+    write STAGE.json.
 
     Args:
         name: Name of the stage, a key of LIMITS_S such as `step`.
@@ -123,7 +124,8 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
 
 
 def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a stage in a new process, and kill it at its time limit.
+    """Run a stage (a group of measurements or checks) in a new process, and kill it at its time
+    limit.
 
     Args:
         name: Name of the stage, a key of LIMITS_S such as `step`.

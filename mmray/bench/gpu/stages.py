@@ -322,8 +322,9 @@ STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
 def run_stage(
     name: str, device: torch.device, write: Callable[[list[dict[str, Any]]], None], end_s: float
 ) -> None:
-    """Run the cases (measurements or checks) of a stage in turn; a failed case does not end the
-    stage.
+    """Run the cases (measurements or checks) of a stage, a group of them, in turn.
+
+    A failed case does not end the stage.
 
     Args:
         name: Name of the stage, a key of STAGES such as `step`.

@@ -49,7 +49,7 @@ def check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
         size: Its width and height in pixels.
 
     Raises:
-        BadRow: One side is more than MAX_ASPECT_RATIO times the other.
+        BadRow: One side is more than MAX_ASPECT_RATIO (200) times the other.
     """
     if max(size) > MAX_ASPECT_RATIO * min(size):
         raise BadRow(

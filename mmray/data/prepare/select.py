@@ -54,7 +54,8 @@ def parse_deduplicate(text: str) -> tuple[str, float]:
     """Parse the value of `--deduplicate`.
 
     Args:
-        text: `semantic=0.95`, or the name of a column of embeddings and a cosine.
+        text: A column of embeddings and a cosine, such as `clip_embedding=0.95`. The name
+            `semantic` means the only column of embeddings.
 
     Returns:
         The name and the cosine.
@@ -81,7 +82,8 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     Args:
         source: Address of the set.
         where: Condition on the columns of a row, such as `clip_score > 0.25`; None: all rows.
-        deduplicate: Column of embeddings and cosine, such as `semantic=0.95`; None: none.
+        deduplicate: Column of embeddings (`semantic`: the only one) and cosine, such as
+            `semantic=0.95`; None: none.
 
     Returns:
         The opened set.
@@ -111,8 +113,8 @@ def select_set(
         prepared: The set, as `check_selection` returns it.
         out: Folder of the smaller set, which is empty or has this selection.
         where: Condition on the columns of a row; None: all rows.
-        deduplicate: `semantic=0.95` drops a row whose embedding of the image has at least this
-            cosine with that of a held-out row, or of an earlier one, which is kept; None: none.
+        deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
+            cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
         progress: Called with the stage and numbers of rows.
         log: Called with a message and the word to print before it.
 
@@ -170,7 +172,8 @@ def embedding_column(prepared: PreparedSet, deduplicate: str | None) -> tuple[st
 
     Args:
         prepared: The set.
-        deduplicate: Such as `semantic=0.95`, for the only column of embeddings.
+        deduplicate: Column and cosine, such as `clip_embedding=0.95`, or `semantic=0.95` for the
+            only column of embeddings; None: none.
 
     Raises:
         UsageError: It is invalid, or the set has no such column, or several.

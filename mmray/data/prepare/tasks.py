@@ -153,7 +153,7 @@ def run_with_crash_limit(
         The result of `work`.
 
     Raises:
-        ResourceError: The item has killed its process MAX_ATTEMPTS times.
+        ResourceError: The item has killed its process MAX_ATTEMPTS (3) times.
     """
     file = out / f"{name}{ATTEMPT_SUFFIX}"
     attempts = int(file.read_bytes()) if file_size(file) else 0

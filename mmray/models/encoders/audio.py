@@ -73,7 +73,7 @@ class LogMel(nn.Module):
         self.register_buffer("filters", filters.float(), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
-        """Return the spectrogram [B, NUM_MELS, T] of samples int16 [B, N]; T is N // hop + 1."""
+        """Return the spectrogram [B, 64, T] of samples int16 [B, N]; T is N // hop + 1."""
         # Half precision has too few bits for the power of a spectrum.
         with torch.autocast(audio.device.type, enabled=False):
             samples = audio.to(self.window.dtype) / 32768
