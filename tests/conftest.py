@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -202,6 +203,15 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Let a test and its fixtures draw the same random numbers whichever tests ran before."""
+    random.seed(0)
+    for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)(0)
 
 
 def pytest_sessionfinish():

@@ -26,6 +26,7 @@ import psutil
 from mmray.storage.paths import AnyPath, open_for_upload
 
 INTERVAL_S = 1.0
+END_TIMEOUT_S = 2.0  # for a heartbeat that is being sent
 # States in which a changed stack counts as progress, because no step or micro-batch ends in them.
 STATES_WITHOUT_STEPS = {"starting", "evaluating", "saving"}
 ENGINE = Path(__file__).parent
@@ -151,7 +152,7 @@ class Heartbeat(HeartbeatState):
             yield
         finally:
             self._ended.set()
-            thread.join(2 * INTERVAL_S)
+            thread.join(END_TIMEOUT_S)
             self._stop_observing_compiler()
             self._send({**self._process_info, "ended": True})
 

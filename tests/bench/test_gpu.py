@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mmray.bench.gpu import command, device_checks, stages, workload
 from mmray.bench.gpu.kernels import ProfiledSteps, largest_gaps
 from mmray.bench.gpu.stages import STAGES, run_stage
 from mmray.processes import Channel, ChildProcess
+from tests.polling import wait_until
 
 CPU = torch.device("cpu")
 
@@ -114,17 +114,26 @@ def test_failed_case_is_a_line_and_late_cases_are_skipped(
 def test_crash_fails_the_running_case_and_the_time_limit_skips_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    class Popen(subprocess.Popen):
+        """Its time limit starts when it has written its results."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            wait_until((tmp_path / "kernels.json").exists)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(command.subprocess, "Popen", Popen)
     child = (
-        "import os, sys, time; open(sys.argv[2] + '/kernels.json', 'w').write('{\"rows\": "
+        "import os, sys, time; os.chdir(sys.argv[2]); open('new', 'w').write('{\"rows\": "
         '[{"case": "kept"}, {"case": "last", "running": true}]}\'); '
+        "os.rename('new', 'kernels.json'); "
     )
     ends = {
-        "print('bad GPU', flush=True); os.abort()": ("error", "ended with -6: bad GPU"),
-        "time.sleep(60)": ("skipped", "stopped at the limit of 5 s"),
+        "print('bad GPU', flush=True); os.abort()": (60, "error", "ended with -6: bad GPU"),
+        "time.sleep(600)": (1, "skipped", "stopped at the limit of 1 s"),
     }
-    for end, (outcome, expected) in ends.items():
+    for end, (limit_s, outcome, expected) in ends.items():
         monkeypatch.setattr(command, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
-        stage = command.run_stage("kernels", "cpu", tmp_path, limit_s=5)
+        stage = command.run_stage("kernels", "cpu", tmp_path, limit_s)
         kept, last = stage["rows"]
         assert (kept, last["case"]) == ({"case": "kept"}, "last") and expected in last[outcome]
         failed = int(outcome == "error")
@@ -188,9 +197,7 @@ def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     pid = tmp_path / "pid"
-    while not (pid.exists() and pid.read_text().endswith(";")):
-        assert command.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: pid.exists() and pid.read_text().endswith(";"))
     command.terminate()
     assert command.wait() != 0
     with pytest.raises(ProcessLookupError):

@@ -4,7 +4,7 @@ Ray.
 
 import io
 import threading
-import time
+from contextlib import contextmanager
 from functools import wraps
 
 import pytest
@@ -25,41 +25,53 @@ class Requests(list):
     """Methods of the requests to a store.
 
     Attributes:
+        awaited: Reads of images and deletions wait until so many of them were made at the same
+            time, or 5 s.
         most_at_once: Largest number of requests that were made at the same time.
     """
 
     def __init__(self):
         super().__init__()
-        self.lock = threading.Lock()
-        self.running = self.most_at_once = 0
+        self.awaited = 1
+        self._condition = threading.Condition()
+        self._running = self.most_at_once = 0
 
-    def change_running(self, change):
-        with self.lock:
-            self.running += change
-            self.most_at_once = max(self.most_at_once, self.running)
+    def _overlapped(self):
+        return self.most_at_once >= self.awaited
+
+    @contextmanager
+    def running(self, name, waits):
+        with self._condition:
+            self.append(name)
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+            self._condition.notify_all()
+            if waits and not self._condition.wait_for(self._overlapped, 5):
+                self.awaited = 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._running -= 1
 
 
 @pytest.fixture
-def latency(monkeypatch):
-    """Let each request to memory:// take 20 ms; the fixture lists their methods."""
+def store_requests(monkeypatch):
+    """The requests to memory://."""
     made = Requests()
 
-    def delay(owner, name):
+    def record(owner, name):
         @wraps(call := getattr(owner, name))
-        def delayed(*args, **options):
-            made.append(name)
-            made.change_running(1)
-            time.sleep(0.02)
-            try:
+        def recorded(*args, **options):
+            is_image = name == "read" and args[0].getvalue().startswith(b"\x89PNG")
+            with made.running(name, is_image or name == "rm_file"):
                 return call(*args, **options)
-            finally:
-                made.change_running(-1)
 
-        monkeypatch.setattr(owner, name, delayed)
+        monkeypatch.setattr(owner, name, recorded)
 
-    delay(MemoryFileSystem, "info")
-    delay(MemoryFileSystem, "rm_file")
-    delay(StoredFile, "read")
+    record(MemoryFileSystem, "info")
+    record(MemoryFileSystem, "rm_file")
+    record(StoredFile, "read")
     return made
 
 

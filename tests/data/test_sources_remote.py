@@ -131,7 +131,7 @@ def images_and_pairs(folder):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pairs"])
 def test_images_on_a_store_are_read_in_parallel(
-    tmp_path, memory, in_process, latency, monkeypatch, name
+    tmp_path, memory, in_process, store_requests, monkeypatch, name
 ):
     images_and_pairs(tmp_path / "raw")
     settings = LAX.model_copy(update={"rows_per_shard": 64, "vocab_size": 0})
@@ -142,9 +142,10 @@ def test_images_on_a_store_are_read_in_parallel(
             if label == "serial":
                 patch.setattr(pack, "READ_THREADS", 1)
                 patch.setattr(requests, "MAX_PARALLEL", 1)
-            latency.most_at_once = 0
+            store_requests.most_at_once = 0
+            store_requests.awaited = 4 if label == "parallel" else 1
             manifest = prepare(f"{address}/raw/{name}", str(tmp_path / label), settings)
-            most_at_once[label] = latency.most_at_once
+            most_at_once[label] = store_requests.most_at_once
         out[label] = (manifest.fingerprint, (tmp_path / label / "quarantine.jsonl").read_text())
     assert out["disk"] == out["serial"] == out["parallel"]
     # The row that is packed and the next one, which is read meanwhile.
@@ -169,16 +170,16 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
     assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 
 
-def test_files_of_a_store_are_deleted_in_parallel(memory, latency, monkeypatch):
+def test_files_of_a_store_are_deleted_in_parallel(memory, store_requests, monkeypatch):
     out = to_path(memory)
     most_at_once = []
     for most in (1, requests.MAX_PARALLEL):
         monkeypatch.setattr(requests, "MAX_PARALLEL", most)
         for number in range(16):
             (out / f"shards/{number}").write_bytes(b"x")
-        latency.most_at_once = 0
+        store_requests.most_at_once, store_requests.awaited = 0, min(most, 4)
         pipeline._remove_files(out, lambda name: name != "shards/3", ["shards"])
-        most_at_once.append(latency.most_at_once)
+        most_at_once.append(store_requests.most_at_once)
         assert list_names(out / "shards") == ["3"]
     assert most_at_once[0] == 1 and most_at_once[1] >= 4
 

@@ -16,10 +16,11 @@ from mmray.engine import heartbeat, loop
 from mmray.engine.heartbeat import Heartbeat
 from mmray.errors import TrainingError
 from tests.engine import toy
+from tests.polling import wait_until
 
 
 def states_of(call, messages, tmp_path, first_step=0):
-    """Run `call` in a thread with a heartbeat; wait until it ends."""
+    """Run `call` in a thread with a heartbeat; return the states of its heartbeats."""
 
     def run():
         with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path).running(
@@ -31,7 +32,12 @@ def states_of(call, messages, tmp_path, first_step=0):
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    return [message["state"] for message in messages[:-1]]
+    return [message["state"] for message in beats(messages)]
+
+
+def beats(messages):
+    """The heartbeats without the report of the end, which a late one may follow."""
+    return [message for message in messages if "state" in message]
 
 
 def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypatch):
@@ -41,7 +47,7 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
     messages = []
 
     def compiler(graph, _):
-        time.sleep(0.3)
+        wait_until(lambda: any(beat["state"] == "compiling" for beat in beats(messages)))
         return graph.forward
 
     class Function(torch.autograd.Function):
@@ -59,7 +65,7 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
     states = states_of(lambda: Function.apply(one).backward(), messages, tmp_path)
     assert one.grad == 2 and "compiling" in states and set(states) <= set(Cluster().state_limits_s)
     assert not any(
-        message["in_collective"] for message in messages[:-1] if message["state"] == "compiling"
+        beat["in_collective"] for beat in beats(messages) if beat["state"] == "compiling"
     )
     # the next run of this process registers its own
     assert [*callbacks.start_callbacks, *callbacks.end_callbacks] == before
@@ -75,11 +81,12 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
 def test_import_of_a_module_does_not_count_as_its_waits(tmp_path, monkeypatch, file):
     """A rank whose import hangs waits for no other rank."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    messages, code = [], compile("sleep(0.2)", file, "exec")
-    assert set(states_of(lambda: exec(code, {"sleep": time.sleep}), messages, tmp_path)) == {
-        "starting"
-    }
-    assert not any(message["in_collective"] for message in messages[:-1])
+    messages = []
+    lines = ["end = len(messages) + 3", "while len(messages) < end: sleep(0.005)"]
+    code = compile("\n".join(lines), file, "exec")
+    names = {"messages": messages, "sleep": time.sleep}
+    assert set(states_of(lambda: exec(code, names), messages, tmp_path)) == {"starting"}
+    assert not any(beat["in_collective"] for beat in beats(messages))
 
 
 def test_rank_starts_until_its_first_step(tmp_path):
@@ -108,14 +115,10 @@ def test_wait_for_rows_is_reported(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    deadline_s = time.monotonic() + 60
-    while not any(message.get("state") == "waiting_for_data" for message in messages):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    waited = messages[-1]["state"] == "waiting_for_data"
+    wait_until(lambda: messages and messages[-1]["state"] == "waiting_for_data")
     release.set()
     thread.join(60)
-    assert waited and not thread.is_alive()
+    assert not thread.is_alive()
 
 
 def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
@@ -141,13 +144,19 @@ def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
 def test_hang_writes_stacks_and_the_latest_collectives(tmp_path, monkeypatch):
     """torch's own analyzer reads the record: `torchfrtrace`."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    messages = []
+
+    def send(message):
+        messages.append(message)
+        return True
+
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
         torch.distributed.all_reduce(torch.ones(3))
-        with Heartbeat(lambda message: True, {"rank": 0}, tmp_path).running(5):
-            time.sleep(0.2)
+        with Heartbeat(send, {"rank": 0}, tmp_path).running(5):
+            wait_until(lambda: len(messages) >= 2)  # the stacks are written after the first
     finally:
         torch.distributed.destroy_process_group()
     stacks = (tmp_path / "stacks" / "step-5-rank-0.txt").read_text()

@@ -155,7 +155,7 @@ def test_reused_pid_is_not_the_holder(tmp_path):
 def test_holder_that_releases_while_another_waits_is_replaced(tmp_path):
     file = hold_elsewhere(tmp_path)
     threading.Timer(BEAT_S, write_atomic, (file, json.dumps({"released": True}))).start()
-    with short(tmp_path) as held:
+    with short(tmp_path, stale_after_s=600) as held:
         assert held.fencing_token == 2
 
 

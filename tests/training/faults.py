@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import OutOfMemoryError
+from tests.polling import wait_until
 
 
 def _first_time(name, step, at, rank=1):
@@ -41,6 +43,7 @@ def _out_of_memory():
 
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
 HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
+AwaitKillOnce = _once("awaited-kill", 7, lambda: time.sleep(1e6))
 StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 OomOnRankOneOnce = _once("oom", 5, _out_of_memory)  # outside the recoverable part of a step
 
@@ -106,9 +109,23 @@ def _sleeping(name, seconds):
     return type(name, (), {"on_step": lambda self, step, metrics: time.sleep(seconds)})
 
 
-Briefly = _sleeping("Briefly", 0.15)  # a kill arrives before the last step
 Slowly = _sleeping("Slowly", 0.4)  # a stop request arrives between steps
 Slower = _sleeping("Slower", 1.0)  # a command can start before the last step
+
+
+class AwaitDriver:
+    """Wait after step 2 until the driver has written the file `acted`, and after step 8 until its
+    request to stop has reached this process.
+    """
+
+    def on_step(self, step, metrics):
+        if step == 2:
+            wait_until((Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").exists)
+        if step == 8:
+            frame = sys._getframe()
+            while not isinstance(frame.f_locals.get("stop"), threading.Event):
+                frame = frame.f_back
+            assert frame.f_locals["stop"].wait(60)
 
 
 class FullDiskAtStepSix:

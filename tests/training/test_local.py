@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +16,7 @@ from mmray.config import from_yaml
 from mmray.errors import TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
+from tests.polling import wait_until
 from tests.training.readers import StalledReader
 from tests.training.runs import (
     STEPS,
@@ -139,7 +140,7 @@ def worker():
 
 
 class KillingWorker(Silent):
-    """Sends SIGKILL to the worker in its first evaluation."""
+    """Sends SIGKILL to the worker in its first evaluation, or when AwaitKillOnce waits after it."""
 
     killed = False
 
@@ -147,16 +148,16 @@ class KillingWorker(Silent):
         super().phase(title)
         if title == "evaluating" and not self.killed:
             self.killed = True
+            (Path(os.environ["MMRAY_TEST_FAULTS"]) / "awaited-kill").touch()
             worker().kill()
 
 
 def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
-    reporter, faults = KillingWorker(), ["HangOnce", "Briefly", "FailDeviceOnce"]
+    reporter, faults = KillingWorker(), ["HangOnce", "AwaitKillOnce", "FailDeviceOnce"]
     outcome = driver.train(
         one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=5.0), reporter
     )
-    # the first two ended after step 5 and restarted from step 3
-    assert outcome.result["wasted_steps"] >= 2
+    assert outcome.result["wasted_steps"] >= 2  # the first attempt ended after step 5
     assert outcome.result["restarts"] == 3 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
     (hung, killed, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
@@ -219,6 +220,7 @@ class KillingDataProcess(Stopping):
         if metrics["step"] == 1:
             children = psutil.Process(worker().pid).children()
             next(each for each in children if "spawn_main" in " ".join(each.cmdline())).kill()
+            (Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").touch()
         if self.at and metrics["step"] >= self.at:
             worker().terminate()
         super().step(metrics, total_steps)
@@ -228,7 +230,7 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     data, tmp_path, calm
 ):
     reporter = KillingDataProcess(at=5)
-    wanted = one_worker(data, tmp_path, "run", ["Slowly"])
+    wanted = one_worker(data, tmp_path, "run", ["AwaitDriver"])
     # four blocks a step: the killed process has work in each
     data_changes = {"workers": 2, "block_mb": 0.004}
     two = wanted.replace(data=wanted.data.model_copy(update=data_changes))
@@ -270,13 +272,11 @@ def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
 def test_children_end_with_a_killed_driver(data, tmp_path):
     import multiprocessing
 
-    wanted = one_worker(data, tmp_path, "run", ["Slowly"])
+    wanted = one_worker(data, tmp_path, "run", ["Slowly"], steps=10**6)
     process = multiprocessing.get_context("spawn").Process(target=train_in_child, args=(wanted,))
     process.start()
-    file, end_s = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not file.exists() or not file.read_text():
-        assert process.is_alive() and time.monotonic() < end_s
-        time.sleep(0.05)
+    file = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: not process.is_alive() or (file.exists() and file.read_text()), 200)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     assert len(children) >= 2 and not psutil.wait_procs(children, timeout=30)[1]

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import ray.train.torch
 from mmray.data.stream.order import ResumePoint
 from mmray.training.coordinator import Coordinator
 from mmray.training.worker import train_loop_per_worker
+from tests.polling import wait_until
 
 
 class HangingImport:
@@ -65,19 +65,20 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
         except ImportError as error:
             errors.append(error)
 
-    thread, beats = threading.Thread(target=run, daemon=True), []
+    beats, send = [], coordinator.heartbeat.remote
+    coordinator.heartbeat.remote = lambda beat: beats.append(beat) or send(beat)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline_s = time.monotonic() + 60
-    while (
-        len([beat for beat in beats if "find_spec" in beat["where"]]) < 5
-        and time.monotonic() < deadline_s
-    ):
-        beats += coordinator.drain(0)[1]
-        time.sleep(0.02)
+
+    def last_beats():
+        return [beat for beat in beats if "find_spec" in beat.get("where", "")][-5:]
+
+    wait_until(
+        lambda: len(last := last_beats()) == 5 and len({beat["progress"] for beat in last}) == 1
+    )
     finder.release.set()
     thread.join(60)
-    hanging = [beat for beat in beats if "find_spec" in beat["where"]]
-    assert len(hanging) >= 5 and len({beat["progress"] for beat in hanging[1:]}) == 1
+    hanging = last_beats()
     assert {
         (beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging
     } == {(1, 6, "starting", False)}

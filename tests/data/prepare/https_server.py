@@ -5,7 +5,6 @@ import ipaddress
 import socket
 import ssl
 import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -29,7 +28,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder, image):
         super().__init__(("127.0.0.1", 0), Handler)
         self.image, self.requests, self.active, self.max_active = image, Counter(), 0, 0
-        self.lock, self.stopping = threading.Lock(), threading.Event()
+        self.changed, self.stopping = threading.Condition(), threading.Event()
         self.trusted = ssl.create_default_context(cafile=write_certificate(folder))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
@@ -55,26 +54,28 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """/N: an image; /slow/N: the same after 0.2 s; /to?at=ADDRESS: a redirect; /busy/M/N: refused M
-    times; /404 etc.
+    """/N: an image; /slow/N: the same, once five requests were active at the same time;
+    /to?at=ADDRESS: a redirect; /busy/M/N: refused M times; /404 etc.
     """
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        with self.server.lock:
+        with self.server.changed:
             self.server.requests[self.path] += 1
             self.server.active += 1
             self.server.max_active = max(self.server.max_active, self.server.active)
+            self.server.changed.notify_all()
         try:
             self._answer(*urlsplit(self.path).path.strip("/").split("/"))
         finally:
-            with self.server.lock:
+            with self.server.changed:
                 self.server.active -= 1
 
     def _answer(self, kind, *rest):
         if kind == "slow":
-            time.sleep(0.2)
+            with self.server.changed:
+                self.server.changed.wait_for(lambda: self.server.max_active >= 5, 20)
             self._send(200, self.server.image(int(rest[0])))
         elif kind == "to":
             self._send(

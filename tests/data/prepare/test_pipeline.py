@@ -471,7 +471,7 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
     ],
 )
 def test_captions_of_the_tokenizer_are_sampled_evenly(
-    memory, latency, monkeypatch, limits, num_rows, gap
+    memory, store_requests, monkeypatch, limits, num_rows, gap
 ):
     shards = [
         ([row(n, texts=[f"{n} a", f"{n} b"]) for n in range(first, first + 41)], None, (40,))
@@ -480,9 +480,9 @@ def test_captions_of_the_tokenizer_are_sampled_evenly(
     prepared = PreparedSet.open(write_set(memory, shards))
     for name, value in limits.items():
         monkeypatch.setattr(assemble, name, value)
-    latency.clear()
+    store_requests.clear()
     captions = list(assemble.sample_captions(prepared))
-    assert latency.count("read") <= 4  # one for each shard
+    assert store_requests.count("read") <= 4  # one for each shard
     assert captions == list(assemble.sample_captions(prepared))
     if not limits:
         assert captions == [f"{n} {letter}" for n in range(160) for letter in "ab"]

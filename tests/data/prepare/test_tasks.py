@@ -12,6 +12,7 @@ from mmray.cluster.connect import ray_session
 from mmray.config import Cluster
 from mmray.data.prepare.tasks import map_tasks
 from mmray.errors import MmrayError, ResourceError
+from tests.polling import wait_until
 
 
 def task(folder, at_once, item):
@@ -66,6 +67,8 @@ def busy_ray(local_ray):
     """All CPUs are reserved."""
     group = ray.util.placement_group([{"CPU": 1.0}] * int(ray.cluster_resources()["CPU"]))
     ray.get(group.ready())
+    # Ray reports what is free a moment later.
+    wait_until(lambda: not any(node.resources.get("CPU") for node in placement.free_nodes()))
     yield group
     ray.util.remove_placement_group(group)
 

@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage import ranges
 from mmray.storage.paths import RemotePath
 from tests.made import CAPTIONS, row, write_shard
+from tests.polling import wait_until
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
 
@@ -100,13 +100,6 @@ def test_warm_cache_of_a_node_makes_few_requests(store, tmp_path):
             assert per_block <= 0.3 and share <= 1.2
 
 
-def wait_until(condition):
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def entries(cache):
     return sum(file.is_file() for file in cache.folder.iterdir())
 
@@ -145,7 +138,7 @@ def test_first_rows_of_a_process_do_not_wait_for_their_blocks(store, tmp_path, m
     plan = SamplePlan(1600, 16, 1, 0, 10**6, block_shuffle=BlockShuffle(2, 80, 2))
     may_fetch = threading.Event()
     get = ShardCache.get
-    monkeypatch.setattr(ShardCache, "get", lambda *args: may_fetch.wait(30) and get(*args))
+    monkeypatch.setattr(ShardCache, "get", lambda *args: may_fetch.wait(60) and get(*args))
     assert reader.read_block(plan, plan.positions(0, 0))["valid"].all()
     assert store.num_bytes < 16 * len(store.content) / 5
     may_fetch.set()

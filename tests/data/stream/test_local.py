@@ -87,22 +87,23 @@ def test_few_slots_are_enough_if_memory_is_limited(reader, monkeypatch):
     check(reader, plan, 0, list(streamed(reader, plan, 0, 3, 3)))
 
 
-def data_processes():
-    return [
+def spawned():
+    return {
         each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())
-    ]
+    }
 
 
 def test_killed_process_is_replaced_and_its_rows_are_written_again(reader):
     plan, notes = SamplePlan(NUM_ROWS, 12, 1, seed=3, steps=20), []
+    others = spawned()  # of earlier tests
 
     def kill(number, blocks):
         if number == 4:
-            data_processes()[0].kill()
+            next(iter(spawned() - others)).kill()
 
     check(reader, plan, 0, list(streamed(reader, plan, 0, 3, 2, warn=notes.append, act=kill)))
     assert ["data process died" in note for note in notes] == [True]
-    assert not data_processes()
+    assert not spawned() - others
 
 
 class DyingReader(RowReader):

@@ -110,7 +110,7 @@ def test_trusted_checkpoints_need_only_be_complete(tmp_path: Path) -> None:
 
 def test_files_are_verified_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sha256, together = save(tmp_path, 1), files.sha256, threading.Barrier(len(FILES) - 1)
-    monkeypatch.setattr(files, "sha256", lambda file: (together.wait(20), sha256(file))[1])
+    monkeypatch.setattr(files, "sha256", lambda file: (together.wait(60), sha256(file))[1])
     assert files.verify(path) is None
 
 

@@ -193,7 +193,7 @@ def test_headers_are_read_in_parallel(checkpoint, monkeypatch):
 
     def wait_and_read(reader, file, start, stop):
         if start == 0:
-            both.wait(timeout=20)
+            both.wait(timeout=60)
         return read(reader, file, start, stop)
 
     monkeypatch.setattr(RangeReader, "read", wait_and_read)

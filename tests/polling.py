@@ -1,0 +1,12 @@
+"""Waiting for a state that another thread or process brings about."""
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Poll until `condition()` is true; after the limit, which only ends a broken test, fail."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {limit_s:g} s"
+        time.sleep(0.01)
