@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmray.builtin import SAMPLE_VLM
-from mmray.config import Batch, Config, Prepare, Vlm
+from mmray.config import Batch, Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
@@ -278,7 +278,7 @@ def with_sample_weights(config: Config) -> Config:
 
 
 def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
-    """Log the rows of each set that have audio or video, if the model does not take them.
+    """Log the rows of each set that the model cannot use because of the kinds of their media.
 
     Raises DataError if they are more than the run may quarantine, or if a model of audio and video
     gets a set without both.
@@ -290,26 +290,32 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         family = find_family(read_config(model.weights), model.weights)
         taken = set(family.media_kinds(model.inputs.frames, model.weights))
         lacks_frames = bool(family.video) and not model.inputs.frames
+    if isinstance(model, Towers):
+        frames = {"image", "video"} if model.inputs.frames else set()
+        sound = {"audio", "video"} if model.inputs.audio_rate else set()
+        taken = frames | sound
     for prepared in sets:
-        rows_by_kinds = prepared.rows_by_media_kinds
-        if not model.generates_text and "audio" in taken and not rows_by_kinds:
+        if "audio" in model.media_kinds and not prepared.rows_by_media_kinds:
             raise DataError(
                 f"{prepared.folder} has no audio and no video, which model.kind "
                 f"{config.model.kind} compares; train another kind, such as two_tower"
             )
-        others = {
-            kinds: rows
-            for kinds, rows in rows_by_kinds.items()
-            if not taken.issuperset(kinds.split())
-        }
+        others = {}
+        for text, rows in _rows_by_kinds(prepared).items():
+            kinds = text.split()
+            # Towers use what they take of a row, and mask the rest.
+            is_used = bool(taken & {*kinds}) if isinstance(model, Towers) else taken >= {*kinds}
+            if rows and not is_used:
+                others[text] = rows
         if not others:
             continue
         counts = ", ".join(
             f"{rows:,} rows with {kinds.replace(' ', ' and ')}" for kinds, rows in others.items()
         )
+        name = f"model.weights {model.weights}" if isinstance(model, Vlm) else model.kind
         text = (
-            f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and model.kind "
-            f"{config.model.kind} takes rows of {', '.join(sorted(taken))} only"
+            f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and {name} takes "
+            f"rows of {', '.join(sorted(taken))} only"
         )
         hint = "Train another kind of model, or prepare those rows as a separate set"
         if lacks_frames and any("video" in kinds.split() for kinds in others):
@@ -317,6 +323,14 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
             raise DataError(f"{text}. {hint}")
         reporter.log(f"{text}: they are not used", "media")
+
+
+def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
+    """Return the number of rows by the kinds of their media: {"image": 5, "audio video": 2}."""
+    counts = prepared.rows_by_media_kinds
+    with_images = sum(rows for number, rows in prepared.rows_by_num_images.items() if number)
+    in_others = sum(rows for kinds, rows in counts.items() if "image" in kinds.split())
+    return counts | {"image": with_images - in_others}
 
 
 def _check_one_image_a_row(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmray.config import Evaluate, Prepare
+from mmray.config import ClipInputs, Evaluate, Prepare, Towers, Vlm
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.text.languages import build_encoder
@@ -120,20 +120,41 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         resolve_run(asked, Silent())
 
 
-def test_models_of_images_refuse_sets_with_audio_or_video(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "kinds", "refused"),
+    [
+        (
+            None,
+            {"audio": 3, "image video": 4},
+            "3 rows with audio, 4 rows with image and video among 20, .*two_tower takes .* image ",
+        ),
+        ("qwen2_audio", {}, "20 rows with image among 20, .* takes rows of audio only"),
+        ("qwen2_audio", {"video": 7}, "7 rows with video, 20 rows with image among 20"),
+        ("qwen3_vl", {"audio": 8}, "8 rows with audio among 20, .* takes rows of image only"),
+        ("qwen3_vl", {"video": 8}, "8 rows with video .* set --model.inputs.frames"),
+        ("llava", {"video": 8}, "8 rows with video .* Train another kind of model"),
+        ({"frames": 0}, {"audio": 3, "audio image": 4}, "16 rows with image among 20, .*towers"),
+        ({"audio_rate": 0}, {"audio": 8, "audio video": 3}, "8 rows with audio among 20, .*towers"),
+    ],
+)
+def test_sets_of_media_that_the_model_does_not_take_are_refused_by_their_numbers(
+    tmp_path, monkeypatch, model, kinds, refused
+):
     folder = tmp_path / "set"
     make_set(folder, [row(number) for number in range(20)])
-    kinds = {"": {"audio": 3, "image video": 4}}
     address = to_path(str(folder))
-    write_manifest(address, replace(read_manifest(address), media_kinds=kinds))
+    write_manifest(address, replace(read_manifest(address), media_kinds={"": kinds}))
     wanted = config(folder, tmp_path, "run")
-    resolve_run(wanted, Silent())  # fewer than a run may quarantine
+    if isinstance(model, str):
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "config.json").write_text(json.dumps({"model_type": model}))
+        wanted = wanted.replace(model=Vlm(weights=str(tmp_path / "weights")))
+    elif model:
+        wanted = wanted.replace(model=Towers(inputs=ClipInputs(**model)))
+    else:
+        resolve_run(wanted, Silent())  # fewer than a run may quarantine
     monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 6)
-    with pytest.raises(
-        DataError,
-        match=r"3 rows with audio, 4 rows with image and video among 20, .*two_tower takes rows of "
-        "image only",
-    ):
+    with pytest.raises(DataError, match=refused):
         resolve_run(wanted, Silent())
 
 
