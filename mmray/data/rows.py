@@ -231,6 +231,8 @@ def _split_spans(
     for text in texts:
         span = of_row
         if isinstance(text, dict) and "text" in text:
+            if isinstance(text.get("timestamp"), list):  # as pipelines of transformers write it
+                text = text | dict(zip(SPAN_COLUMNS, text["timestamp"], strict=False))
             names = next((each for each in _SPAN_FIELDS if each[0] in text), SPAN_COLUMNS)
             span = _parse_span(text, names) or of_row
             text = text["text"]
@@ -241,21 +243,29 @@ def _split_spans(
 
 def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> tuple[float, float] | None:
     """Return start and end of a text, None if it has none. Raises BadRow."""
-    times = [values.get(name) for name in names]
-    if times == [None, None]:
+    given = [values.get(name) for name in names]
+    if given == [None, None]:
         return None
-    is_valid = all(
-        isinstance(time, (int, float)) and not isinstance(time, bool) and abs(time) < MAX_TIME_S
-        for time in times
-    )
-    if not is_valid or times[0] >= times[1]:  # type: ignore[operator]
+    start, end = map(_as_seconds, given)
+    if start is None or end is None or start >= end:
         raise BadRow(
             "columns",
             "span",
             f"{names[0]} and {names[1]} must be seconds, the first before the second (got "
-            f"{str(times[0])[:40]} and {str(times[1])[:40]})",
+            f"{str(given[0])[:40]} and {str(given[1])[:40]})",
         )
-    return float(times[0]), float(times[1])  # type: ignore[arg-type]
+    return start, end
+
+
+def _as_seconds(value: Any) -> float | None:
+    """Return a time in seconds, in CSV a text; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if abs(seconds) < MAX_TIME_S else None
 
 
 def _parse_conversation(

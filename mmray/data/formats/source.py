@@ -38,7 +38,7 @@ _COMMON_NAMES = {
     "image": "image img image_name img_path image_file file_name filename file filepath file_path "
     "path image_url url image_path image_bytes jpg png photo",
     "text": "text comment comments caption captions title sentence sentences description alt "
-    "alt_text raw conversation prompt txt label",
+    "alt_text raw conversation prompt txt label transcription transcript",
 }
 _NUMBERING = "_0123456789"
 # Files and folders that macOS, Windows and network disks add.
@@ -398,10 +398,12 @@ def check_columns(
         )
     if missing:
         is_unknown = len(missing) == 2 and all(each.endswith("=NAME") for each in advice)
+        # Names of columns do not show what kind of files they name.
+        kinds = " (audio=, video= for such files)" if advice[0].startswith("image=") else ""
         raise DataError(
             f"{place} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
             f"{'one' if len(missing) == 1 else 'them'} with --columns {' '.join(advice)}"
-            f"{no_match if is_unknown else ''}"
+            f"{kinds}{no_match if is_unknown else ''}"
         )
 
 

@@ -167,6 +167,22 @@ def test_spans_outside_the_medium_are_quarantined_with_the_numbers(tmp_path: Pat
     assert last.spans == [None, [1.0, 1.5]]
 
 
+def test_spans_as_other_programs_write_them(tmp_path: Path) -> None:
+    chunks = [{"text": "x", "timestamp": [0.25, 0.5]}, {"text": "y", "timestamp": [1.0, 1.5]}]
+    prepare_rows(tmp_path, [{"audio": "a.flac", "texts": chunks}])
+    [row] = read_all(tmp_path / "out")
+    assert row.spans == [[0.25, 0.5], [1.0, 1.5]]
+    (tmp_path / "raw" / "rows.csv").write_text(
+        "clip,from,to,text\na.flac,0.5,1.5,in CSV\na.flac,one,two,no times\n"
+    )
+    settings = LAX.replace(columns=("audio=clip", "t0_s=from", "t1_s=to"))
+    prepare(str(tmp_path / "raw" / "rows.csv"), str(tmp_path / "csv"), settings)
+    [row] = read_all(tmp_path / "csv")
+    assert row.spans == [[0.5, 1.5]]
+    [bad] = quarantine(tmp_path / "csv")
+    assert "must be seconds, the first before the second (got one and two)" in bad["detail"]
+
+
 def test_rows_of_one_recording_differ_by_their_spans(tmp_path: Path) -> None:
     rows = [
         {"audio": "a.flac", "text": "x", "t0_s": 0, "t1_s": 1},
