@@ -27,6 +27,8 @@ MAX_CHANNELS = 8
 # Audio before a span that is decoded but not used: decoders are not exact after a seek (Opus: 80
 # ms, AAC: two frames of up to 64 ms).
 _PREROLL_S = 0.3
+# Audio after a span that the filter of the resampler takes, at most 32 samples of the lower rate.
+_POSTROLL_S = 0.05
 # A header may round its duration, and codecs pad their last frame.
 _DURATION_SLACK_S = 0.1
 # A larger gap between the timestamps of two audio frames is filled with silence.
@@ -184,7 +186,10 @@ def read_frames(
             if frame.height * frame.width > max_pixels:
                 raise BadMedia("too-large", f"{frame.width} x {frame.height} pixels")
             # A stream may change its size, but a clip has one.
-            rgb = reformatter.reformat(frame, width=size[1], height=size[0], format="rgb24")
+            # One thread: starting more takes longer than small frames, and there is one CPU.
+            rgb = reformatter.reformat(
+                frame, width=size[1], height=size[0], format="rgb24", threads=1
+            )
             pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90)))
         return np.stack(pixels), times
 
@@ -218,7 +223,7 @@ def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarr
             time = None if frame.time is None else frame.time - zero
             if time is not None and time < start_s - 2 * _PREROLL_S:
                 continue
-            if time is not None and time > end_s + _PREROLL_S:
+            if time is not None and time > end_s + _POSTROLL_S:
                 break
             run.add(frame, time)
         run.flush()
