@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTen
 from mmray.bench.baselines import MEAN, STD, TEXTBOOK_TOKENS, CaptionDataset
 from mmray.bench.synthetic_images import synthetic_photos
 from mmray.config import ClipInputs
+from mmray.data.media.encode import encode_audio
 
 VERSION = 1  # of the generator; part of the folder name
 SPANS_PER_FILE = 4
@@ -136,22 +136,11 @@ def _write_video(file: Path, photo: Image.Image) -> None:
 
 def _write_audio(file: Path, draw: np.random.Generator) -> None:
     """Write noise with the spectrum of speech and music: less power at higher frequencies."""
-    import av
-
     noise = draw.standard_normal(AUDIO_S * AUDIO_RATE)
     spectrum = np.fft.rfft(noise) / np.arange(1, len(noise) // 2 + 2) ** 0.5
     samples = np.fft.irfft(spectrum)
     pcm = (samples / np.abs(samples).max() * 20_000).astype(np.int16)
-    with av.open(str(file), "w") as container:
-        stream: Any = container.add_stream("flac", rate=AUDIO_RATE, layout="mono")
-        frame = av.AudioFrame.from_ndarray(pcm[None], format="s16", layout="mono")
-        frame.sample_rate = AUDIO_RATE
-        frame.pts = 0
-        frame.time_base = Fraction(1, AUDIO_RATE)
-        resampler = av.AudioResampler("s16", "mono", AUDIO_RATE, 4096)
-        for each in (*resampler.resample(frame), *resampler.resample(None)):
-            container.mux(stream.encode(each))
-        container.mux(stream.encode(None))
+    file.write_bytes(encode_audio(pcm, AUDIO_RATE, "flac"))
 
 
 class PlainClips(CaptionDataset):

@@ -60,6 +60,7 @@ RATIOS = {
 }
 CLIP_RATIOS = {
     "stream_vs_plain": ("stream clips", "plain clips"),
+    "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # of audio
     "stream_vs_reader": ("stream clips", "reader clips"),
 }
 # Of clips: they are larger than images and take longer.
@@ -206,18 +207,25 @@ def _build_clip_loaders(
     cache = _cache()
     notify(f"writing and preparing {modality}")
     folder = clip_loader.write_clips(modality, clips, cache)
-    prepare = Prepare(duplicates="keep")
-    prepared = _prepare(str(folder / clip_loader.ROWS), cache / folder.name, prepare)
-    tokenizer_json = load_tokenizer("trained", prepared.tokenizer_json)
+    source = str(folder / clip_loader.ROWS)
+    settings = {"clips": Prepare(duplicates="keep")}
+    if modality == "audio":
+        settings["prepared"] = Prepare(duplicates="keep", audio_rate=clip_loader.SAMPLE_RATE)
+    sets = {name: _prepare(source, cache / folder.name, each) for name, each in settings.items()}
+    tokenizer_json = load_tokenizer("trained", sets["clips"].tokenizer_json)
     rate = EXPECTED_CLIP_RATE[modality]
     runs = _LoaderRuns(clips, CLIP_GLOBAL_ROWS, rate, window_s, actors, block_mb)
     inputs = clip_loader.clip_inputs(modality)
-    reader = RowReader(prepared, inputs, tokenizer_json, prepare.max_pixels)
+    readers = {
+        name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
+        for name, each in sets.items()
+    }
     rows = clip_loader.read_rows(folder, modality)
+    plain = clip_loader.PlainClips(rows, modality, tokenizer_json)
     return {
-        "reader clips": runs.reader(reader),
-        "plain clips": runs.loader(clip_loader.PlainClips(rows, modality, tokenizer_json)),
-        "stream clips": runs.stream(reader),
+        **{f"reader {name}": runs.reader(reader) for name, reader in readers.items()},
+        "plain clips": runs.loader(plain),
+        **{f"stream {name}": runs.stream(reader) for name, reader in readers.items()},
     }
 
 

@@ -214,6 +214,13 @@ class Prepare(Section, settings_prefix="prepare"):
     image_side: int = Field(
         0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes."
     )
+    audio_rate: int = Field(
+        0,
+        ge=0,
+        le=48_000,
+        description="Re-encode audio as FLAC with one channel and this many samples a second, such "
+        "as the model takes; 0: keep all bytes.",
+    )
     max_pixels: int = Field(
         25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded."
     )
@@ -341,9 +348,10 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @model_validator(mode="after")
     def _check_index_only(self) -> Prepare:
-        if self.index_only and self.image_side:
+        if self.index_only and (self.image_side or self.audio_rate):
             raise UsageError(
-                "prepare.index_only does not copy images, so prepare.image_side must be 0"
+                "prepare.index_only does not copy images and audio, so prepare.image_side and "
+                "prepare.audio_rate must be 0"
             )
         if self.index_only and self.links is not None:
             raise UsageError(

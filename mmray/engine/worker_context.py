@@ -139,15 +139,7 @@ class DataBoundHint:
             wait_fraction: Fraction of the time that training waits for data, 0 to 1.
         """
         actors = self.context.decode_actors
-        prepared = self.context.reader.prepared
-        sets: Any = getattr(prepared, "sets", (prepared,))
-        # margin for a crop
-        side = getattr(self.context.config.model.inputs, "image_side", sys.maxsize)
-        smaller = ceil(round(side * 1.14) / 32) * 32
-        sides = [each.manifest.settings.get("image_side", 0) for each in sets]
-        # 0: not re-encoded
-        large = any(each == 0 or each > smaller for each in sides) and side < sys.maxsize
-        shrink = f" or a set prepared with image side {smaller}" if large else ""
+        shrink = self._format_smaller_set()
         if actors is None:
             advice = f"more CPUs for decode actors{shrink}"
         else:
@@ -157,6 +149,24 @@ class DataBoundHint:
             f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this "
             f"{self.device}"
         )
+
+    def _format_smaller_set(self) -> str:
+        """Return which set would be decoded faster, as the end of a sentence; "" if none would."""
+        prepared = self.context.reader.prepared
+        sets: Any = getattr(prepared, "sets", (prepared,))
+        inputs: Any = self.context.config.model.inputs
+        if hasattr(inputs, "audio_rate"):  # of clips; videos are not re-encoded
+            rate = inputs.audio_rate
+            originals = [each for each in sets if each.manifest.settings.get("audio_rate") != rate]
+            kinds = " ".join(kinds for each in originals for kinds in each.rows_by_media_kinds)
+            return f" or a set prepared with audio rate {rate}" if rate and "audio" in kinds else ""
+        # margin for a crop
+        side = getattr(inputs, "image_side", sys.maxsize)
+        smaller = ceil(round(side * 1.14) / 32) * 32
+        sides = [each.manifest.settings.get("image_side", 0) for each in sets]
+        # 0: not re-encoded
+        large = any(each == 0 or each > smaller for each in sides) and side < sys.maxsize
+        return f" or a set prepared with image side {smaller}" if large else ""
 
 
 @dataclass

@@ -5,8 +5,6 @@ play.
 from __future__ import annotations
 
 import base64
-import io
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from mmray.data.images.transform import thumbnail
 from mmray.data.media.clips import clip_window, frame_times, read_sound
 from mmray.data.media.decode import read_frames
+from mmray.data.media.encode import encode_audio
 
 if TYPE_CHECKING:
     from mmray.data.store.stored_row import Row
@@ -52,28 +51,11 @@ def make_excerpt(row: Row, clip_s: float) -> dict[str, Any]:
     samples = read_sound(by_kind, window, SOUND_RATE)
     sound = None
     if samples is not None and len(samples):
-        sound = "data:audio/mpeg;base64," + base64.b64encode(_encode_mp3(samples)).decode()
+        encoded = encode_audio(samples, SOUND_RATE, "mp3", SOUND_BITS_PER_S)
+        sound = "data:audio/mpeg;base64," + base64.b64encode(encoded).decode()
     return {
         "start_s": round(window.start_s, 3),
         "end_s": round(window.end_s, 3),
         "frames": frames,
         "sound": sound,
     }
-
-
-def _encode_mp3(samples: np.ndarray) -> bytes:
-    """Encode samples int16 [N] at SOUND_RATE."""
-    import av
-
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp3") as container:
-        stream: Any = container.add_stream("mp3", rate=SOUND_RATE, layout="mono")
-        stream.bit_rate = SOUND_BITS_PER_S
-        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
-        frame.sample_rate = SOUND_RATE
-        frame.pts = 0
-        frame.time_base = Fraction(1, SOUND_RATE)
-        resampler = av.AudioResampler(stream.format, "mono", SOUND_RATE, stream.frame_size)
-        for part in [*resampler.resample(frame), *resampler.resample(None), None]:
-            container.mux(stream.encode(part))
-    return file.getvalue()

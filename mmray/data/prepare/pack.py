@@ -27,7 +27,8 @@ from mmray.data.images.decode import BadImage, decode, exif_orientation, header_
 from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
-from mmray.data.media.decode import read_header, verify_media
+from mmray.data.media.decode import MediaInfo, read_header, verify_media
+from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
@@ -50,6 +51,7 @@ READ_THREADS = 16
 _RECORD_VERSION = 14
 _PACK_SETTINGS = (
     "image_side",
+    "audio_rate",
     "max_pixels",
     "holdout",
     "split",
@@ -488,26 +490,34 @@ class _ChunkPacker:
         if settings.index_only and settings.check == "none":
             return Media(medium.kind, b"", ref), _sha256(orjson.dumps(ref))
         data = requested.result() if requested else self._read(medium)
-        media = Media(medium.kind, b"" if ref else data, ref, _sha256(data))
-        if settings.check == "none":
-            return media, media.sha256
+        digest = _sha256(data)
+        media = Media(medium.kind, b"" if ref else data, ref, digest)
+        rate = settings.audio_rate if medium.kind == "audio" else 0
+        if settings.check == "none" and not rate:
+            return media, digest
         try:
-            if settings.check == "header":
+            if settings.check == "header" and not rate:
                 info = read_header(data, medium.kind, settings.max_pixels)
             elif self.subprocess_decoder is not None:
                 info = self.subprocess_decoder.check_media(data, medium.kind, settings.max_pixels)
             else:
                 info = verify_media(data, medium.kind, settings.max_pixels)
+            if info.duration_s:
+                check_spans(row, medium.name, info)
+            if rate:
+                media.data = reencode_audio(data, info.end_s, rate)
+                media.sha256 = _sha256(media.data)
+                # Its times stay: what is before the first sample becomes silence.
+                info = MediaInfo(0.0, info.end_s, rate, channels=1)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{medium.name}: {bad.detail}") from None
         if info.duration_s:
-            check_spans(row, medium.name, info)
             media.duration = info.duration_s
         media.rate = info.rate
         media.channels = info.channels
         media.width = info.width
         media.height = info.height
-        return media, media.sha256
+        return media, digest
 
     def _read_image(
         self, image: ImageRef, requested: Future[bytes] | None

@@ -24,7 +24,7 @@ from mmray.data.rows import BadRow
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.errors import DataError
-from tests.data.media.synthetic import encode_audio, encode_video
+from tests.data.media.synthetic import AUDIO_CODECS, encode_audio, encode_video
 from tests.data.prepare.test_pipeline import quarantine
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -136,6 +136,28 @@ def test_audio_and_video_from_every_source(tmp_path: Path, make: Any, index_only
     assert (video.kind, video.rate, video.channels) == ("video", 25, 1)
     assert (video.width, video.height) == (64, 64)
     assert video.duration == pytest.approx(2.0, abs=0.03)
+
+
+@pytest.mark.parametrize("suffix", AUDIO_CODECS)
+def test_audio_rate_stores_what_is_read_from_the_original(tmp_path: Path, suffix: str) -> None:
+    jsonl(tmp_path / "raw")
+    data = encode_audio(suffix, 3.0, 48000, channels=2)
+    (tmp_path / "raw" / f"s.{suffix}").write_bytes(data)
+    rows = [{"audio": f"s.{suffix}", "texts": TEXTS, "video": "b.mp4"}]
+    assert prepare_rows(tmp_path, rows, audio_rate=16000) == []
+    [row] = read_all(tmp_path / "out")
+    audio, video = row.media
+    assert video.data == CLIP and row.spans == [[0.25, 0.75], [1.0, 1.9]]
+    assert audio.data.startswith(b"fLaC") and audio.checksum_ok
+    assert (audio.rate, audio.channels) == (16000, 1)
+    assert audio.duration == pytest.approx(decode.verify_media(data, "audio").end_s)
+    for start, end in ((0.0, 1.0), *row.spans, (2.5, 3.2)):
+        # From a seek the phase of the resampler differs, by up to a sample of 16,000 Hz.
+        stored = decode.read_audio(audio.data, start, end, 16000)
+        original = decode.read_audio(data, 0.0, 4.0, 16000)[round(start * 16000) :]
+        np.testing.assert_array_equal(stored, original[: len(stored)])
+        read = decode.read_audio(data, start, end, 16000)
+        assert np.corrcoef(stored, read)[0, 1] > 0.9
 
 
 def prepare_rows(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:

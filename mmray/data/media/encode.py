@@ -1,0 +1,52 @@
+"""Encode mono audio: FLAC in prepared sets, MP3 in HTML pages."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from mmray.data.media.decode import read_audio
+
+
+def encode_audio(
+    samples: np.ndarray, rate: int, codec: str, bits_per_s: int | None = None
+) -> bytes:
+    """Encode mono audio as a file.
+
+    Args:
+        samples: int16 [N], at least one.
+        rate: Samples per second.
+        codec: `flac` (lossless) or `mp3`.
+        bits_per_s: Bit rate of MP3; None: FFmpeg's default.
+    """
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=codec) as container:
+        stream: Any = container.add_stream(codec, rate=rate, layout="mono")
+        if bits_per_s is not None:
+            stream.bit_rate = bits_per_s
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = rate
+        frame.pts = 0
+        frame.time_base = Fraction(1, rate)
+        for each in (frame, None):
+            container.mux(stream.encode(each))
+    return file.getvalue()
+
+
+def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
+    """Return audio from time zero on as FLAC with one channel, so times in it stay the same.
+
+    Args:
+        data: Encoded audio.
+        end_s: Time of its end in seconds.
+        rate: Samples per second of the result.
+
+    Raises:
+        BadMedia: It cannot be decoded.
+    """
+    return encode_audio(read_audio(data, 0.0, max(end_s, 1 / rate), rate), rate, "flac")
