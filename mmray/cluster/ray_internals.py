@@ -101,6 +101,27 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
         ]
 
 
+def pending_actors(class_name: str) -> list[dict[str, str]]:
+    """Return the label selectors of the actors of all jobs that wait for a CPU.
+
+    Args:
+        class_name: Part of the class name of the actors, such as `DecodeActor`.
+    """
+    with _checked("the pending actors"):
+        from ray._private.state import state
+        from ray.core.generated import gcs_pb2
+
+        messages: Any = gcs_pb2
+        accessor = state._connect_and_get_accessor()
+        records = accessor.get_actor_table(None, "PENDING_CREATION")
+        actors = [messages.ActorTableData.FromString(record) for record in records]
+        return [
+            dict(actor.label_selector)
+            for actor in actors
+            if class_name in actor.class_name and "CPU" in actor.required_resources
+        ]
+
+
 def running_jobs() -> list[str]:
     """Return the other jobs that run on the cluster, as text with their job ID, driver address and
     process ID.

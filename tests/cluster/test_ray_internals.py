@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -25,6 +26,10 @@ from mmray.cluster.placement import (
 from mmray.errors import ResourceError
 
 
+class NeverPlaced:
+    pass
+
+
 def test_installed_ray_is_the_tested_version():
     assert ray_internals.version_warning() is None
     assert "Ray 2.61.0 is untested" in ray_internals.version_warning("2.61.0")
@@ -42,6 +47,19 @@ def test_free_resources_by_node(local_ray):
     (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     assert ray_internals.free_resources()[node_id]["CPU"] >= 0
     assert free_nodes()[0].labels == alive_nodes()[0].labels == schedulable_nodes().nodes[0].labels
+
+
+def test_pending_actors_have_their_label_selectors(local_ray):
+    selector = {"mmray/role": "data"}
+    options = {"num_cpus": 1, "label_selector": selector}  # no node has it
+    actor = ray.remote(NeverPlaced).options(**options).remote()
+    reserved = ray.remote(NeverPlaced).options(num_cpus=0, label_selector=selector).remote()
+    end_s = time.monotonic() + 30
+    while ray_internals.pending_actors("NeverPlaced") != [selector]:
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    for each in (actor, reserved):
+        ray.kill(each)
 
 
 def test_no_node_is_draining_and_no_pools_on_a_local_cluster(local_ray):

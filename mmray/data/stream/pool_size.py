@@ -5,17 +5,20 @@ while it does not. Pure: the caller passes the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # Grow if the rank waited for this share of the window.
 GROW_WINDOW_S = 5.0
 GROW_SHARE = 0.05
-GROWTH = 0.5  # processes to add, relative to those there are
+MAX_GROWTH = 0.5  # processes to add, relative to those there are
 # Shrink by this share if the rank has hardly waited in the window, which is doubled each time the
-# number had to grow again.
+# number had to grow again, up to the maximum.
 SHRINK_WINDOW_S = 60.0
+MAX_SHRINK_WINDOW_S = 240.0
 SHRINK_SHARE = 0.01
-SHRINKAGE = 0.25
+CONTESTED_SHARE = 0.1  # instead, while processes of other ranks wait for the same CPUs
+SHRINKAGE = 0.125
 IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait because it reads nothing
 
 
@@ -70,12 +73,19 @@ class PoolSize:
         self._has_shrunk = False
         self._updated_s = now_s
 
-    def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
+    def update(
+        self,
+        now_s: float,
+        waited_s: float,
+        num_running: int,
+        must_yield: bool,
+        is_contested: Callable[[], bool],
+    ) -> None:
         """Choose `target`, the number of processes that read and decode rows for the rank, again.
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
-        mistake).
+        mistake, up to 240 s), or in less than 10 % while other ranks get no CPUs.
 
         Args:
             now_s: The present time, of the same clock as before.
@@ -83,6 +93,8 @@ class PoolSize:
             num_running: Number of processes that have started. The target does not grow before all
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.
+            is_contested: Returns whether processes of other ranks wait for CPUs that these have;
+                called at most once in 60 s.
         """
         was_idle = now_s - self._updated_s > IDLE_S
         self._updated_s = now_s
@@ -93,26 +105,34 @@ class PoolSize:
         if must_yield or was_idle or num_running < self.target:
             # A window that starts now: what is measured before they run says nothing about them.
             self._grow_window = _Window(now_s, waited_s)
-            return
         if now_s - self._grow_window.start_s >= GROW_WINDOW_S:
-            if self._grow_window.share(now_s, waited_s) > GROW_SHARE:
-                self._grow(now_s, waited_s)
+            share = self._grow_window.share(now_s, waited_s)
+            if share > GROW_SHARE:
+                self._grow(now_s, waited_s, share)
             self._grow_window = _Window(now_s, waited_s)
         if now_s - self._shrink_window.start_s >= self._shrink_window_s:
-            if self._shrink_window.share(now_s, waited_s) < SHRINK_SHARE:
-                self._shrink()
+            share = self._shrink_window.share(now_s, waited_s)
+            if share < SHRINK_SHARE:
+                self._shrink(num_running)
+                self._has_shrunk = True
+            elif share < CONTESTED_SHARE and is_contested():
+                self._shrink(num_running)
             self._shrink_window = _Window(now_s, waited_s)
 
-    def _grow(self, now_s: float, waited_s: float) -> None:
+    def _grow(self, now_s: float, waited_s: float, share: float) -> None:
+        """Add as many processes as the share of waiting shows to be missing."""
         if self.target >= self._maximum:
             return
-        self.target = min(self._maximum, self.target + math.ceil(self.target * GROWTH))
+        missing = share / max(1e-9, 1.0 - share)  # relative to those there are
+        added = math.ceil(self.target * min(MAX_GROWTH, missing))
+        self.target = min(self._maximum, self.target + added)
         self._shrink_window = _Window(now_s, waited_s)
         if self._has_shrunk:
-            self._shrink_window_s *= 2
+            self._shrink_window_s = min(MAX_SHRINK_WINDOW_S, 2 * self._shrink_window_s)
             self._has_shrunk = False
 
-    def _shrink(self) -> None:
+    def _shrink(self, num_running: int) -> None:
+        """Request fewer processes than run, so none of those that have not started."""
         if self.target > self._minimum:
-            self.target = max(self._minimum, self.target - math.ceil(self.target * SHRINKAGE))
-            self._has_shrunk = True
+            needed = min(self.target, num_running)
+            self.target = max(self._minimum, needed - math.ceil(needed * SHRINKAGE))
