@@ -75,10 +75,19 @@ def limited(killed: bool = False, max_rows: int = MAX_ROWS, **sections: Any) -> 
     return tiny(model=model, **{"batch": Batch(micro=4, global_=16), **sections})
 
 
+_run_worker = shape_probe._run_worker
+
+
+def _run_worker_briefly(channel: Any, task: ShapeTask) -> Measurements:
+    shape_worker.WINDOW_S = 0.0
+    return _run_worker(channel, task)
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, forked_children: None) -> None:
     """Few steps, and one worker without Ray, which other tests of this process may have started."""
     monkeypatch.setattr(shape_worker, "WINDOW_S", 0.0)
+    monkeypatch.setattr(shape_probe, "_run_worker", _run_worker_briefly)
     monkeypatch.setattr(shape_probe, "needs_ray", lambda cluster: cluster.max_workers > 1)
 
 
@@ -90,13 +99,15 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow  # a minute or two, as in use
-def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> None:
+def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path, quick: None) -> None:
     """One worker, in a process of this machine, for two global batches."""
-    base = at(
-        tmp_path,
-        tiny(train=Train(steps=9), batch=Batch(micro=4, global_=16), optimizer=Optimizer(lr=0.25)),
-    )
+    sections: dict[str, Any] = {
+        "train": Train(steps=9),
+        "batch": Batch(micro=4, global_=16),
+        "optimizer": Optimizer(lr=0.25),
+        "cluster": Cluster(workers=1, accelerator="cpu", cpus_per_worker=1),  # one thread
+    }
+    base = at(tmp_path, tiny(**sections))
     (tmp_path / "mine.yaml").write_text(to_yaml(base))
     text = io.StringIO()
     words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "8,12"]
@@ -104,7 +115,7 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     folder = tmp_path / "custom-tune"
     rows, summary = rows_of(folder), json.loads((folder / "sweep.json").read_text())
     assert {row["status"] for row in rows} == {"finished"}
-    for size, sizes in ((8, {1, 2, 4, 8}), (12, {1, 2, 3, 6, 12})):
+    for size, sizes in ((8, {1, 2, 4, 8}), (12, {1, 2, 3, 4, 6, 12})):
         measured = [row for row in rows if row["global"] == size]
         assert len(measured) >= 3 and {row["micro"] for row in measured} <= sizes
         assert all(row["accumulation"] == -(-size // row["micro"]) for row in measured)
