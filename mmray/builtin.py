@@ -105,6 +105,7 @@ OBJECTIVES = {
     "video_text": "mmray.objectives.contrastive:VideoText",
     "audio_video": "mmray.objectives.contrastive:AudioVideo",
     "matching": "mmray.objectives.matching:Matching",
+    "clip_matching": "mmray.objectives.matching:ClipMatching",
     "classification": "mmray.objectives.cross_entropy:Classification",
     "region_text": "mmray.objectives.cross_entropy:RegionText",
     "language_modelling": "mmray.objectives.language_modelling:LanguageModelling",

@@ -186,21 +186,50 @@ class TwoTower(TowerModel):
 
 
 class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
-    """Cross-attention layers between text tokens and image features."""
+    """Cross-attention layers from text tokens to the features of other modalities."""
 
 
-class Fusion(TowerModel):
-    """Dual encoder with cross-attention layers between text tokens and image features."""
+class PairModel(TowerModel):
+    """Base of models with heads on cross-attention from text tokens to other modalities."""
 
-    branches = ("image", "text", "cross")
     shares_only_loss = False
-    objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
 
     cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
-    matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
+    matching: bool = Field(
+        False, description="Head that scores whether a text matches (`matching`, `clip_matching`)."
+    )
     classes: int = Field(
         0, ge=0, description="Classes of the classification head (`classification`); 0: none."
     )
+
+    def label_checks(self) -> dict[str, Callable[[int], str]]:
+        """Return a function that checks the column `label` against the classes, if `classes` is
+        set.
+
+        It takes a label (int) and returns why the model has no class for it; an empty string if the
+        model has one.
+        """
+        return {"label": self._class_problem} if self.classes else {}
+
+    def _class_problem(self, label: int) -> str:
+        if 0 <= label < self.classes:
+            return ""
+        fix = "number the classes from 0"
+        if label > 0:
+            fix = f"set --model.classes to {label + 1} or more"
+        return (
+            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
+            f"{self.classes - 1}: {fix}"
+        )
+
+
+class Fusion(PairModel):
+    """Dual encoder with cross-attention layers between text tokens and image features."""
+
+    branches = ("image", "text", "cross")
+    objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
+
+    matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
     regions: bool = Field(
         False, description="Region head that scores boxes against label texts (`region_text`)."
     )
@@ -224,23 +253,10 @@ class Fusion(TowerModel):
             regions have names. It takes a label (int) and returns why the model has no class for
             it; an empty string if the model has one.
         """
-        checks: dict[str, Callable[[int], str]] = {}
-        if self.classes:
-            checks["label"] = self._class_problem
+        checks = super().label_checks()
         if self.regions and self.region_labels:
             checks["box_labels"] = self._region_problem
         return checks
-
-    def _class_problem(self, label: int) -> str:
-        if 0 <= label < self.classes:
-            return ""
-        fix = "number the classes from 0"
-        if label > 0:
-            fix = f"set --model.classes to {label + 1} or more"
-        return (
-            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
-            f"{self.classes - 1}: {fix}"
-        )
 
     def _region_problem(self, label: int) -> str:
         names = self.region_labels
@@ -291,12 +307,19 @@ class ClipInputs(Inputs):
     max_boxes: Literal[0] = 0  # not supported
 
 
-class Towers(TowerModel):
-    """Branches for audio, video and text with one embedding space; a row may lack any of them."""
+class Towers(PairModel):
+    """Branches for audio, video and text with one embedding space, and heads on cross-attention
+    between them; a row may lack any modality.
+    """
 
-    shares_only_loss = False
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "audio", "video")
-    objectives: ClassVar[tuple[str, ...]] = ("audio_text", "video_text", "audio_video")
+    objectives: ClassVar[tuple[str, ...]] = (
+        "audio_text",
+        "video_text",
+        "audio_video",
+        "clip_matching",
+        "classification",
+    )
 
     inputs: ClipInputs = ClipInputs()
     audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
@@ -304,11 +327,16 @@ class Towers(TowerModel):
     logit_bias: Literal[None] = None  # not supported
 
     @property
-    def branches(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the branches, which are the modalities: `text`, `audio`, `video`."""
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the modalities: `text`, `audio`, `video`."""
         audio = ("audio",) if self.inputs.audio_rate else ()
         video = ("video",) if self.inputs.frames else ()
         return ("text", *audio, *video)
+
+    @property
+    def branches(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the branches: the modalities, and `cross` if a head needs it."""
+        return (*self.modalities, "cross") if self.matching or self.classes else self.modalities
 
     def unsupported_reasons(self) -> list[str]:
         """Return why no such model can be built, each reason with a fix; empty if one can."""
@@ -316,7 +344,9 @@ class Towers(TowerModel):
         reasons = super().unsupported_reasons()
         if "audio" in self.branches and self.audio.weights == "none":
             reasons += _head_reasons(self.audio)
-        if len(self.branches) == 1:
+        if "cross" in self.branches:
+            reasons += _head_reasons(self.cross)
+        if len(self.modalities) == 1:
             reasons.append(
                 "model.inputs: without audio (audio_rate 0) and video (frames 0) there is nothing "
                 "to compare texts with; set one of them"

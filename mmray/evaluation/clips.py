@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import BadImage
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.stored_row import Row, hash_key
@@ -19,13 +20,15 @@ from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, rows_of_rank
 from mmray.evaluation.clip_examples import ClipExamples, ClipRanks
 from mmray.evaluation.embeddings import (
+    TOP_K,
     Group,
     RowFile,
     eval_mode,
     gather_rows,
     steps_in_lockstep,
+    topk_hits,
 )
-from mmray.evaluation.evaluator import compute_ranks_in_parallel
+from mmray.evaluation.evaluator import compute_ranks_in_parallel, topk_accuracy
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
 
@@ -49,7 +52,7 @@ class ClipEvaluator(EvalDataset):
     @torch.no_grad()
     def score(
         self,
-        model: nn.Module,
+        model: Any,
         group: Group,
         objective: Any,
         global_rows: int,
@@ -72,14 +75,15 @@ class ClipEvaluator(EvalDataset):
         Returns:
             Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
             for each direction such as `audio_to_text`, `recall_at_1/mean`, `rows` (number of
-            clips) and `bad_rows`. A clip that lacks a modality is left out of its directions. A
-            clip with an identical text counts as correct where a text is searched, or searches.
+            clips) and `bad_rows`; with a classification head `classification/top_1`, `/top_5` and
+            `/rows`. A clip that lacks a modality is left out of its directions. A clip with an
+            identical text counts as correct where a text is searched, or searches.
 
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.
         """
         skipped: list[str] = []
-        files, identities = self._embed(model, group, skipped)
+        files, identities, hits = self._embed(model, group, skipped)
         # After all batches, because the ranks may have different numbers of them.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
         identity = gather_rows(identities, group)
@@ -89,6 +93,10 @@ class ClipEvaluator(EvalDataset):
                 f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}"
             )
         metrics: dict[str, float] = {}
+        if hits is not None:
+            classes = model.class_head.out_features
+            total = group.all_gather_variable(hits[None]).sum(0).cpu()
+            metrics |= topk_accuracy(total, "classification", classes)
         inputs: Any = self.inputs
         examples = ClipExamples(self.prepared, identity[:, 1:], inputs.clip_s, group.device)
         present = {name: embed.any(dim=1) for name, embed in embeds.items()}
@@ -116,11 +124,11 @@ class ClipEvaluator(EvalDataset):
 
     def _embed(
         self, model: nn.Module, group: Group, skipped: list[str]
-    ) -> tuple[dict[str, RowFile], RowFile]:
+    ) -> tuple[dict[str, RowFile], RowFile, Tensor | None]:
         """Embed the clips of this rank's rows; unreadable rows go into `skipped`.
 
-        Returns the embeddings by modality, and the hash of the text, the row and the number of the
-        text of each clip.
+        Returns the embeddings by modality; the hash of the text, the row and the number of the text
+        of each clip; and the counts of `topk_hits` of the classification head, None without one.
         """
         with eval_mode(model):
             # A rank without rows needs the names and the widths, too.
@@ -132,6 +140,8 @@ class ClipEvaluator(EvalDataset):
                 if name.endswith("_embed")
             }
             identities = RowFile(3, np.int64)
+            classifies = "class_logits" in outputs
+            hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64) if classifies else None
             for batch, _ in steps_in_lockstep(model, self._batches(group, skipped), group):
                 if batch is None:
                     model(synthetic)
@@ -141,7 +151,9 @@ class ClipEvaluator(EvalDataset):
                 for name, file in files.items():
                     file.write(outputs[f"{name}_embed"].float().cpu())
                 identities.write(batch["identity"])
-        return files, identities
+                if hits is not None:
+                    hits += topk_hits(outputs["class_logits"].float().cpu(), batch["label"])
+        return files, identities, hits
 
     def _batches(self, group: Group, skipped: list[str]) -> Iterator[Batch]:
         """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
@@ -192,6 +204,9 @@ class ClipEvaluator(EvalDataset):
             | extra_tensors(columns, self.reader.extra_columns)
             | {
                 "identity": torch.tensor(identities),
+                "label": torch.tensor(
+                    [NO_LABEL if clip.row.label is None else clip.row.label for clip in clips]
+                ),
                 "valid": torch.ones(len(clips), dtype=torch.bool),
             }
         )

@@ -3,8 +3,6 @@ map of its image.
 
 Cross-attention feeds the heads: image-text matching and classification of the pair. A region head
 classifies boxes over the texts of all labels.
-Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, section 3.1), with
-pre-norm layers.
 """
 
 from __future__ import annotations
@@ -15,73 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmray.models.encoders.text import mask_with_first, masked_mean
+from mmray.models.cross_attention import CrossEncoder, PairHeads
 from mmray.models.protocol import Architecture, HeadScores
 from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import TwoTower
-from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
-    from mmray.config import CrossAttention
     from mmray.config import Fusion as FusionConfig
 
 
-class CrossEncoder(nn.Module):
-    """Layers of self-attention over text tokens and cross-attention from text tokens to image
-    features.
-
-    Args:
-        spec: The `model.cross` section: width, depth, heads and dropout.
-        image_width: Width of the image features.
-        num_positions: Number of positions N of the image features.
-        text_width: Width of the text features.
-    """
-
-    def __init__(
-        self, spec: CrossAttention, image_width: int, num_positions: int, text_width: int
-    ) -> None:
-        super().__init__()
-        self.from_image = nn.Linear(image_width, spec.width)
-        self.from_text = nn.Linear(text_width, spec.width)
-        # feature maps have no positions
-        self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))
-        self.layers = nn.ModuleList(
-            nn.TransformerDecoderLayer(
-                spec.width,
-                spec.heads,
-                dim_feedforward=transformer_config(spec)["intermediate_size"],
-                dropout=spec.dropout,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(spec.depth)
-        )
-        self.norm = nn.LayerNorm(spec.width)
-
-    def forward(
-        self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor
-    ) -> Tensor:
-        """Return the features of pairs of an image and a caption.
-
-        Args:
-            image_features: Features of each position of the images [B, N, image_width].
-            text_features: Features of each token of the captions [B, T, text_width].
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Mean over the tokens of each caption [B, W], where W is the width of the
-            cross-attention.
-        """
-        padding = ~mask_with_first(attention_mask)
-        hidden = self.from_text(text_features)
-        memory = self.from_image(image_features) + self.position
-        for layer in self.layers:
-            hidden = layer(hidden, memory, tgt_key_padding_mask=padding)
-        return masked_mean(self.norm(hidden), attention_mask)
-
-
-class Fusion(TwoTower):
+class Fusion(PairHeads, TwoTower):
     """Two towers, cross-attention layers, and the configured heads.
 
     Args:
@@ -109,9 +50,9 @@ class Fusion(TwoTower):
             num_positions = (
                 on_meta.eval().features(torch.zeros(1, 3, side, side, device="meta")).shape[1]
             )
-        self.cross = CrossEncoder(spec.cross, image.width, num_positions, self.text.tower.width)
-        self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
-        self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
+        widths = {"image": image.width}
+        cross = CrossEncoder(spec.cross, widths, self.text.tower.width, num_positions)
+        self.add_heads(spec, cross)
         self.region_head = RegionHead(image.width, spec.embed_dim) if spec.regions else None
         # `{}`: without a tokenizer
         placeholder_ids = [[n % vocab_size] for n in range(len(spec.region_labels))]
@@ -137,16 +78,7 @@ class Fusion(TwoTower):
         image_features, image_embed = self.image(batch["image"])
         text_features, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         outputs = {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
-        matching = self.match_head is not None and "negative_ids" in batch
-        if matching or self.class_head is not None:
-            pair = self.cross(image_features, text_features, batch["attention_mask"])
-            if self.class_head is not None:
-                outputs["class_logits"] = self.class_head(pair)
-        if self.match_head is not None and matching:
-            other, _ = self.text(batch["negative_ids"], batch["negative_mask"])
-            negative = self.cross(image_features, other, batch["negative_mask"])
-            outputs["match"] = self.match_head(pair).squeeze(1)
-            outputs["match_negative"] = self.match_head(negative).squeeze(1)
+        outputs |= self.head_outputs({"image": image_features}, text_features, batch)
         if self.label_texts is not None and "boxes" in batch:
             outputs["region_logits"] = self._region_logits(
                 self._region_embeds(image_features, batch["boxes"])
@@ -181,7 +113,7 @@ class Fusion(TwoTower):
             Features [B, W], where W is the width of the cross-attention.
         """
         text_features, _ = self.text(input_ids, attention_mask)
-        return self.cross(self.image(image)[0], text_features, attention_mask)
+        return self.cross({"image": self.image(image)[0]}, text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Embed boxes of images in the space of the text embeddings.

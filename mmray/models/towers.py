@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
+from mmray.models.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.pretrained_audio import PretrainedAudio, build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower, masked_mean
@@ -33,14 +34,18 @@ class AudioBranch(nn.Module):
     Args:
         tower: Maps samples to features.
         embed_dim: Size D of the embeddings.
+        with_features: Return the features of each position too.
     """
 
-    def __init__(self, tower: AudioTransformer | PretrainedAudio, embed_dim: int) -> None:
+    def __init__(
+        self, tower: AudioTransformer | PretrainedAudio, embed_dim: int, with_features: bool
+    ) -> None:
         super().__init__()
         self.tower = tower
+        self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+    def forward(self, audio: Tensor, num_samples: Tensor) -> Any:
         """Embed audio by the mean over its features.
 
         Args:
@@ -48,10 +53,13 @@ class AudioBranch(nn.Module):
             num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without audio.
+            L2-normalized embeddings [B, D]; arbitrary for a row without audio. Built
+            `with_features` also before them the features [B, T, W], and a mask int64 [B, T], 0 for
+            padding.
         """
         features, mask = self.tower(audio, num_samples)
-        return l2_normalize(self.project(masked_mean(features, mask)))
+        embedding = l2_normalize(self.project(masked_mean(features, mask)))
+        return (features, mask, embedding) if self.with_features else embedding
 
 
 class VideoBranch(nn.Module):
@@ -61,15 +69,23 @@ class VideoBranch(nn.Module):
         tower: Maps normalized pixels to features.
         embed_dim: Size D of the embeddings.
         inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
+        with_features: Return the features of each position too.
     """
 
-    def __init__(self, tower: FrameEncoder | VideoMae, embed_dim: int, inputs: ClipInputs) -> None:
+    def __init__(
+        self,
+        tower: FrameEncoder | VideoMae,
+        embed_dim: int,
+        inputs: ClipInputs,
+        with_features: bool,
+    ) -> None:
         super().__init__()
+        self.with_features = with_features
         self.pixels = NormalizePixels(inputs.mean, inputs.std)
         self.tower = tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, video: Tensor, num_frames: Tensor) -> Tensor:
+    def forward(self, video: Tensor, num_frames: Tensor) -> Any:
         """Embed videos by the mean over their features.
 
         Args:
@@ -77,15 +93,19 @@ class VideoBranch(nn.Module):
             num_frames: Frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without video.
+            L2-normalized embeddings [B, D]; arbitrary for a row without video. Built
+            `with_features` also before them the features [B, N, W], and a mask int64 [B, N], 0 for
+            padding.
         """
         pixels = self.pixels(video.flatten(0, 1)).unflatten(0, video.shape[:2])
         features, mask = self.tower(pixels, num_frames)
-        return l2_normalize(self.project(masked_mean(features, mask)))
+        embedding = l2_normalize(self.project(masked_mean(features, mask)))
+        return (features, mask, embedding) if self.with_features else embedding
 
 
-class Towers(nn.Module):
-    """Text, audio and video branches and a learned temperature.
+class Towers(PairHeads, nn.Module):
+    """Text, audio and video branches, a learned temperature, and the configured heads on
+    cross-attention from texts to audio and video.
 
     Args:
         spec: The `model` section, of kind `towers`.
@@ -103,7 +123,9 @@ class Towers(nn.Module):
         text = build_text_tower(
             spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
         )
-        self.text = TextBranch(text, spec.embed_dim, with_features=False)
+        self.has_heads = bool(spec.matching or spec.classes)
+        self.text = TextBranch(text, spec.embed_dim, self.has_heads)
+        widths = {}
         self.audio: AudioBranch | None = None
         self.video: VideoBranch | None = None
         if inputs.audio_rate:
@@ -112,15 +134,19 @@ class Towers(nn.Module):
                 if spec.audio.weights == "none"
                 else build_pretrained_audio(spec.audio, inputs, architecture)
             )
-            self.audio = AudioBranch(tower, spec.embed_dim)
+            self.audio = AudioBranch(tower, spec.embed_dim, self.has_heads)
+            widths["audio"] = tower.width
         if inputs.frames:
             frames = (
                 FrameEncoder(spec, architecture)
                 if spec.video.weights == "none"
                 else VideoMae(spec.video, inputs, architecture)
             )
-            self.video = VideoBranch(frames, spec.embed_dim, inputs)
+            self.video = VideoBranch(frames, spec.embed_dim, inputs, self.has_heads)
+            widths["video"] = frames.width
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
+        if self.has_heads:
+            self.add_heads(spec, CrossEncoder(spec.cross, widths, text.width))
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Embed the modalities of rows.
@@ -128,20 +154,28 @@ class Towers(nn.Module):
         Args:
             batch: `input_ids` and `attention_mask` int64 [B, T]; `audio` int16 [B, N] and
                 `num_samples` int64 [B]; `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B];
-                `has_text`, `has_audio` and `has_video` bool [B].
+                `has_text`, `has_audio` and `has_video` bool [B]. Optional: `negative_ids` and
+                `negative_mask` int64 [B, T], texts that do not match.
 
         Returns:
             `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized, 0 for a missing
-            modality; and the scalar `logit_scale`.
+            modality; and the scalar `logit_scale`. With heads also those of
+            `PairHeads.head_outputs`, and `media_embed_sum` [B, D], the sum of the embeddings of
+            audio and video.
         """
-        outputs = {"text_embed": self.text(batch["input_ids"], batch["attention_mask"])}
-        if self.audio is not None:
-            outputs["audio_embed"] = self.audio(batch["audio"], batch["num_samples"])
-        if self.video is not None:
-            outputs["video_embed"] = self.video(batch["video"], batch["num_frames"])
-        for name, embed in outputs.items():
-            present = batch[f"has_{name.removesuffix('_embed')}"]
-            outputs[name] = embed * present[:, None].to(embed.dtype)
+        encoded = self._encode(batch)
+        outputs: dict[str, Tensor] = {}
+        for name, branch in encoded.items():
+            embed = self._embedding(branch)
+            outputs[f"{name}_embed"] = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
+        if self.has_heads:
+            media = [embed for name, embed in outputs.items() if name != "text_embed"]
+            outputs["media_embed_sum"] = torch.stack(media).sum(dim=0)
+            features, masks = _media_features(encoded)
+            mask = batch["attention_mask"] * batch["has_text"][:, None]
+            outputs |= self.head_outputs(
+                features, encoded["text"][0], batch | {"attention_mask": mask}, masks
+            )
         return outputs | {"logit_scale": self.log_scale.exp()}
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -154,11 +188,66 @@ class Towers(nn.Module):
         Returns:
             L2-normalized embeddings [B, D].
         """
-        return self.text(input_ids, attention_mask)
+        return self._embedding(self.text(input_ids, attention_mask))
+
+    def embed_audio(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Embed audio.
+
+        Args:
+            audio: Samples int16 [B, N], zeros after those of a row.
+            num_samples: Samples of each row, int64 [B].
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
+        assert self.audio is not None, "the model has no audio"
+        return self._embedding(self.audio(audio, num_samples))
+
+    def embed_video(self, video: Tensor, num_frames: Tensor) -> Tensor:
+        """Embed videos.
+
+        Args:
+            video: Pixels uint8 [B, F, 3, S, S].
+            num_frames: Frames of each row, int64 [B].
+
+        Returns:
+            L2-normalized embeddings [B, D].
+        """
+        assert self.video is not None, "the model has no video"
+        return self._embedding(self.video(video, num_frames))
+
+    def _embedding(self, result: Any) -> Tensor:
+        """Return the embeddings in the result of a branch."""
+        return result[-1] if self.has_heads else result
+
+    def embed_pair(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the features of texts with their audio and video, which the heads read.
+
+        Args:
+            batch: As of `forward`; each row has a text.
+
+        Returns:
+            Features [B, W], where W is the width of the cross-attention.
+        """
+        encoded = self._encode(batch)
+        features, masks = _media_features(encoded)
+        return self.cross(features, encoded["text"][0], batch["attention_mask"], masks)
+
+    def _encode(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the results of the branches by modality."""
+        encoded = {"text": self.text(batch["input_ids"], batch["attention_mask"])}
+        if self.audio is not None:
+            encoded["audio"] = self.audio(batch["audio"], batch["num_samples"])
+        if self.video is not None:
+            encoded["video"] = self.video(batch["video"], batch["num_frames"])
+        return encoded
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the modules that embed texts, audio and video, by modality."""
-        branches = {"text": self.text, "audio": self.audio, "video": self.video}
+        """Return the modules that embed texts, audio and video, by modality, and the
+        cross-attention of the heads as `cross`.
+        """
+        cross = self.cross if self.has_heads else None
+        branches = {"text": self.text, "audio": self.audio, "video": self.video, "cross": cross}
         return {name: branch for name, branch in branches.items() if branch is not None}
 
     @torch.no_grad()
@@ -180,3 +269,11 @@ class Towers(nn.Module):
             else:
                 towers["video"] = tower
         return tower_configs(towers)
+
+
+def _media_features(encoded: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the features and the masks of audio and video, from the results of the branches."""
+    media = {name: result for name, result in encoded.items() if name != "text"}
+    features = {name: result[0] for name, result in media.items()}
+    masks = {name: result[1] for name, result in media.items()}
+    return features, masks

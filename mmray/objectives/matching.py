@@ -33,6 +33,22 @@ class Matching(RowLoss):
     score_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
 
+    def counted_rows(self, batch: Batch) -> Tensor:
+        """Return the rows that count, bool [B].
+
+        Args:
+            batch: `valid` bool [B], False for padding and unreadable rows.
+        """
+        return batch["valid"]
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of rows that count, an int64 scalar.
+
+        Args:
+            batch: The columns that `counted_rows` reads.
+        """
+        return self.counted_rows(batch).sum()
+
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
@@ -53,7 +69,7 @@ class Matching(RowLoss):
             scalar; and `match_accuracy`: half the number of correct decisions. A row has two, its
             own caption and the negative one; without a negative caption the second counts as wrong.
         """
-        valid = batch["valid"]
+        valid = self.counted_rows(batch)
         has_negative = valid & batch["has_negative"]
         match = at_least_float32(outputs["match"])
         negative = at_least_float32(outputs["match_negative"])
@@ -84,7 +100,7 @@ class Matching(RowLoss):
             `negative_ids` and `negative_mask` int64 [B, T], and `has_negative` bool [B]. A row
             without a different caption has its own in place of the negative.
         """
-        chosen = sample_negatives(outputs, batch, gathered)
+        chosen = sample_negatives(outputs, batch, gathered, self.score_outputs[0])
         has_negative = chosen != NO_NEGATIVE
         local_rows = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
         row = torch.where(has_negative, chosen, local_rows)
@@ -95,7 +111,28 @@ class Matching(RowLoss):
         }
 
 
-def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Tensor:
+class ClipMatching(Matching):
+    """`Matching` of texts with audio and video, of which a row may lack some.
+
+    Similarities are those of the text with the sum of the embeddings of audio and video, the output
+    `media_embed_sum` [B, D]. Rows without text, or with neither audio nor video, do not count.
+    """
+
+    score_outputs = ("media_embed_sum", "text_embed")
+
+    def counted_rows(self, batch: Batch) -> Tensor:
+        """Return the rows that count, bool [B].
+
+        Args:
+            batch: `valid`, `has_text`, and `has_audio` or `has_video` or both, all bool [B].
+        """
+        media = [batch[name] for name in ("has_audio", "has_video") if name in batch]
+        return batch["valid"] & batch["has_text"] & torch.stack(media).any(dim=0)
+
+
+def sample_negatives(
+    outputs: Outputs, batch: Batch, gathered: dict[str, Any], name: str = "image_embed"
+) -> Tensor:
     """Sample a hard negative caption for each image, with probability softmax(logit_scale x
     similarity).
 
@@ -109,12 +146,14 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
             takes before it).
         gathered: Rows of all ranks: `text_embed` [G, D], `input_ids` and `attention_mask` int64 [G,
             T], `pos` int64 [G], `valid` bool [G] (False for padding), and the int `offset`, the
-            index of the first of the B rows among the G.
+            index of the first of the B rows among the G. A row without text has zeros as
+            `text_embed`.
+        name: Output whose similarity with the texts is used, in place of `image_embed`.
 
     Returns:
         Index of each image's negative among the G rows, int64 [B]; -1 if no caption differs.
     """
-    image = at_least_float32(outputs["image_embed"])
+    image = at_least_float32(outputs[name])
     text = at_least_float32(gathered["text_embed"])
     scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(
         batch["pos"], gathered["pos"]
@@ -122,7 +161,8 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
     offset = gathered["offset"]
     captions = hash_captions(gathered["input_ids"], gathered["attention_mask"])
     local = captions[offset : offset + len(scores)]
-    allowed = gathered["valid"][None] & (captions[None] != local[:, None])
+    has_text = gathered["valid"] & text.any(dim=1)
+    allowed = has_text[None] & (captions[None] != local[:, None])
     best = scores.masked_fill(~allowed, -torch.inf).argmax(dim=1)
     return torch.where(allowed.any(dim=1), best, NO_NEGATIVE)
 

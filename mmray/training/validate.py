@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.models.protocol import Architecture
 
-HEADS = {  # objective: setting of `fusion`, with its value if it has such a head, and if not
+# objective: setting of `fusion` or `towers`, with its value if it has such a head, and if not
+HEADS = {
     "matching": ("matching", "True", "False"),
+    "clip_matching": ("matching", "True", "False"),
     "classification": ("classes", "N", "0"),
     "region_text": ("regions", "True", "False"),
 }
@@ -295,17 +297,14 @@ def objective_reasons(config: Config) -> list[str]:
             )
     if isinstance(model, Towers):
         reasons += _towers_reasons(model, terms)
-    if (
-        "contrastive" not in model.objectives
-        or config.optimizer.freeze
-        or model.lora.rank
-        or any(":" in term for term in terms)
-    ):
+    if config.optimizer.freeze or model.lora.rank or any(":" in term for term in terms):
         return reasons  # weights without gradient may be frozen, or trained by the user's objective
     for term, (head, _, off) in HEADS.items():
-        if getattr(model, head, False) and term not in terms:
+        if term in model.objectives and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set --model.{head} {off}"
             reasons.append(f"model.{head}: no objective trains it; {advice}")
+    if "contrastive" not in model.objectives:
+        return reasons
     if model.logit_bias is not None and "sigmoid" not in terms:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
@@ -325,15 +324,19 @@ def objective_reasons(config: Config) -> list[str]:
 
 def _towers_reasons(model: Towers, terms: dict[str, float]) -> list[str]:
     """Return why objectives over pairs of modalities cannot train the branches of a model."""
-    pairs = {term: set(term.split("_")) for term in terms if term in model.objectives}
+    pairs = {
+        term: set(term.split("_"))
+        for term in terms
+        if term in model.objectives and term not in HEADS
+    }
     reasons = [
         f"objective {term} needs {' and '.join(sorted(pair))}, and the model has "
-        f"{', '.join(model.branches)} (model.inputs.frames, audio_rate); leave it out"
+        f"{', '.join(model.modalities)} (model.inputs.frames, audio_rate); leave it out"
         for term, pair in pairs.items()
-        if not pair.issubset(model.branches)
+        if not pair.issubset(model.modalities)
     ]
-    untrained = set(model.branches).difference(*pairs.values())
-    if len(pairs) == len(terms) and untrained and not reasons:
+    untrained = set(model.modalities).difference(*pairs.values())
+    if not any(":" in term for term in terms) and untrained and not reasons:
         reasons.append(
             f"objective.kind: no objective trains the branch {', '.join(sorted(untrained))}; add "
             "one of its pairs, for example `+ audio_video`, or switch it off with "

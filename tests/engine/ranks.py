@@ -190,9 +190,10 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
         if not checkpointing or (kind, way) in (("fusion", "ddp"), ("clip", "fsdp"))
     },
     **{
-        f"towers, rows without audio on one rank, {way}": variant(
-            partial(recipe_models.train_kind, "towers", parallel="single"), parallel=way
+        f"{kind}, rows without audio on one rank, {way}": variant(
+            partial(recipe_models.train_kind, kind, parallel="single"), parallel=way
         )
+        for kind in ("towers", "towers with heads", *recipe_models.ARCHITECTURES)
         for way in ("ddp", "fsdp")
     },
     "sharded, checkpointed and bucketed": variant(

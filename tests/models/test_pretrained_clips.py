@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmray.config import AudioTower, ClipInputs, FrameTransformer, Towers
+from mmray.config import (
+    AudioTower,
+    ClipInputs,
+    Config,
+    FrameTransformer,
+    Lora,
+    Objective,
+    Optimizer,
+    Towers,
+)
+from mmray.engine.checkpoint import state_io
 from mmray.errors import UsageError
 from mmray.models.build import build
 from tests.engine import recipe_models
+from tests.models.test_towers import train_and_resume
 
 SIDE = 32
 FRAMES = 4
@@ -29,31 +41,6 @@ def folders(tmp_path_factory: Any) -> dict[str, Path]:
     """Small random models, as transformers saves them."""
     import transformers as hf
 
-    whisper = hf.WhisperConfig(
-        vocab_size=50,
-        num_mel_bins=80,
-        encoder_layers=2,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        d_model=16,
-        max_source_positions=100,  # 2 s
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    audio = {
-        "patch_embeds_hidden_size": 8,
-        "hidden_size": 16,
-        "depths": [1, 1],
-        "num_attention_heads": [2, 2],
-        "num_hidden_layers": 2,
-        "patch_size": 16,
-        "patch_stride": [16, 16],
-    }
     text = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -61,16 +48,9 @@ def folders(tmp_path_factory: Any) -> dict[str, Path]:
         "num_attention_heads": 2,
         "intermediate_size": 16,
     }
-    clap = hf.ClapConfig(text_config=text, audio_config=audio, projection_dim=8)
-    videomae = hf.VideoMAEConfig(
-        image_size=SIDE,
-        num_frames=FRAMES,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        patch_size=16,
-    )
+    whisper = hf.WhisperConfig(**recipe_models.WHISPER)
+    clap = hf.ClapConfig(text_config=text, audio_config=recipe_models.CLAP_AUDIO, projection_dim=8)
+    videomae = hf.VideoMAEConfig(**recipe_models.VIDEOMAE)
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("pretrained")
     models = {
@@ -184,7 +164,46 @@ def test_every_trained_weight_gets_a_gradient_and_a_copy_is_equal(
     )
     copy: Any = build(spec, recipe_models.VOCAB, model.architecture()).double()
     copy.load_state_dict(model.state_dict())
+    # A resumed run trains the same weights.
+    assert [each.requires_grad for each in copy.parameters()] == [
+        each.requires_grad for each in model.parameters()
+    ]
     assert torch.equal(copy.eval()(batch)["audio_embed"], model.eval()(batch)["audio_embed"])
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "trained"),
+    [
+        ({}, {}, r"(audio|video)\.tower\.net\.(?!embed_positions).*"),
+        (
+            {"lora": Lora(rank=2, targets=("*.q_proj", "*.query"), train="project|log_scale|text")},
+            {},
+            r".*\.(q_proj|query)\.lora_[AB]\..*",
+        ),
+        (
+            {},
+            {"freeze": ("audio[:-1]", "video.tower.*")},
+            r"audio\.tower\.net\.layer(s\.1|_norm)\..*",
+        ),
+    ],
+)
+def test_resumed_run_trains_the_same_weights(
+    model: dict[str, Any], optimizer: dict[str, Any], trained: str, folders: Any, tmp_path: Path
+) -> None:
+    """Whole encoders, adapters in them, or a part of one."""
+    config = Config(
+        model=spec_of(folders, "whisper", 16_000).replace(**model),
+        objective=Objective(kind="audio_text + video_text"),
+        optimizer=Optimizer(**optimizer),
+    )
+    metrics = train_and_resume(config, tmp_path)
+    assert (metrics["rows"], metrics["bad_rows"]) == (11, 0)
+    first, last = (
+        state_io.load_weights(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in (3, 6)
+    )
+    encoders = {name for name in last if ".tower.net." in name}
+    moved = {name for name in encoders if not torch.equal(first[name], last[name])}
+    assert moved == {name for name in encoders if re.fullmatch(trained, name)}
 
 
 @pytest.mark.parametrize(

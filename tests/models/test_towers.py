@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmray.config import AudioTower, Batch, Config, Data, Objective, Optimizer, Run, Train
+import mmray
+from mmray.config import AudioTower, Batch, Config, Data, Objective, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
+from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import AudioText
+from mmray.objectives.matching import ClipMatching
+from mmray.training.evaluate_export import export_run
+from tests.data.media.synthetic import encode_audio, encode_video
 from tests.data.media.test_clips import make_rows
 from tests.engine import recipe_models, toy
 from tests.engine.single_worker import run_config
@@ -25,6 +30,7 @@ from tests.made import make_set
 from tests.training.runs import same_weights
 
 SPEC, OBJECTIVE = recipe_models.OTHER_MODELS["towers"]
+KINDS = ("towers", "towers with heads")
 
 
 def batch_of(rows: int = 8) -> dict[str, Tensor]:
@@ -84,11 +90,68 @@ def test_no_row_with_both_modalities_gives_no_loss() -> None:
     assert (loss.item(), count.item()) == (0.0, 0)
 
 
-def test_accumulated_step_equals_whole_batch() -> None:
-    whole = recipe_models.train_kind("towers", Group(), "single", micro=8)
-    parts = recipe_models.train_kind("towers", Group(), "single", micro=3)
-    start = recipe_models.train_kind("towers", Group(), "single", steps=0)
+@pytest.mark.parametrize("kind", [*KINDS, *recipe_models.ARCHITECTURES])
+def test_accumulated_step_equals_whole_batch(kind: str) -> None:
+    whole = recipe_models.train_kind(kind, Group(), "single", micro=8)
+    parts = recipe_models.train_kind(kind, Group(), "single", micro=3)
+    start = recipe_models.train_kind(kind, Group(), "single", steps=0)
     toy.assert_equal_weights(parts, whole, start)
+
+
+def with_negatives(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, each row with the text of the next one as its negative."""
+    ids = batch["input_ids"].roll(-1, 0)
+    return batch | {"negative_ids": ids, "negative_mask": batch["attention_mask"].roll(-1, 0)}
+
+
+def test_heads_read_the_modalities_of_a_row_and_nothing_else() -> None:
+    """Those of a batch are those of each row alone, without padding."""
+    spec, _ = recipe_models.OTHER_MODELS["towers with heads"]
+    torch.manual_seed(3)
+    model: Any = build(spec, recipe_models.VOCAB, {}).double()
+    batch = with_negatives(batch_of())
+    batch["audio"][3, 700:] = 0  # as the stream pads
+    heads = ("class_logits", "match", "match_negative")
+    outputs = model(batch)
+    for row in range(8):
+        alone = {name: column[row : row + 1] for name, column in batch.items()}
+        for name, count in (("audio", "num_samples"), ("video", "num_frames")):
+            length = int(alone[count])
+            # Other values in place of what the row lacks; a shorter clip has no padding.
+            alone[name] = alone[name][:, :length] if length else alone[name] * 0 + 7
+        for name in heads:
+            torch.testing.assert_close(
+                model(alone)[name][0], outputs[name][row], rtol=0, atol=1e-12
+            )
+    for name, row in (("audio", 0), ("video", 1), ("audio", 3), ("video", 3)):
+        changed = {key: column.clone() for key, column in batch.items()}
+        changed[name][row] = changed[name][row].flip(0) // 2
+        for head in heads:
+            assert not torch.allclose(model(changed)[head][row], outputs[head][row])
+
+
+def test_matching_counts_rows_with_a_text_and_a_medium() -> None:
+    objective = ClipMatching()
+    batch = batch_of()
+    for name in ("has_audio", "has_video"):
+        batch[name][3] = False
+    assert objective.counted_rows(batch).tolist() == [
+        *(True, True, False, False, True),
+        *(False, False, True),
+    ]
+    gathered = {
+        "text_embed": torch.eye(8) * batch["has_text"][:, None],
+        "valid": batch["valid"],
+        "offset": 0,
+        **{name: batch[name] for name in objective.gathered_inputs},
+    }
+    outputs = {"media_embed_sum": torch.ones(8, 8), "logit_scale": torch.tensor(0.0)}
+    for position in range(20):
+        rows = batch | {"pos": batch["pos"] + 8 * position}
+        negatives = objective.sample_hard_negatives(outputs, rows, gathered)
+        for missing in batch["input_ids"][~batch["has_text"]]:
+            own = (batch["input_ids"] == missing).all(dim=1)
+            assert not (negatives["negative_ids"][~own] == missing).all(dim=1).any()
 
 
 def test_audio_features_do_not_depend_on_padding() -> None:
@@ -119,34 +182,57 @@ def test_order_of_frames_matters_and_missing_ones_do_not() -> None:
     assert not torch.allclose(model.video(batch["video"].flip(1), batch["num_frames"]), embed)
 
 
-def test_resumed_run_equals_uninterrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_run_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
+    spec, objective = recipe_models.OTHER_MODELS[kind]
+    config = Config(model=spec, objective=Objective(kind=objective))
+    metrics = train_and_resume(config, tmp_path)
+    # Five held-out rows have two texts, and the pair without text is one clip.
+    assert (metrics["rows"], metrics["bad_rows"]) == (11, 0)
+    heads = {"classification/top_1", "classification/rows"}
+    assert heads & metrics.keys() == (heads if "heads" in kind else set())
+    model = mmray.load(export_run(tmp_path / "run", tmp_path / "out", None))
+    clips = [encode_video(times_ms=range(0, 400, 40), audio="aac"), encode_audio("flac", 0.3)]
+    if "heads" not in kind:
+        with pytest.raises(UsageError, match="this model has no match_head"):
+            model.match(clips, ["a", "b"])
+        return
+    match = model.match(clips, ["a", "b"])
+    assert match.shape == (2,) and ((match > 0) & (match < 1)).all()
+    classes = model.classify(clips, ["a", "b"])
+    torch.testing.assert_close(classes.sum(dim=1), torch.ones(2))
+    # Each row is independent of the others, and its sound and its text decide.
+    torch.testing.assert_close(model.match(clips[1:], ["b"]), match[1:], rtol=0, atol=1e-6)
+    assert not torch.allclose(model.match(clips, ["b", "a"]), match, atol=1e-6)
+    assert model.embed_audio(clips).shape == model.embed_texts(["a", "b"]).shape == (2, 8)
+
+
+def train_and_resume(config: Config, folder: Path) -> dict[str, float]:
+    """Metrics of a run on rows that lack modalities; its resume has the same weights."""
     rows = [
-        replace(row, key=f"{row.key} {number}")
+        replace(row, key=f"{row.key} {number}", label=number)
         for number in range(3)
         for row in make_rows()
         if row.key not in ("broken", "two")
     ]
-    make_set(tmp_path / "set", rows[:12], rows[12:])
+    make_set(folder / "set", rows[:12], rows[12:])
     train_set, eval_set = (
-        PreparedSet.open(str(tmp_path / "set"), split) for split in ("train", "test")
+        PreparedSet.open(str(folder / "set"), split) for split in ("train", "test")
     )
-    config = Config(
-        model=SPEC,
-        objective=Objective(kind=OBJECTIVE),
+    config = config.replace(
         data=Data(train="made"),
         batch=Batch(micro=3, global_=8),
-        optimizer=Optimizer(lr=1e-3, warmup_steps=1),
+        optimizer=config.optimizer.replace(lr=1e-3, warmup_steps=1),
         train=Train(steps=6, log_every=1, checkpoint_every=3),
-        run=Run(name="towers", storage=str(tmp_path)),
+        run=Run(name="towers", storage=str(folder)),
     )
-    result, _ = run_config(config, train_set, tmp_path / "run", eval_set)
+    result, _ = run_config(config, train_set, folder / "run", eval_set)
     assert (result["status"], result["steps"]) == ("finished", 6)
-    # Five held-out rows have two texts, and the pair without text is one clip.
-    assert result["metrics"]["rows"] == 11 and result["metrics"]["bad_rows"] == 0
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
-    run_config(config, train_set, tmp_path / "resumed", eval_set, checkpoint)
+    checkpoint = folder / "run" / "checkpoints" / "step-3"
+    run_config(config, train_set, folder / "resumed", eval_set, checkpoint)
     weights = [
-        state_io.load_weights(tmp_path / name / "checkpoints" / "step-6")
+        state_io.load_weights(folder / name / "checkpoints" / "step-6")
         for name in ("run", "resumed")
     ]
     assert same_weights(*weights)
+    return result["metrics"]

@@ -87,6 +87,14 @@ VLM = {"recipe": "vlm", "workers": 2}
             "add `+ matching` to --objective.kind, or set",
         ),
         ({"recipe": "fusion", "objective": {"kind": "matching"}}, "add `+ contrastive`"),
+        ({"recipe": "sample-av", "model": {"matching": True}}, "add `+ clip_matching`"),
+        (
+            {
+                "recipe": "sample-av",
+                "objective": {"kind": "audio_text + video_text + classification"},
+            },
+            "set --model.classes N",
+        ),
         ({"recipe": "fusion", "model": {"classes": 3}}, "or set --model.classes 0"),
         (
             VLM | {"objective": {"kind": "contrastive"}},

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from mmray.data.images.decode import BadImage
 from mmray.data.media.clips import ClipColumns
+from mmray.data.media.decode import BadMedia, read_header
 from mmray.data.store.stored_row import Media, Row
+from mmray.data.stream.collate import Batch
 from mmray.errors import DataError, UsageError
 from mmray.models.export.load import Embedder
 
@@ -90,10 +92,18 @@ class ClipEmbedder(Embedder):
         return self._in_batches(embed, batch, images)
 
     def _branch(self, name: str) -> Any:
-        branch = getattr(self.model, name)
-        if branch is None:
+        if getattr(self.model, name) is None:
             raise UsageError(f"this model has no {name}: it was trained without")
-        return branch
+        return getattr(self.model, f"embed_{name}")
+
+    def _pair_features(self, start: int, files: Sequence[MediaInput], tokens: Batch) -> Tensor:
+        clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
+        columns = clips.empty(max(1, len(files)))
+        for index, file in enumerate(files):
+            _set_clip(clips, columns, index, file, None, None, start + index)
+        batch = {name: torch.from_numpy(each) for name, each in clips.to_batch(columns).items()}
+        on_device = {name: each.to(self.device) for name, each in batch.items()}
+        return self.model.embed_pair(on_device | tokens)
 
     def _embed_media(
         self, kind: str, files: Sequence[MediaInput], spans: Spans | None, batch: int
@@ -118,18 +128,33 @@ class ClipEmbedder(Embedder):
         )
 
 
+def _kind_of(data: bytes) -> str:
+    """Return `video` for a file with frames, otherwise `audio`. Raises BadMedia."""
+    try:
+        read_header(data, "video")
+    except BadMedia as bad:
+        if bad.reason != "no-video":
+            raise
+        return "audio"
+    return "video"
+
+
 def _set_clip(
     clips: ClipColumns,
     columns: dict[str, np.ndarray],
     index: int,
     file: MediaInput,
     span: tuple[float, float] | None,
-    kind: str,
+    kind: str | None,
     number: int,
 ) -> None:
-    """Decode the clip of a file into the columns of a batch. Raises DataError with `number`."""
+    """Decode the clip of a file into the columns of a batch. Raises DataError with `number`.
+
+    Without `kind` it is `video` if the file has frames.
+    """
     try:
         data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        kind = kind or _kind_of(data)
         row = Row("", [Media(kind, data)], ["text"], spans=[list(span) if span else None])
         clips.set_row(columns, index, row, (0, 0), None)
     except (OSError, BadImage) as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
 from mmray.data.rows import BadRow
-from mmray.data.stream.collate import token_columns
+from mmray.data.stream.collate import Batch, token_columns
 from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
@@ -151,7 +151,8 @@ class Embedder:
         """Return the probability that image i and text i match, from the matching head.
 
         Args:
-            images: N images: PIL images, encoded bytes or paths of files.
+            images: N images: PIL images, encoded bytes or paths of files. For a model of kind
+                `towers` N encoded files of audio or video, or their paths.
             texts: N captions, one for each image.
             batch: Number of pairs in a forward.
             language: Language code of the texts, for a model that was trained with language tokens.
@@ -176,7 +177,8 @@ class Embedder:
         """Return the probability of each class for pairs of an image and a caption.
 
         Args:
-            images: N images: PIL images, encoded bytes or paths of files.
+            images: N images: PIL images, encoded bytes or paths of files. For a model of kind
+                `towers` N encoded files of audio or video, or their paths.
             texts: N captions, one for each image.
             batch: Number of pairs in a forward.
             language: Language code of the texts, for a model that was trained with language tokens.
@@ -229,7 +231,8 @@ class Embedder:
     def _require_head(self, name: str, setting: str) -> Any:
         if (head := getattr(self.model, name, None)) is None:
             raise UsageError(
-                f"this model has no {name}; train a model of kind `fusion` with {setting}"
+                f"this model has no {name}; train a model of kind `fusion` with {setting}, or of "
+                "kind `towers` for audio and video"
             )
         return head
 
@@ -247,10 +250,15 @@ class Embedder:
             )
 
         def logits(start: int, images: Sequence[ImageInput], texts: Sequence[str]) -> Tensor:
-            tokens = self._tokens(start, texts, language)
-            return head(self.model.embed_pair(self._pixels(start, images), *tokens))
+            ids, mask = self._tokens(start, texts, language)
+            tokens = {"input_ids": ids, "attention_mask": mask}
+            return head(self._pair_features(start, images, tokens))
 
         return self._in_batches(logits, batch, images, texts)
+
+    def _pair_features(self, start: int, images: Sequence[ImageInput], tokens: Batch) -> Tensor:
+        """Return the features of images and texts, which the heads read."""
+        return self.model.embed_pair(self._pixels(start, images), **tokens)
 
     @torch.no_grad()
     def _in_batches(
