@@ -8,6 +8,7 @@ thumbnails, to explain a bad row, and for held-out images that `mmray prepare` h
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,9 +17,11 @@ import orjson
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, decode_damaged
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
-from mmray.data.media.decode import MediaInfo, verify_media
+from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.processes import Channel, ChildProcess
 
+# Memory of the child process; a decoder takes below 1 GiB for the largest accepted images.
+MAX_CHILD_BYTES = 4 << 30
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
@@ -53,7 +56,9 @@ class SubprocessDecoder:
         reply = self.request(_check, data, max_pixels, transform_args)
         return reply["width"], reply["height"]
 
-    def check_media(self, data: bytes, kind: str, max_pixels: int) -> MediaInfo:
+    def check_media(
+        self, data: bytes, kind: str, max_pixels: int, header_only: bool = False
+    ) -> MediaInfo:
         """Decode audio or video completely in the child process, because corrupt data may crash the
         decoder.
 
@@ -61,6 +66,7 @@ class SubprocessDecoder:
             data: Encoded bytes.
             kind: `audio` or `video`.
             max_pixels: Maximum width x height of a frame.
+            header_only: Read the header only, which may crash too.
 
         Returns:
             Measured start and duration in seconds, rate, channels, and width and height of frames.
@@ -69,7 +75,8 @@ class SubprocessDecoder:
             BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
                 killed the child, and `memory` if the child had no memory for it.
         """
-        return MediaInfo(**self.request(_check_media, data, kind, max_pixels))
+        check = _check_header if header_only else _check_media
+        return MediaInfo(**self.request(check, data, kind, max_pixels))
 
     def request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Call a function in the child process.
@@ -140,6 +147,10 @@ def serve(channel: Channel) -> None:
         channel: Connection to the parent. It receives a function and its arguments, and replies
             with its result as JSON, or with `reason` and `detail` of a BadImage.
     """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # So a file that needs more fails by itself, before the kernel ends another process for it.
+    if hard == resource.RLIM_INFINITY or hard > MAX_CHILD_BYTES:
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_CHILD_BYTES, hard))
     while True:
         function, args = channel.connection.recv()
         channel.connection.send_bytes(orjson.dumps(_reply(function, args)))
@@ -156,6 +167,10 @@ def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None)
 
 def _check_media(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
     return verify_media(data, kind, max_pixels)._asdict()
+
+
+def _check_header(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
+    return read_header(data, kind, max_pixels)._asdict()
 
 
 def _damaged_thumbnail(data: bytes) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
+from mmray.data.media.mp4 import count_samples, has_compressed_header
 
 EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
 MAX_DURATION_S = 4 * 3600.0
@@ -89,7 +90,7 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
     Raises:
         BadMedia: The header cannot be read, there is no stream of this kind, or it exceeds a limit.
     """
-    with _open(data) as container:
+    with _open(data, max_pixels) as container:
         return _read_header(container, kind, max_pixels)
 
 
@@ -108,14 +109,17 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
         BadMedia: With reason `empty`, `format`, `no-audio`, `no-video`, `too-large`, `too-long`,
             `rate`, `channels`, `corrupt` or `truncated`.
     """
-    with _open(data) as container:
+    with _open(data, max_pixels) as container:
         info = _read_header(container, kind, max_pixels)
         streams = [each for each in (_video(container), _audio(container)) if each is not None]
         if kind == "audio":
             streams = streams[-1:]
         for stream in streams:
-            # A damaged frame is an error instead of an invented one.
-            stream.codec_context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+            stream.codec_context.options = {
+                # A damaged frame is an error instead of an invented one.
+                "err_detect": "crccheck+bitstream+buffer+explode",
+                "max_pixels": str(max_pixels),
+            }
         first = math.inf
         last = -math.inf
         ends = dict.fromkeys((stream.index for stream in streams), -math.inf)
@@ -161,11 +165,12 @@ def read_frames(
     Raises:
         BadMedia: It cannot be decoded.
     """
-    with _open(data) as container:
+    with _open(data, max_pixels) as container:
         from av.video.reformatter import VideoReformatter
 
         _read_header(container, "video", max_pixels)
         stream = _video(container)
+        stream.codec_context.options = {"max_pixels": str(max_pixels)}
         stream.codec_context.thread_count = 1  # a decode process has one CPU
         shown: list[Any] = []
         if times_s[0] > _PREROLL_S:
@@ -209,7 +214,7 @@ def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarr
     Raises:
         BadMedia: It has no audio, or cannot be decoded.
     """
-    with _open(data) as container:
+    with _open(data, MAX_PIXELS) as container:
         _read_header(container, "audio", MAX_PIXELS)
         stream = _audio(container)
         zero = _zero(container)
@@ -272,8 +277,11 @@ class _Run:
 
 
 @contextmanager
-def _open(data: bytes) -> Iterator[Any]:
-    """Open encoded bytes. Raises BadMedia, also for errors of FFmpeg inside the block."""
+def _open(data: bytes, max_pixels: int) -> Iterator[Any]:
+    """Open encoded bytes. Raises BadMedia, also for errors of FFmpeg inside the block.
+
+    Decoders do not allocate frames of more than `max_pixels`.
+    """
     if not is_available():
         raise BadMedia("extra", EXTRA_HINT)
     import av
@@ -285,8 +293,12 @@ def _open(data: bytes) -> Iterator[Any]:
         raise BadMedia("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if demuxer == "wav":
         _check_wav_size(data)
-    # FFmpeg would search the first seconds of a WAV for another format inside it.
-    options = {"max_probe_packets": "1"} if demuxer == "wav" else {}
+    if demuxer == "mov":
+        _check_sample_count(data)
+    options = {"max_pixels": str(max_pixels)}
+    if demuxer == "wav":
+        # FFmpeg would search its first seconds for another format inside it.
+        options["max_probe_packets"] = "1"
     file = io.BytesIO(data)
     try:
         with av.open(file, format=demuxer, options=options, metadata_errors="replace") as container:
@@ -297,6 +309,8 @@ def _open(data: bytes) -> Iterator[Any]:
     # an error of the file.
     except (av.FFmpegError, ValueError, IndexError, OverflowError) as error:
         text = f"{type(error).__name__}: {error}"
+        if isinstance(error, MemoryError):
+            text = "FFmpeg does not allocate what its header states, such as over 1,000 streams"
         # FFmpeg reports the end of a file inside its header as invalid data or as its end.
         is_end = isinstance(error, EOFError)
         raise BadMedia("truncated" if is_end else "corrupt", text[:300]) from None
@@ -311,6 +325,15 @@ def _check_wav_size(data: bytes) -> None:
         if data[at : at + 4] == b"data" and size != 0xFFFFFFFF and size > len(data) - at - 8:
             raise BadMedia("truncated", f"{len(data) - at - 8} of the {size} bytes of its header")
         at += 8 + size + size % 2
+
+
+def _check_sample_count(data: bytes) -> None:
+    """Raise BadMedia for an MP4 whose header states more samples than the file has bytes."""
+    if has_compressed_header(data):
+        raise BadMedia("format", "its header is compressed, which is not supported")
+    count = count_samples(data)
+    if count > len(data):
+        raise BadMedia("corrupt", f"its header states {count:,} samples in {len(data):,} bytes")
 
 
 def _video(container: Any) -> Any:
@@ -353,7 +376,8 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
         if width * height > max_pixels:
             raise BadMedia("too-large", f"{width} x {height} is over {max_pixels} pixels")
         if not width * height:
-            raise BadMedia("corrupt", "its header states no size of the frames")
+            # Also if FFmpeg read a larger size, which it then does not report.
+            raise BadMedia("corrupt", f"its frames have no size, or over {max_pixels:,} pixels")
     rate = float((video.average_rate or video.guessed_rate or 0) if kind == "video" else audio.rate)
     limit = MAX_FRAME_RATE if kind == "video" else MAX_SAMPLE_RATE
     # The average rate of a file with one frame is that of its clock.
@@ -361,6 +385,8 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
         raise BadMedia("rate", f"{rate:,.0f} samples a second; the limit is {limit:,.0f}")
     if kind == "video" and video.frames > 2 and rate > limit:
         raise BadMedia("rate", f"{rate:,.1f} frames a second; the limit is {limit:,.0f}")
+    if kind == "audio" and not channels:
+        raise BadMedia("corrupt", "its header states no channels")
     if channels > MAX_CHANNELS:
         raise BadMedia("channels", f"{channels} channels; the limit is {MAX_CHANNELS}")
     starts = [float((each.start_time or 0) * each.time_base) for each in streams]

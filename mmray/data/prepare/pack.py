@@ -496,12 +496,14 @@ class _ChunkPacker:
         if settings.check == "none" and not rate:
             return media, digest
         try:
-            if settings.check == "header" and not rate:
-                info = read_header(data, medium.kind, settings.max_pixels)
-            elif self.subprocess_decoder is not None:
-                info = self.subprocess_decoder.check_media(data, medium.kind, settings.max_pixels)
+            header_only = settings.check == "header" and not rate
+            if self.subprocess_decoder is not None:
+                info = self.subprocess_decoder.check_media(
+                    data, medium.kind, settings.max_pixels, header_only
+                )
             else:
-                info = verify_media(data, medium.kind, settings.max_pixels)
+                read = read_header if header_only else verify_media
+                info = read(data, medium.kind, settings.max_pixels)
             if info.duration_s:
                 check_spans(row, medium.name, info)
             if rate:

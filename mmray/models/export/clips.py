@@ -96,10 +96,10 @@ class ClipEmbedder(Embedder):
             raise UsageError(f"this model has no {name}: it was trained without")
         return getattr(self.model, f"embed_{name}")
 
-    def _pair_features(self, start: int, files: Sequence[MediaInput], tokens: Batch) -> Tensor:
+    def _pair_features(self, start: int, images: Sequence[Any], tokens: Batch) -> Tensor:
         clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
-        columns = clips.empty(max(1, len(files)))
-        for index, file in enumerate(files):
+        columns = clips.empty(max(1, len(images)))
+        for index, file in enumerate(images):
             _set_clip(clips, columns, index, file, None, None, start + index)
         batch = {name: torch.from_numpy(each) for name, each in clips.to_batch(columns).items()}
         on_device = {name: each.to(self.device) for name, each in batch.items()}

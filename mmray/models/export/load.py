@@ -256,7 +256,7 @@ class Embedder:
 
         return self._in_batches(logits, batch, images, texts)
 
-    def _pair_features(self, start: int, images: Sequence[ImageInput], tokens: Batch) -> Tensor:
+    def _pair_features(self, start: int, images: Sequence[Any], tokens: Batch) -> Tensor:
         """Return the features of images and texts, which the heads read."""
         return self.model.embed_pair(self._pixels(start, images), **tokens)
 

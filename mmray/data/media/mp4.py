@@ -1,0 +1,53 @@
+"""Sizes that the header of an MP4 states, read before FFmpeg allocates memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# Boxes that have boxes, on the way to those with numbers of samples.
+_CONTAINERS = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"})
+# Where the number of samples is in a box, after its version and flags.
+_COUNT_AT = {b"stsz": 4, b"stz2": 4, b"trun": 0}
+
+
+def count_samples(data: bytes) -> int:
+    """Return how many samples the header of an MP4 states, in all tracks and fragments.
+
+    FFmpeg allocates some 40 bytes for each, whether the file has them or not.
+
+    Args:
+        data: Encoded bytes.
+    """
+    total = 0
+    for name, start, end in _boxes(data, 0, len(data)):
+        at = _COUNT_AT.get(name)
+        if at is not None and start + at + 8 <= end:
+            total += int.from_bytes(data[start + at + 4 : start + at + 8])
+    return total
+
+
+def has_compressed_header(data: bytes) -> bool:
+    """Return whether the header of an MP4 is compressed, as QuickTime could write it."""
+    return any(name == b"cmov" for name, _, _ in _boxes(data, 0, len(data)))
+
+
+def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the name, the start and the end of the content of each box between two offsets, and of
+    the boxes inside it.
+    """
+    while start + 8 <= end:
+        size = int.from_bytes(data[start : start + 4])
+        name = data[start + 4 : start + 8]
+        content = start + 8
+        if size == 1:  # the size is in the next 8 bytes
+            size = int.from_bytes(data[content : content + 8])
+            content += 8
+        elif size == 0:  # to the end
+            size = end - start
+        if size < content - start:
+            return
+        stop = min(start + size, end)
+        yield name, content, stop
+        if name in _CONTAINERS:
+            yield from _boxes(data, content, stop)
+        start += size
