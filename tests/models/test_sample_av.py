@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +58,11 @@ def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_r
         assert (media - embed(files)).abs().max() > 1e-3  # the span decides
     with pytest.raises(DataError, match="file 1"):
         model.embed_audio([files[0].read_bytes(), b"no media"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("clip.mp4").write_bytes(files[0].read_bytes())
+    called: dict[str, Any] = {}
+    exec(card.split("```python")[1].split("```")[0], called)
+    audio = model.embed_audio(["clip.mp4"], [(0.0, 1.3)])
+    expected = audio @ model.embed_texts(["a red circle"]).T
+    assert (called["scores"] - expected).abs().max() < 1e-6

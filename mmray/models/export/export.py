@@ -336,6 +336,8 @@ def model_card(
         opens_in_transformers: Whether transformers has a class for the model.
     """
     inputs = spec["inputs"]
+    if "clip_s" in inputs:
+        return _clip_card(name, spec, num_parameters)
     side = spec["inputs"]["image_side"]
     texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
     if pattern := inputs.get("language_token"):
@@ -377,4 +379,45 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
   ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
 - Texts: {texts}
 - {in_transformers}
+"""
+
+
+def _clip_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+    """Return the README.md of a model of audio, video and texts."""
+    inputs = spec["inputs"]
+    rate = inputs["audio_rate"]
+    frames = inputs["frames"]
+    seconds = f"{inputs['clip_s']:g}"
+    side = inputs["image_side"]
+    lines = []
+    if rate:
+        lines.append(
+            f"- Audio, or the sound of videos: one channel of {rate:,} samples a second, in a\n"
+            f"  span (start, end), of which at most {seconds} s are used; or the complete file."
+        )
+    if frames:
+        spacing = f"{inputs['frame_rate']:g} a second" if inputs["frame_rate"] else "equally spaced"
+        lines.append(
+            f"- Video: up to {frames} frames, {spacing}, in the same span. {FIT[inputs['fit']]}\n"
+            f"  {side} x {side} pixels ({inputs['interpolation']}). `embed_images` takes images."
+        )
+    call = "embed_audio" if rate else "embed_video"
+    return f"""---
+library_name: mmray
+tags: [audio, video, retrieval]
+---
+
+# {name}
+
+A model of texts, audio and video; similarities are dot products. Kind {spec["kind"]},
+{num_parameters:,} parameters, exported by mmray. It needs `pip install 'mmray[media]'`.
+
+```python
+import mmray
+model = mmray.load("{name}")
+scores = model.{call}(["clip.mp4"], [(0.0, {seconds})]) @ model.embed_texts(["a red circle"]).T
+```
+
+{chr(10).join(lines)}
+- Texts: up to {inputs["max_tokens"]} tokens; longer ones are truncated.
 """
