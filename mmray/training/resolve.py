@@ -178,6 +178,7 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     }
     sets = [*train_sets, *eval_sets.values()]
     _check_media_kinds(config, sets, reporter)
+    _check_video_branch(config, train_sets)
     if not config.model.generates_text and "audio" not in config.model.media_kinds:
         _check_one_image_a_row(config, sets, reporter)
     check_eval_sets(config, eval_sets)
@@ -323,6 +324,25 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
             raise DataError(f"{text}. {hint}")
         reporter.log(f"{text}: they are not used", "media")
+
+
+def _check_video_branch(config: Config, train_sets: Sequence[PreparedSet]) -> None:
+    """Raise DataError if a model of video gets only audio, because nothing would train a branch."""
+    model = config.model
+    if not isinstance(model, Towers) or not model.inputs.frames:
+        return
+    kinds = {
+        kind
+        for prepared in train_sets
+        for text, rows in _rows_by_kinds(prepared).items()
+        for kind in text.split()
+        if rows
+    }
+    if kinds.isdisjoint(("image", "video")):
+        raise DataError(
+            f"{config.data.train} has no video and no images, so nothing would train the branch "
+            "video of the model: set --model.inputs.frames 0 --objective.kind audio_text"
+        )
 
 
 def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
