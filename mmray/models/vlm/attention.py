@@ -1,4 +1,4 @@
-"""Causal attention within each row of a packed sequence, registered with transformers.
+"""Attention within each row of a packed sequence, registered with transformers.
 
 transformers detects packed rows from positions only if there is neither a mask nor a cache;
 otherwise rows attend to each other without a warning. So row boundaries are passed explicitly. It
@@ -7,6 +7,7 @@ adds no mask for an attention function that it does not know.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-PACKED_ATTENTION = "mmray_packed"  # value of `_attn_implementation`
+# Values of `_attn_implementation`. The vision encoders of Qwen pass the boundaries of all images at
+# once only to a function with `flash` in its name; they call others for each image.
+PACKED_ATTENTION = "mmray_packed"
+PACKED_VISION_ATTENTION = "mmray_flash"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -23,27 +27,31 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row of a packed sequence.
+    """Attention within each row of a packed sequence; causal unless `is_causal` is False.
 
     transformers calls it for each attention layer of the language model if `_attn_implementation`
-    is PACKED_ATTENTION.
+    is PACKED_ATTENTION, and of the vision encoders of Qwen with PACKED_VISION_ATTENTION, whose rows
+    are images.
 
     Args:
         module: The attention layer; not used.
         query: [1, heads, T, D], where T is the number of tokens of all rows together.
         key: [1, key heads, T, D]; there may be fewer key heads than heads.
         value: [1, key heads, T, D].
+        attention_mask: Not used: transformers makes none for this function.
         cu_seq_lens_q: int32 [R + 1], the index of the first token of each of R rows, and then T.
         max_length_q: At least the number of tokens of the longest row.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         dropout: Probability to drop an attention weight.
+        is_causal: Whether a token attends only to itself and to tokens before it.
 
     Returns:
         [1, T, heads, D], and None in place of the attention weights.
@@ -55,30 +63,35 @@ def packed_attention(
             query = query.to(dtype)
             key = key.to(dtype)
             value = value.to(dtype)
-        if query.dtype in HALF and not dropout:
-            return (
-                _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, grouped),
-                None,
+        # The kernel needs Ampere or newer.
+        is_supported = torch.cuda.get_device_properties(query.device).major >= 8
+        if is_supported and query.dtype in HALF and not dropout:
+            output = _varlen(
+                query, key, value, cu_seq_lens_q, max_length_q, scaling, is_causal, grouped
             )
+            return output, None
+    attend = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
+    if torch.compiler.is_compiling():
+        # A graph cannot be split by the values of a tensor; one for each number of rows takes
+        # minutes to compile.
+        mask = _mask_of_rows(cu_seq_lens_q, query.shape[2], is_causal)
+        return attend(query, key, value, attn_mask=mask).transpose(1, 2), None
     sizes = cu_seq_lens_q.diff().tolist()
     outputs = [
-        F.scaled_dot_product_attention(
-            rows[0],
-            rows[1],
-            rows[2],
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        for rows in zip(
-            query.split(sizes, dim=2),
-            key.split(sizes, dim=2),
-            value.split(sizes, dim=2),
-            strict=True,
-        )
+        attend(*row, is_causal=is_causal)
+        for row in zip(*(each.split(sizes, dim=2) for each in (query, key, value)), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _mask_of_rows(cu_seqlens: Tensor, num_tokens: int, is_causal: bool) -> Tensor:
+    """Return bool [T, T]: whether a token attends to another one."""
+    tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    row = torch.searchsorted(cu_seqlens, tokens, right=True)
+    mask = row[:, None] == row
+    return mask & (tokens[:, None] >= tokens) if is_causal else mask
 
 
 def _varlen(
@@ -88,6 +101,7 @@ def _varlen(
     cu_seqlens: Tensor,
     longest: int,
     scaling: float | None,
+    is_causal: bool,
     grouped: bool,
 ) -> Tensor:
     """One kernel for all rows; does not wait for the device."""
@@ -102,10 +116,11 @@ def _varlen(
         longest,
         longest,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1, 0 if is_causal else -1),
         enable_gqa=grouped,
     )
     return output[None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(PACKED_VISION_ATTENTION, packed_attention)

@@ -29,7 +29,7 @@ from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder, encode
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
-from mmray.models.vlm.attention import PACKED_ATTENTION
+from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy
 from mmray.models.weights import load_config, load_pretrained
 
@@ -113,7 +113,8 @@ class Vlm(nn.Module):
     def packed(self) -> bool:
         """Whether rows of a micro-batch are concatenated to one sequence, not padded.
 
-        Setting it selects the attention function. Collators that were built before are not changed.
+        Setting it selects the attention functions of the language model, and of the vision encoders
+        of Qwen. Collators that were built before are not changed.
         """
         return self._packed
 
@@ -121,6 +122,9 @@ class Vlm(nn.Module):
     def packed(self, packed: bool) -> None:
         self._packed = packed
         self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
+        if self.family.pixels == "patches":
+            vision = self.net.get_encoder(modality="image")
+            vision.config._attn_implementation = PACKED_VISION_ATTENTION if packed else "sdpa"
 
     def collator(self) -> RowCollator:
         """Return the collator, which builds micro-batches of this model from encoded rows.
