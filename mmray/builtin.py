@@ -94,7 +94,9 @@ REMOVED_KINDS = {
     "generative": "model.kind: `generative` was replaced by `vlm`, which trains LLaVA and other "
     "vision-language models of transformers. Set --model.kind vlm (recipe vlm), and "
     "--model.weights to a folder saved by transformers with its processor and chat template, or to "
-    "a hub name such as llava-hf/llava-1.5-7b-hf"
+    "a hub name such as llava-hf/llava-1.5-7b-hf. Checkpoints of `generative` are not read: run "
+    "`mmray export` of the version that wrote them, add chat_template.jinja to the export, and set "
+    "--model.weights to it"
 }
 """Errors for model kinds of earlier versions."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import mmray
 from mmray.config import (
     Clip,
     Cluster,
@@ -161,9 +162,13 @@ def test_removed_kind_names_its_replacement(tmp_path):
         lambda: recipes.load("llava"),
         lambda: recipes.load(str(old)),
         lambda: from_yaml(old.read_text(), str(old)),
+        lambda: mmray.export(tmp_path, tmp_path / "out"),
+        lambda: mmray.evaluate(tmp_path, "prepared/test"),
         lambda: recipes.load("vlm").with_model_kind("generative"),
     ):
-        with pytest.raises(UsageError, match=r"replaced by `vlm`.*--model.weights"):
+        with pytest.raises(
+            UsageError, match=r"replaced by `vlm`.*--model.weights.*export` of the version"
+        ):
             read()
 
 
