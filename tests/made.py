@@ -101,9 +101,13 @@ def make_set(folder, rows, test_rows=()):
 
 
 def recipe_in(name, folder):
-    """A recipe that keeps its data and its run in a folder."""
+    """A recipe that keeps its data and its run in a folder.
+
+    Its worker has one thread, because two that share the cores with another test take twice the
+    time of the processor.
+    """
     config = recipes.load(name)
     return config.replace(
         data=config.data.replace(cache=str(folder / "cache")),
         run=config.run.replace(storage=str(folder), name="run"),
-    )
+    ).with_cluster(cpus_per_worker=1)

@@ -32,7 +32,8 @@ def several_nodes(*nodes, head=None):
         cluster.shutdown()
 
 
-_candidates = itertools.count(20000 + os.getpid() % 5000)
+# A hundred for each process, because ports are free until a head or a node listens there.
+_candidates = itertools.count(20000 + os.getpid() % 50 * 100)
 
 
 def free_ports(count):

@@ -397,7 +397,8 @@ def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch, wi
     (tmp_path / "my.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     manifest = mmray.prepare(tmp_path / "my.jsonl", tmp_path / "set", holdout=0.25, vocab_size=300)
     assert manifest.num_rows == 40
-    config = runs.config(tmp_path / "set", tmp_path / "runs", "one").with_cluster(workers=1)
+    config = runs.config(tmp_path / "set", tmp_path / "runs", "one")
+    config = config.with_cluster(workers=1, cpus_per_worker=1)
     sections = {
         "train": {"steps": 4, "checkpoint_every": 0},
         "batch": {"micro": 4, "global": 8},

@@ -45,7 +45,7 @@ def tiny(workers: int = 1, **sections: object) -> Config:
         vocab_size=32,
         embed_dim=8,
     )
-    cluster = Cluster(workers=workers, accelerator="cpu")
+    cluster = Cluster(workers=workers, accelerator="cpu", cpus_per_worker=1)
     given = {
         "model": model,
         "batch": Batch(micro=4),

@@ -31,12 +31,12 @@ ROWS = 24
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, forked_children):
     """A run of one step."""
     folder = tmp_path_factory.mktemp("run")
     make_set(folder / "set", [row(number, noisy(number)) for number in range(ROWS)])
     settings = config(folder / "set", folder, "r", steps=1, parallel="single")
-    return train(settings.with_cluster(workers=1), Silent(), local=True).path
+    return train(settings.with_cluster(workers=1, cpus_per_worker=1), Silent(), local=True).path
 
 
 @pytest.fixture

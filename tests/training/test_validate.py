@@ -351,11 +351,12 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
         spec = spec.replace(inputs=INPUTS.replace(max_boxes=2 * spec.regions))
     else:
         spec = TwoTower(**towers, inputs=INPUTS, vocab_size=20, **settings)
+    model = build(spec, 20)
+    if getattr(spec, "regions", False):
+        model.label_texts._set([[1, 2], [3]])
     early, late = [], []
     for name in OBJECTIVES:
-        config, model = Config(model=spec, objective=Objective(kind=name)), build(spec, 20)
-        if getattr(spec, "regions", False):
-            model.label_texts._set([[1, 2], [3]])
+        config = Config(model=spec, objective=Objective(kind=name))
         early += [] if unsupported_reasons(config) else [name]
         shape = BatchShape(3, 3, world_size=1)
         with suppress(UsageError):

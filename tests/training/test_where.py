@@ -24,7 +24,7 @@ def prepare_rows(folder, name, rows, **settings):
     return folder / name
 
 
-def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(tmp_path):
+def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(tmp_path, without_ray):
     rows = [
         {"id": f"{n}", "image": f"{n}.png", "text": f"color {n}", "score": n % 7, "split": "train"}
         for n in range(60)
@@ -41,9 +41,10 @@ def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(tmp_pat
 
     def run(data, name, steps=3, **settings):
         base = config(data, tmp_path / "runs", name, steps=steps)
-        changed = base.replace(data=base.data.replace(**settings)).with_cluster(workers=1)
+        changed = base.replace(data=base.data.replace(**settings))
+        changed = changed.with_cluster(workers=1, cpus_per_worker=1)
         reporter = Silent()
-        return train(changed, reporter, local=True), reporter.notes
+        return train(changed, reporter), reporter.notes
 
     where = {"where": "score >= 3", "eval_where": "score >= 3"}
     selected, notes = run(whole, "selected", **where)

@@ -18,6 +18,7 @@ from tests.made import CAPTIONS, noisy
 from tests.training.runs import Silent, config
 
 datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("in_process")  # packing has tests of its own
 NUM_ROWS = 20
 TEXTS = [f"{CAPTIONS[number % 3]} {number}" for number in range(NUM_ROWS)]
 

@@ -34,7 +34,7 @@ FRAMES = 6
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(tmp_path_factory, forked_children):
     """A conversation about a part of a video, one with two media, and captions with spans."""
     folder = tmp_path_factory.mktemp("videos")
     (folder / "a.mp4").write_bytes(encode_video())
@@ -125,7 +125,7 @@ def test_tokens_are_counted_from_durations(family, folder_of, prepared):
         assert count(row) == max(lengths)
 
 
-def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path):
+def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path, forked_children):
     """A sweep whose pitch is a function of time; the model takes at most 2 s."""
     (tmp_path / "a.flac").write_bytes(encode_audio("flac", 3.0))
     answer = {"role": "assistant", "content": "circle"}
