@@ -23,6 +23,8 @@ from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
+# Sinusoidal positions of the encoders of Whisper and Qwen2-Audio, which are not trained.
+SINUSOIDS = ("encoder.embed_positions.weight", "audio_tower.embed_positions.weight")
 # Names in configs of transformers.
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 READ_ERRORS = (
@@ -301,6 +303,10 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
             f"{setting}: {name} lacks {len(missing)} weights of a "
             f"{config.model_type}, first {missing[0]}"
         )
+    # transformers freezes them in a model that it builds, such as of a resumed run.
+    for name, weight in net.named_parameters():
+        if name.endswith(SINUSOIDS):
+            weight.requires_grad_(False)
     return net
 
 

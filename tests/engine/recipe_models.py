@@ -110,6 +110,7 @@ OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
         TOWERS_SPEC.replace(
             inputs=TOWERS_SPEC.inputs.replace(audio_rate=48_000),
             audio=config.AudioTower(weights="CLAP"),
+            video=config.FrameTransformer(depth=0),
         ),
         PAIRS,
     ),

@@ -11,13 +11,23 @@ import torch
 from torch import Tensor
 
 import mmray
-from mmray.config import AudioTower, Batch, Config, Data, Objective, Run, Train
+from mmray.config import (
+    AudioTower,
+    Batch,
+    Config,
+    Data,
+    FrameTransformer,
+    Objective,
+    Run,
+    Train,
+)
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.encoders.audio import AudioTransformer
+from mmray.models.encoders.text import masked_mean
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import AudioText
 from mmray.objectives.matching import ClipMatching
@@ -205,6 +215,17 @@ def test_resumed_run_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(model.match(clips[1:], ["b"]), match[1:], rtol=0, atol=1e-6)
     assert not torch.allclose(model.match(clips, ["b", "a"]), match, atol=1e-6)
     assert model.embed_audio(clips).shape == model.embed_texts(["a", "b"]).shape == (2, 8)
+
+
+def test_without_layers_a_video_is_the_mean_of_its_frames() -> None:
+    torch.manual_seed(3)
+    spec = SPEC.replace(video=FrameTransformer(depth=0))
+    model: Any = build(spec, recipe_models.VOCAB, {}).double()
+    pixels = torch.randn(2, 3, 3, 16, 16, dtype=torch.float64)
+    features, mask = model.video.tower(pixels, torch.tensor([3, 1]))
+    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    alone = model.video.tower.image(pixels[0])
+    torch.testing.assert_close(masked_mean(features, mask)[0], alone.mean(dim=0))
 
 
 def train_and_resume(config: Config, folder: Path) -> dict[str, float]:

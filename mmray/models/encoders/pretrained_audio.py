@@ -121,8 +121,6 @@ class WhisperAudio(PretrainedAudio):
             net = WhisperEncoder(config)
         else:
             net = load_pretrained(WEIGHTS_SETTING, weights, AutoModel, config).get_encoder()
-        # Sinusoids: transformers freezes them when it builds the encoder, not when it loads one.
-        net.embed_positions.requires_grad_(False)
         max_samples = 2 * config.max_source_positions * extractor.hop_length
         super().__init__(
             net, config.d_model, extractor, extractor.n_fft, extractor.mel_filters, max_samples

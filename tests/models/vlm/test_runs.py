@@ -10,11 +10,14 @@ import pytest
 
 import mmray
 from mmray import cli
+from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import token_counts as token_counts_module
+from mmray.data.prepare.pipeline import prepare
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.training import driver
+from tests.data.media.synthetic import encode_audio, encode_video
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import token_runs, two_ranks
 from tests.training.runs import Silent, expected_marks, lines, marks, same_weights
@@ -105,6 +108,36 @@ def test_killed_run_resumes_with_equal_weights(
     assert marks(outcome.path) == marks(calm)
     assert losses(outcome.path) == losses(calm)
     assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_audio"])
+def test_run_on_videos_or_audio_resumes_with_equal_weights(family, folder_of, tmp_path):
+    """Some rows have no video or audio; a step is of six of eight rows."""
+    name = "clip.mp4" if family == "qwen3_vl" else "sound.flac"
+    data = encode_video(audio="aac") if family == "qwen3_vl" else encode_audio("flac", 3.0)
+    (tmp_path / name).write_bytes(data)
+    kind = "video" if family == "qwen3_vl" else "audio"
+    rows = []
+    for number in range(8):
+        answer = {"role": "assistant", "content": ["red", "a blue square"][number % 2]}
+        mark = f"<{kind}>" if number % 3 else ""
+        medium = {kind: name, "t0_s": 0.2 * number, "t1_s": 0.2 * number + 1.0}
+        question = {"role": "user", "content": f"{mark}Which color has {number}?"}
+        rows.append({"messages": [question, answer], "id": str(number)} | (medium if mark else {}))
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(str(source), str(tmp_path / "set"), Prepare(vocab_size=0, split="train"))
+    frames = {"frames": 4, "frame_pixels": 64 * 64} if family == "qwen3_vl" else {}
+    config = token_runs.config_of(folder_of(family), str(tmp_path / "set"), tmp_path / "run")
+    inputs = config.model.inputs.replace(**frames)
+    config = config.replace(model=config.model.replace(inputs=inputs))
+    result = token_runs.run(config, Group())
+    assert (result["status"], result["steps"]) == ("finished", token_runs.STEPS)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    resumed = config.replace(run=config.run.replace(name="resumed"))
+    token_runs.run(resumed, Group(), checkpoint)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "run")[3:]
+    assert same_weights(*(final_weights(tmp_path / each) for each in ("run", "resumed")))
 
 
 @pytest.mark.cluster

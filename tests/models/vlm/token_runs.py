@@ -13,6 +13,7 @@ from mmray.config import Vlm as VlmConfig
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
+from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.reader import ConversationReader
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.engine.batch import resolve_batch_shape
@@ -58,7 +59,8 @@ def run(
     config = config.replace(train=config.train.replace(**train))
     spec: Any = config.model
     reader = ConversationReader(train_set, spec, 10**7)
-    count = ProcessorCounter(spec.weights).build()
+    limits = encoder_arguments(spec.inputs)
+    count = ProcessorCounter(spec.weights, limits, spec.inputs.question).build()
     counts = [count(row) for row in train_set.read(np.arange(train_set.num_rows))]
     shape = resolve_batch_shape(config.batch, group.world_size, spec.inputs.max_tokens)
     plan = TokenPlan(
