@@ -15,6 +15,7 @@ from mmray.builtin import FORMATS
 from mmray.data.formats.listing import CAPTION_SUFFIXES, is_image, split_and_class_of
 from mmray.data.formats.source import Source, is_about_the_data, list_visible_files, read_head
 from mmray.data.formats.text_lines import BOM
+from mmray.data.media.formats import media_kind
 from mmray.data.rows import is_valid_name
 from mmray.data.store.manifest import is_prepared
 from mmray.errors import DataError, UsageError
@@ -160,6 +161,11 @@ def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
         hint = f"it needs tars, Parquet or images; it has {counts} (files by suffix)"
     if any(map(is_image, names)):
         hint += ", and images need captions (0.txt next to 0.jpg) or folders of classes"
+    if any(map(media_kind, names)):
+        hint += (
+            ", and audio and video need texts or subtitles (0.txt or 0.srt next to 0.wav), or a "
+            "CSV or JSON lines file that names them"
+        )
     if set(suffixes) & _COMPRESSED:
         hint += ": unpack them first"
     if files:

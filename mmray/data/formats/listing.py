@@ -100,7 +100,7 @@ class ListingSource(Source):
         with os_error_as_bad_row(name):
             data = read_file(self.folder, name, self.links)
         if name.lower().endswith(SUBTITLE_SUFFIXES):
-            return record | {"texts": parse_subtitles(data, name)}
+            return record | {"texts": parse_subtitles(decode_text(data, name), name)}
         lines = decode_text(data, name).splitlines()
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 

@@ -211,7 +211,8 @@ class WebDatasetSource(Source):
         for extension, member in members.items():
             if f".{extension}" in SUBTITLE_SUFFIXES:
                 values.pop("text", None)
-                values["texts"] = parse_subtitles(member.data or b"", member.name)
+                text = decode_text(member.data or b"", member.name)
+                values["texts"] = parse_subtitles(text, member.name)
             kind = None if "." in extension else media_kind(f".{extension}")
             if kind is not None and kind in values:
                 raise BadRow("columns", f"{kind}-count", f"it has several files of {kind}")

@@ -11,53 +11,64 @@ _TIME = r"(?:(\d+):)?(\d{1,2}):(\d{2})[,.](\d{1,3})"
 _TIMES = re.compile(rf"\s*{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")
 # <i>, <c.yellow>, <00:01.500> and {\an8} set the style or the time of a word.
 _MARKUP = re.compile(r"</?[^<>\n]*>|\{\\[^{}\n]*\}")
+_WORD_TIME = re.compile(r"<(?:\d+:)?\d{2}:\d{2}\.\d{3}>")
 _ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": " ", "&lrm;": "", "&rlm;": ""}
 
 
-def parse_subtitles(data: bytes, name: str) -> list[dict[str, Any]]:
+def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
     """Return the texts of a subtitle file with their spans.
 
-    Blocks without times, such as comments and styles of WebVTT, and texts without characters are
-    left out. The lines of a text are joined by spaces, and its markup is removed.
+    Comments and styles of WebVTT, and texts without characters, are left out. The lines of a text
+    are joined by spaces, and its markup is removed. Automatic captions whose words have times show
+    each line twice, the second time above the next one: it is kept once.
 
     Args:
-        data: The file, UTF-8.
+        text: Content of the file.
         name: Name of the file, for messages.
 
     Returns:
         Values {"text", "t0_s", "t1_s"} in the order of the file; times in seconds.
 
     Raises:
-        BadRow: It is not UTF-8, has no text with times, or a text ends before it starts.
+        BadRow: It has no text with times, or a text ends before it starts.
     """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    cues = [(n, match) for n, line in enumerate(lines) if (match := _TIMES.fullmatch(line))]
+    stops = [*(number for number, _ in cues[1:]), len(lines)]
+    is_rolling = _WORD_TIME.search(text) is not None
+    last = ""
     texts: list[dict[str, Any]] = []
-    for block in re.split(r"\n[ \t]*\n", text.replace("\r\n", "\n").replace("\r", "\n")):
-        lines = block.strip("\n").split("\n")
-        # The first line may be the number or the name of the text.
-        number = next((n for n, line in enumerate(lines[:2]) if _TIMES.fullmatch(line)), None)
-        if number is None:
+    for (number, match), stop in zip(cues, stops, strict=False):
+        # The number of the next text; a file may lack the empty line before it.
+        is_numbered = stop < len(lines) and lines[stop - 1].strip().isdigit()
+        words = _clean(lines[number + 1 : stop - is_numbered])
+        if is_rolling:
+            words = [line for line in words if line != last]
+        if not words:
             continue
-        match = _TIMES.fullmatch(lines[number])
-        assert match is not None
-        words = _MARKUP.sub("", " ".join(lines[number + 1 :]))
-        for entity, character in _ENTITIES.items():
-            words = words.replace(entity, character)
-        if not words.strip():
-            continue
+        last = words[-1]
         start = _seconds(match.groups()[:4])
         end = _seconds(match.groups()[4:])
         if end <= start:
-            raise BadRow(
-                "parse", "span", f"{name}: the text {words.strip()[:40]!r} ends before it starts"
-            )
-        texts.append({"text": words.strip(), "t0_s": start, "t1_s": end})
+            detail = f"{name}: the text {words[0][:40]!r} ends before it starts"
+            raise BadRow("parse", "span", detail)
+        texts.append({"text": " ".join(words), "t0_s": start, "t1_s": end})
     if not texts:
         raise BadRow("columns", "no-text", f"{name} has no text with times (HH:MM:SS.mmm --> ...)")
     return texts
+
+
+def _clean(lines: list[str]) -> list[str]:
+    """Return the lines of a text without markup, from those between two lines with times."""
+    words = []
+    for line in lines:
+        if not line:  # after it are comments and the name of the next text
+            break
+        line = _MARKUP.sub("", line)
+        for entity, character in _ENTITIES.items():
+            line = line.replace(entity, character)
+        words.append(line.strip())
+    return [line for line in words if line]
 
 
 def _seconds(groups: tuple[str | None, ...]) -> float:

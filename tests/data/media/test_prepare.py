@@ -261,6 +261,13 @@ def test_mislabelled_files(tmp_path: Path) -> None:
     }
 
 
+def test_a_folder_of_clips_without_texts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.flac").write_bytes(SOUND)
+    with pytest.raises(DataError, match=r"has .flac 1 .*need texts or subtitles \(0.txt or 0.srt"):
+        prepare(str(tmp_path / "raw"), str(tmp_path / "out"), LAX)
+
+
 def test_without_the_extra_the_message_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,13 +280,29 @@ def test_without_the_extra_the_message_names_it(
 @pytest.mark.parametrize("text", ["WEBVTT\n\nno times\n", "1\n00:00:02,000 --> 00:00:01,000\nx\n"])
 def test_subtitles_without_valid_times_are_bad_rows(text: str) -> None:
     with pytest.raises(BadRow):
-        parse_subtitles(text.encode(), "a.srt")
+        parse_subtitles(text, "a.srt")
 
 
 def test_subtitles_keep_hours_lines_and_entities() -> None:
-    text = "\ufeff1\r\n01:02:03,5 --> 01:02:04,25\r\n{\\an8}a &amp; b\r\n<b>c</b>\r\n\r\n"
-    [entry] = parse_subtitles(text.encode(), "a.srt")
+    text = "1\r\n01:02:03,5 --> 01:02:04,25\r\n{\\an8}a &amp; b\r\n<b>c</b>\r\n\r\n"
+    [entry] = parse_subtitles(text, "a.srt")
     assert entry == {"text": "a & b c", "t0_s": 3723.5, "t1_s": 3724.25}
+
+
+def test_automatic_captions_keep_each_line_once() -> None:
+    """As YouTube writes them: a line of words with times, alone, and above the next line."""
+    head = "WEBVTT\nKind: captions\n\n00:00:00.160 --> 00:00:02.389 align:start position:0%\n \n"
+    first = "hello<00:00:00.480><c> and</c><00:00:00.640><c> welcome</c>\n\n"
+    again = "00:00:02.389 --> 00:00:02.399 align:start position:0%\nhello and welcome\n \n\n"
+    second = "00:00:02.399 --> 00:00:04.000 align:start position:0%\nhello and welcome\nto<"
+    texts = parse_subtitles(head + first + again + second + "00:00:02.600><c> us</c>", "a.vtt")
+    assert [each["text"] for each in texts] == ["hello and welcome", "to us"]
+    assert [each["t0_s"] for each in texts] == [0.16, 2.399]
+
+
+def test_subtitles_without_empty_lines_between_them() -> None:
+    text = "1\n00:00:01,000 --> 00:00:02,000\nx\n2\n00:00:03,000 --> 00:00:04,000\ny\n42"
+    assert [each["text"] for each in parse_subtitles(text, "a.srt")] == ["x", "y 42"]
 
 
 def damaged_files(count: int) -> list[tuple[str, bytes]]:
