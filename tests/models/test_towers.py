@@ -37,6 +37,7 @@ from tests.data.media.test_clips import make_rows
 from tests.engine import recipe_models, toy
 from tests.engine.single_worker import run_config
 from tests.made import make_set
+from tests.models.test_fusion import train
 from tests.training.runs import same_weights
 
 SPEC, OBJECTIVE = recipe_models.OTHER_MODELS["towers"]
@@ -138,6 +139,33 @@ def test_heads_read_the_modalities_of_a_row_and_nothing_else() -> None:
         changed[name][row] = changed[name][row].flip(0) // 2
         for head in heads:
             assert not torch.allclose(model(changed)[head][row], outputs[head][row])
+
+
+def test_heads_learn_from_the_modalities_that_rows_have() -> None:
+    """Four classes: a bright quarter, a pitch and a word. Rows lack audio, video or neither."""
+    torch.manual_seed(0)
+    spec, _ = recipe_models.OTHER_MODELS["towers with heads"]
+    model = build(spec.replace(classes=4), recipe_models.VOCAB, {}).train()
+    batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, 12, "cpu")
+    label = torch.arange(12) % 4
+    video = torch.zeros(12, 3, 3, 2, 8, 2, 8, dtype=torch.uint8)
+    video[torch.arange(12), :, :, label // 2, :, label % 2] = 255
+    times = torch.arange(batch["audio"].shape[1]) / spec.inputs.audio_rate
+    pitch = 400 * 2.0**label
+    batch |= {
+        "video": video.view(12, 3, 3, 16, 16),
+        "audio": (9999 * torch.sin(2 * torch.pi * pitch[:, None] * times)).short(),
+        "input_ids": (label + 5)[:, None].expand(-1, 6).contiguous(),
+        "label": label,
+    }
+    for name, count, rows in (
+        ("audio", "num_samples", slice(0, 4)),
+        ("video", "num_frames", slice(4, 8)),
+    ):
+        batch[f"has_{name}"][rows] = False
+        batch[count][rows] = 0
+    means = train(model, "audio_text + video_text + clip_matching + classification", batch)
+    assert means["match_accuracy"] > 0.95 and means["class_accuracy"] > 0.95
 
 
 def test_matching_counts_rows_with_a_text_and_a_medium() -> None:
