@@ -438,7 +438,10 @@ class Data(Section, settings_prefix="data"):
         20.0, gt=0, description="Size limit of the local cache in GB; a larger one shuffles better."
     )
     block_mb: float = Field(
-        24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB."
+        24.0,
+        gt=0,
+        le=512,
+        description="Maximum MB of the rows that a data process decodes at a time.",
     )
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from tests.training.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SIDE, STORE_BYTES, ROWS = 160, 80 * 10**6, 3200
+SHRINK_WINDOW_S, START_INTERVAL_S = 15.0, 40.0
 
 
 def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
@@ -82,14 +83,14 @@ class Consumer:
     def __init__(self):
         self.stopped = threading.Event()
 
-    def run(self, reader, plan, limits):
-        """Return the time, positions and keys of each block."""
+    def run(self, reader, plan, limits, num_slow=10):
+        """Return the time, positions and keys of each block; take 0.3 s for the first ones."""
         taken = []
         start = ResumePoint(plan, 0)
         with closing(rank_blocks(reader, start, 0, 1, 24.0, limits, print)) as blocks:
             for number, block in enumerate(blocks):
                 taken.append((time.time(), block["pos"].copy(), block["key"].copy()))
-                time.sleep(0.3 if number < 10 else 0.0)
+                time.sleep(0.3 if number < num_slow else 0.0)
                 if self.stopped.is_set():
                     return taken
         return taken
@@ -144,6 +145,73 @@ def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_p
     assert rows.tolist() == list(range(len(rows)))
 
 
+class PacedReader(RowReader):
+    """Takes 0.2 s for a block."""
+
+    def read_block(self, plan, positions):
+        time.sleep(0.2)
+        return super().read_block(plan, positions)
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class PacedRank:
+    """A rank that takes 27 blocks/s, so it waits with 5 decode actors that take 0.2 s for one, and
+    not with 6.
+    """
+
+    def __init__(self):
+        pool_size.SHRINK_WINDOW_S = SHRINK_WINDOW_S
+        self.waited_s, self.size, self.stopped = 0.0, 0, threading.Event()
+
+    def run(self, reader, limits):
+        plan = SamplePlan(ROWS, 4, 1, seed=3, steps=10**6)
+        with closing(
+            rank_blocks(reader, ResumePoint(plan, 0), 0, 1, 1e-3, limits, print)
+        ) as blocks:
+            next_s = time.monotonic()
+            for _ in blocks:
+                self.waited_s, self.size = blocks.waited_s, len(blocks._map._pool.workers)
+                if self.stopped.is_set():
+                    return
+                next_s = max(next_s + 0.037, time.monotonic())
+                time.sleep(max(0.0, next_s - time.monotonic()))
+
+    def state(self):
+        return self.waited_s, self.size
+
+    def stop(self):
+        self.stopped.set()
+
+
+@pytest.mark.slow  # three minutes, of which actors must start within seconds; run by hand
+def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
+    """Each has an actor of its own, and 12 CPUs are for all of them."""
+    nodes.reset([(12, 1)])
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        prepared = make_set(tmp_path, [row(number) for number in range(ROWS)])
+        inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
+        reader = PacedReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+        ranks, runs = [], []
+        limits = DecoderLimits(1, 1, 64)
+        for _ in range(3):
+            ranks.append(PacedRank.remote())
+            runs.append(ranks[-1].run.remote(reader, limits))
+            time.sleep(START_INTERVAL_S)
+        for _ in range(7):
+            before = ray.get([each.state.remote() for each in ranks])
+            time.sleep(10)
+            after = ray.get([each.state.remote() for each in ranks])
+            shares = [(b[0] - a[0]) / 10 for a, b in zip(before, after, strict=True)]
+            sizes = [size for _, size in after]
+            print(f"decode actors {sizes}, waits {[f'{share:.0%}' for share in shares]}")
+        ray.get([each.stop.remote() for each in ranks])
+        ray.get(runs)
+    finally:
+        ray.shutdown()
+    assert max(shares) < 0.2
+
+
 @pytest.mark.slow  # a minute; run by hand
 def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
     """Four actors fill two data nodes; each object store is smaller than what passes it."""
@@ -171,8 +239,7 @@ def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
         time.sleep(2)
         consumer.stop.remote()
         taken = ray.get(stream)
-        state = get_state_from_address(nodes.address)
-        spilled = get_memory_info_reply(state).store_stats.spilled_bytes_total
+        spilled = spilled_bytes(nodes.address)
     finally:
         ray.shutdown()
     positions = np.concatenate([positions for _, positions, _ in taken])
@@ -182,6 +249,39 @@ def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
     gap_s = np.diff([at_s for at_s, *_ in taken]).max()
     print(f"longest gap {gap_s:.1f} s, added node used after {used_s:.1f} s, spilled {spilled}")
     assert gap_s < 10 and used_s < 30 and spilled == 0
+
+
+def spilled_bytes(address):
+    """Bytes that the object stores of all nodes have written to disk."""
+    state = get_state_from_address(address)
+    return get_memory_info_reply(state).store_stats.spilled_bytes_total
+
+
+def test_slow_rank_and_unequal_object_stores_spill_nothing(nodes, tmp_path):
+    """Most actors are on a node whose object store has memory for 8 of 13 blocks of 7.4 MB that the
+    rank's own store allows.
+    """
+    nodes.reset([])
+    add = nodes.cluster.add_node
+    own = add(num_cpus=0, object_store_memory=4 * STORE_BYTES)
+    small = add(num_cpus=5, object_store_memory=STORE_BYTES)
+    large = add(num_cpus=1, object_store_memory=6 * STORE_BYTES)
+    nodes.workers += [own, small, large]
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        plan = SamplePlan(ROWS, 96, 1, seed=3, steps=50)
+        here = NodeAffinitySchedulingStrategy(own.node_id, soft=False)
+        selector = {"ray.io/node-id": f"!in({own.node_id})"}
+        consumer = Consumer.options(scheduling_strategy=here).remote()
+        limits = DecoderLimits(1, 7, 7, selector)
+        stream = consumer.run.remote(slow_reader(tmp_path), plan, limits, num_slow=35)
+        wait_for(lambda: nodes_of_actors().count(small.node_id) == 5)
+        taken = ray.get(stream)
+        spilled = spilled_bytes(nodes.address)
+    finally:
+        ray.shutdown()
+    assert np.concatenate([each for _, each, _ in taken]).tolist() == list(range(50 * 96))
+    assert spilled == 0
 
 
 def wait_for(condition, timeout_s=60.0):

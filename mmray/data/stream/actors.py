@@ -289,6 +289,8 @@ class ActorPool:
         else:
             here = NodeAffinitySchedulingStrategy(self._own_node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
+        # Otherwise Ray sends events of each block to the head.
+        options["enable_task_events"] = False
         handle: Any = ray.remote(DecodeActor).options(**options).remote(self._decoder)
         started = _future_of(handle.node.remote())
         return _Actor(handle, has_cpu, prefers_own_node, started, now_s)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 GROW_WINDOW_S = 5.0
 GROW_SHARE = 0.05
 MAX_GROWTH = 0.5  # processes to add, relative to those there are
-# Shrink by this share if the rank has hardly waited in the window, which is doubled each time the
-# number had to grow again, up to the maximum.
+# Shrink by this share if the rank has hardly waited in the window, or in several windows: their
+# number is doubled each time the processes had to grow again, up to the maximum.
 SHRINK_WINDOW_S = 60.0
-MAX_SHRINK_WINDOW_S = 240.0
+MAX_SHRINK_WINDOWS = 32
 SHRINK_SHARE = 0.01
 CONTESTED_SHARE = 0.1  # instead, while processes of other ranks wait for the same CPUs
 SHRINKAGE = 0.125
@@ -69,7 +69,8 @@ class PoolSize:
         self._maximum = maximum
         self._grow_window = _Window(now_s, 0.0)
         self._shrink_window = _Window(now_s, 0.0)
-        self._shrink_window_s = SHRINK_WINDOW_S
+        self._shrink_windows = 1  # without waiting, before it shrinks
+        self._idle_windows = 0
         self._has_shrunk = False
         self._updated_s = now_s
 
@@ -85,7 +86,7 @@ class PoolSize:
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
-        mistake, up to 240 s), or in less than 10 % while other ranks get no CPUs.
+        mistake), or in less than 10 % of them while other ranks get no CPUs.
 
         Args:
             now_s: The present time, of the same clock as before.
@@ -110,9 +111,10 @@ class PoolSize:
             if share > GROW_SHARE:
                 self._grow(now_s, waited_s, share)
             self._grow_window = _Window(now_s, waited_s)
-        if now_s - self._shrink_window.start_s >= self._shrink_window_s:
+        if now_s - self._shrink_window.start_s >= SHRINK_WINDOW_S:
             share = self._shrink_window.share(now_s, waited_s)
-            if share < SHRINK_SHARE:
+            self._idle_windows = self._idle_windows + 1 if share < SHRINK_SHARE else 0
+            if self._idle_windows >= self._shrink_windows:
                 self._shrink(num_running)
                 self._has_shrunk = True
             elif share < CONTESTED_SHARE and is_contested():
@@ -127,12 +129,14 @@ class PoolSize:
         added = math.ceil(self.target * min(MAX_GROWTH, missing))
         self.target = min(self._maximum, self.target + added)
         self._shrink_window = _Window(now_s, waited_s)
+        self._idle_windows = 0
         if self._has_shrunk:
-            self._shrink_window_s = min(MAX_SHRINK_WINDOW_S, 2 * self._shrink_window_s)
+            self._shrink_windows = min(MAX_SHRINK_WINDOWS, 2 * self._shrink_windows)
             self._has_shrunk = False
 
     def _shrink(self, num_running: int) -> None:
         """Request fewer processes than run, so none of those that have not started."""
+        self._idle_windows = 0
         if self.target > self._minimum:
             needed = min(self.target, num_running)
             self.target = max(self._minimum, needed - math.ceil(needed * SHRINKAGE))
