@@ -53,7 +53,7 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
             api.check_source(command.source, reporter=console, **dict(command.settings))
         return 0
     with console.show_progress("starting"):
-        api.prepare(
+        manifest = api.prepare(
             command.source,
             command.out,
             retry_quarantined=command.retry_quarantined,
@@ -63,5 +63,9 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
             reporter=console,
             **dict(command.settings),
         )
-    console.log(f"mmray train --data.train {shell_path(command.out)}", "next")
+    kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
+    recipe = "sample-av " if kinds else ""
+    is_sound = kinds and not any(kind in kinds for kind in ("image", "video"))
+    flags = " --model.inputs.frames 0 --objective.kind audio_text" if is_sound else ""
+    console.log(f"mmray train {recipe}--data.train {shell_path(command.out)}{flags}", "next")
     return 0
