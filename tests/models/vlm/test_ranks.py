@@ -1,15 +1,19 @@
-"""A step on two ranks has the gradient of one, and no rank waits for images of another."""
+"""A step on several ranks has the gradient of one, and no rank waits for images of another."""
 
 from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
+from mmray.data.stream.token_batches import assign_rows
+from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.engine.collectives import Group
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import folders, two_ranks
+from tests.models.vlm.rows import encode_rows
 
 FAMILIES = [
     family
@@ -39,6 +43,20 @@ def check_gradients(family, results, folder_of):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_of_two_ranks_equals_that_of_one(family, results, folder_of):
     check_gradients(family, results, folder_of)
+
+
+def test_ranks_of_a_node_divide_its_rows_under_hsdp(folder_of, tmp_path):
+    """The first of two nodes has rows without images only."""
+    weights = str(folder_of("qwen3_vl"))
+    rows = encode_rows(ProcessorEncoder(weights, 500, frames=4))
+    step = [0, 0, 0, 0, 2, 1, 4, 3]
+    num_tokens = np.array([len(rows[number].input_ids) for number in step])
+    assignment = assign_rows(num_tokens, 4, int(num_tokens.max()), ranks_per_group=2)
+    split = [[[step[index] for index in part] for part in rank] for rank in assignment]
+    assert {number for rank in split[:2] for part in rank for number in part} == {0}
+    expected = two_ranks.gradient(weights, Group(), "ddp", split=split)
+    for result in spawn_ranks(two_ranks.hybrid, tmp_path, 4, weights, split):
+        assert (result - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
 @pytest.mark.slow  # two minutes

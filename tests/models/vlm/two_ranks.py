@@ -1,4 +1,4 @@
-"""Steps of vision-language models on two gloo ranks; test_ranks.py checks the results.
+"""Steps of vision-language models on two and four gloo ranks; test_ranks.py checks the results.
 
 Rank 0 often has no image, so without the dummy row it would skip the vision encoder's collectives.
 """
@@ -28,9 +28,10 @@ from tests.engine.ranks import join_group
 from tests.models.vlm import token_runs
 from tests.models.vlm.rows import all_media, encode_rows
 
-# Rows of each micro-batch of each rank: rank 0 has no image at all, and one video.
-SPLIT = (([0], [0, 0]), ([2], [1]))
-VIDEO_SPLIT = (([0], [0, 3]), ([2, 4], [1]))
+Split = list[list[list[int]]]  # rows of each micro-batch of each rank
+# Rank 0 has no image at all, and one video.
+SPLIT: Split = [[[0], [0, 0]], [[2], [1]]]
+VIDEO_SPLIT: Split = [[[0], [0, 3]], [[2, 4], [1]]]
 
 
 def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
@@ -44,14 +45,28 @@ def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
     os._exit(0)  # see tests/engine/ranks.py
 
 
-def gradient(weights: str, group: Group, parallel: str, random_steps: int = 0) -> torch.Tensor:
+def hybrid(rank: int, folder: str, weights: str, split: Split) -> None:
+    """The gradient of a step of four ranks on two nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    group = join_group(folder, "hybrid", rank, 4)
+    torch.save(gradient(weights, group, "hsdp", split=split), f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # see tests/engine/ranks.py
+
+
+def gradient(
+    weights: str,
+    group: Group,
+    parallel: str,
+    random_steps: int = 0,
+    split: Split | None = None,
+) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
     model = Vlm(all_media(weights)).double()
     rows = encode_rows(model.encoder)
     collator = model.collator()
     state = toy.train_state(model, group, LanguageModelling(), parallel=parallel)
 
-    def step(split: list[list[list[int]]]) -> None:
+    def step(split: Split) -> None:
         micro_batches: list[Batch] = []
         for numbers in split[group.rank]:
             columns = {
@@ -67,9 +82,9 @@ def gradient(weights: str, group: Group, parallel: str, random_steps: int = 0) -
     for _ in range(random_steps):
         step([[[draw.choice((0, *range(len(rows))))] for _ in range(2)] for _ in range(2)])
         zero_gradients(state)
-    split = VIDEO_SPLIT if len(rows) > 3 else SPLIT
+    split = split or (VIDEO_SPLIT if len(rows) > 3 else SPLIT)
     if group.world_size > 1:
-        step([list(micro_batches) for micro_batches in split])
+        step(split)
     else:
         step([[[number] for rank in split for numbers in rank for number in numbers]])
     gradients = []
