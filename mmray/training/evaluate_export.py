@@ -381,7 +381,9 @@ def _evaluate(
         names = ", ".join(str(each.folder) for each in held_out.values())
         part = f"{interpolate:g} x " if interpolate != 1 else ""
         of_weights = f"{part}{checkpoint or model.weights}"
-        reporter.log(f"{of_weights} on {total:,} rows of {names}", "evaluate")
+        without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
+        num_rows = num_evaluated_rows(without_answers, held_out)
+        reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
         rows: list[int] = []  # of the batches that are done
 
         def on_rows(num_rows: int) -> None:

@@ -128,7 +128,8 @@ def read_config(weights: str) -> dict[str, Any]:
             path = Path(hf_hub_download(weights, MODEL_CONFIG))
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RuntimeError) as error:
-        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        problem = lines[0].rstrip(".")
         raise UsageError(
             f"{WEIGHTS_SETTING}: cannot read {MODEL_CONFIG} of `{weights}`: {problem}. Set a "
             "folder saved by transformers, or a name of the hub; without a network, run "

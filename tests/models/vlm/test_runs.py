@@ -72,7 +72,7 @@ def test_sharded_model_generates_the_answers_of_one_rank(two, folder_of, prepare
 
 
 def test_folder_of_weights_is_evaluated_and_exported_without_training(
-    folder_of, prepared, tmp_path, monkeypatch
+    folder_of, prepared, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     folder = str(folder_of("internvl"))
@@ -80,6 +80,7 @@ def test_folder_of_weights_is_evaluated_and_exported_without_training(
     words = ["--evaluate.num-generations", "2", "--json", str(scores)]
     command = ["evaluate", "--weights", folder, "--data", prepared, *words]
     assert cli.run(command, ConsoleReporter()) == 0
+    assert " on 3 rows of " in capsys.readouterr().out
     metrics = json.loads(scores.read_text())["metrics"]
     assert (metrics["rows"], metrics["answered"]) == (3, 2)
     assert metrics["tokens"] > 0

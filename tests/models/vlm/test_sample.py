@@ -23,6 +23,8 @@ def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, without_ray
     run = mmray.train(config)
     assert (run.metrics["answered"], run.metrics["bad_rows"]) == (8, 0)
     assert 0 <= run.metrics["exact_match"] <= 1
+    # Next to the generated answers.
+    assert 'class="image" src="data:image/webp' in (run.path / "report.html").read_text()
     losses = [line["train/loss"] for line in run.history if "train/loss" in line]
     assert losses[-1] < 0.9 * losses[0]
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
