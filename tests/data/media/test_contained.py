@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
 import struct
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.images import subprocess_decoder
 from mmray.data.images.decode import MAX_PIXELS, BadImage
-from mmray.data.images.subprocess_decoder import MAX_CHILD_BYTES, SubprocessDecoder, serve
-from mmray.data.media import decode
+from mmray.data.images.subprocess_decoder import MAX_CHILD_BYTES, SubprocessDecoder
 from mmray.data.prepare import pipeline
-from mmray.data.prepare.pipeline import _pack_task
 from mmray.data.store.prepared_set import PreparedSet
+from tests.data.media import crashing_media
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.data.prepare.test_pipeline import quarantine
 
@@ -28,8 +24,6 @@ TIMES = range(0, 400, 40)
 MP4 = encode_video(times_ms=TIMES, audio="aac")
 MKV = encode_video("mkv", times_ms=TIMES, audio="libopus")
 FRAGMENTED = encode_video(times_ms=TIMES, muxer_options={"movflags": "frag_keyframe+empty_moov"})
-_open = decode._open
-MARK = b"this ends its decoder"
 HUGE = b"\xff\xff\xff\xff"
 
 
@@ -112,40 +106,20 @@ def test_headers_that_lie_take_no_memory_and_end_no_process() -> None:
     decoder.close()
 
 
-def die_of_mark(data: bytes, max_pixels: int) -> Any:
-    if data.endswith(MARK):
-        signal.raise_signal(signal.SIGSEGV)
-    return _open(data, max_pixels)
-
-
-def serve_and_die(channel: Any) -> None:
-    with patch.object(decode, "_open", die_of_mark):
-        serve(channel)
-
-
-def pack_and_die(item: Any, job: Any) -> dict[str, Any]:
-    """The task of prepare on a worker whose FFmpeg crashes."""
-    with (
-        patch.object(decode, "_open", die_of_mark),
-        patch.object(subprocess_decoder, "serve", serve_and_die),
-    ):
-        return _pack_task(item, job)
-
-
 def test_a_crash_at_a_header_costs_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_ray: None
 ) -> None:
     rows = []
     for number in range(6):
-        data = FLAC + MARK if number in (3, 4) else FLAC
+        data = FLAC + crashing_media.MARK if number == 3 else FLAC
         (tmp_path / f"{number}.flac").write_bytes(data)
         rows.append({"id": str(number), "audio": f"{number}.flac", "text": f"text {number}"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(pipeline, "_pack_task", pack_and_die)
+    monkeypatch.setattr(pipeline, "_pack_task", crashing_media.pack_task)
     settings = Prepare(check="header", max_bad_fraction=0.5, vocab_size=0, duplicates="keep")
     manifest = pipeline.prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), settings)
-    assert (manifest.num_rows, manifest.reasons) == (4, {"decoder-crash": 2})
-    bad = quarantine(tmp_path / "out")
-    assert [each["key"] for each in bad] == ["3", "4"]
-    assert all("the decoder process was ended by SIGSEGV" in each["detail"] for each in bad)
-    assert PreparedSet.open(str(tmp_path / "out")).keys() == ["0", "1", "2", "5"]
+    assert (manifest.num_rows, manifest.reasons) == (5, {"decoder-crash": 1})
+    [bad] = quarantine(tmp_path / "out")
+    assert bad["key"] == "3" and "the decoder process was ended by SIGSEGV" in bad["detail"]
+    kept = PreparedSet.open(str(tmp_path / "out")).keys()
+    assert kept == ["0", "1", "2", "4", "5"]
