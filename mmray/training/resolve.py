@@ -313,7 +313,9 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         counts = ", ".join(
             f"{rows:,} rows with {kinds.replace(' ', ' and ')}" for kinds, rows in others.items()
         )
-        name = f"model.weights {model.weights}" if isinstance(model, Vlm) else model.kind
+        name = f"model.kind {model.kind}"
+        if isinstance(model, Vlm):
+            name = f"model.weights {model.weights}"
         text = (
             f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and {name} takes "
             f"rows of {', '.join(sorted(taken))} only"
