@@ -10,6 +10,8 @@ import numpy as np
 
 from mmray.data.media.decode import read_audio
 
+_PART_SAMPLES = 1 << 20
+
 
 def encode_audio(
     samples: np.ndarray, rate: int, codec: str, bits_per_s: int | None = None
@@ -29,12 +31,15 @@ def encode_audio(
         stream: Any = container.add_stream(codec, rate=rate, layout="mono")
         if bits_per_s is not None:
             stream.bit_rate = bits_per_s
-        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
-        frame.sample_rate = rate
-        frame.pts = 0
-        frame.time_base = Fraction(1, rate)
-        for each in (frame, None):
-            container.mux(stream.encode(each))
+        # In parts, because the encoder copies what it gets.
+        for start in range(0, len(samples), _PART_SAMPLES):
+            part = samples[start : start + _PART_SAMPLES]
+            frame = av.AudioFrame.from_ndarray(part[None], format="s16", layout="mono")
+            frame.sample_rate = rate
+            frame.pts = start
+            frame.time_base = Fraction(1, rate)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 
