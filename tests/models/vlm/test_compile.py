@@ -91,4 +91,5 @@ def test_run_compiled_with_inductor_has_the_losses_of_an_eager_run(folder_of, tm
     losses = [line["train/loss"] for line in compiled]
     assert losses == pytest.approx([line["train/loss"] for line in eager], rel=1e-4)
     graphs = [line["compile/graphs"] for line in compiled]
-    assert 0 < graphs[-1] == graphs[1] <= 5
+    # Those of the dry run and of the check of packed rows included.
+    assert 0 < graphs[-1] == graphs[0] <= 9
