@@ -225,8 +225,7 @@ def follow(client: JobSubmissionClient, name: str, show: Print) -> int:
         status = log.wait()
     except KeyboardInterrupt:
         show("\nstopping the job at a checkpoint; Ctrl-C again leaves it\n")
-        client.stop_job(name)
-        status = log.wait()
+        status = log.wait(stop=True)
     if status == JobStatus.STOPPED:
         return INTERRUPTED
     details = client.get_job_info(name)
@@ -244,11 +243,18 @@ class _LogFollower:
     show: Print
     num_shown: int = 0  # characters
 
-    def wait(self) -> JobStatus:
-        """Show the log until the job ends, and return its status."""
+    def wait(self, stop: bool = False) -> JobStatus:
+        """Show the log until the job ends, and return its status.
+
+        Args:
+            stop: Request first that the job stops.
+        """
         last_answer_s = time.monotonic()
         while True:
             try:
+                if stop:
+                    self.client.stop_job(self.name)
+                    stop = False
                 asyncio.run(self._tail())
                 status = self.client.get_job_status(self.name)
                 if status in ENDED:

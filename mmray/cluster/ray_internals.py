@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
+from mmray.cluster.capacity import NODE_ID
 from mmray.errors import ResourceError
 
 TESTED_VERSION = "2.60"
@@ -18,7 +20,6 @@ PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker proc
 # Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
 # has no dashboard.
 STATE_TRACKING_VARIABLE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
-START_TIMEOUT_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENVIRONMENT = {
     # Ray's 2 s delay each report and the detection of each failure
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -228,6 +229,60 @@ def request_nodes(
         else:
             answer = coordinator.cancel_request.remote(requester_id=requester)
     ray.get(answer, timeout=timeout_s)
+
+
+def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: Any) -> Any:
+    """Run Ray Train's controller on this node, with workers in a placement group that exists.
+
+    Ray's own controller requests the placement group itself, so each run that waits for resources
+    has one, 250 MiB with its helper. Two of Ray's callbacks are left out, each a process: one
+    provides datasets of Ray Data, which no run has, the other removes the placement group of a
+    controller that died, which the driver does here. The driver of a trial is an actor, whose
+    placement groups Ray keeps until the sweep ends, so there it stays.
+
+    Args:
+        group: The placement group, with a bundle for each worker.
+        callbacks: Ray Train's callbacks.
+        arguments: Further arguments of the controller, from `DataParallelTrainer.fit`.
+
+    Returns:
+        Ray Train's result.
+    """
+    with _checked("the controller of Ray Train"):
+        from ray.train.v2._internal.callbacks import DatasetsCallback
+        from ray.train.v2._internal.callbacks.placement_group_callback import (
+            PlacementGroupCleanerCallback,
+        )
+        from ray.train.v2._internal.constants import get_env_vars_to_propagate
+        from ray.train.v2._internal.execution import controller, worker_group
+        from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+            DefaultPlacementGroupHandle,
+        )
+
+        class WorkerGroup(worker_group.WorkerGroup):
+            def _create_placement_group(self, *_: Any) -> DefaultPlacementGroupHandle:
+                return DefaultPlacementGroupHandle(group)
+
+        class TrainController(controller.TrainController):
+            worker_group_cls = WorkerGroup
+
+    context = ray.get_runtime_context()
+    unused: tuple[type, ...] = (DatasetsCallback,)
+    if context.get_actor_id() is None:
+        unused = (DatasetsCallback, PlacementGroupCleanerCallback)
+    # It waits for its workers in `ray.get`, for which Ray would log a warning.
+    env_vars = get_env_vars_to_propagate() | {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
+    actor = (
+        ray.remote(TrainController)
+        .options(
+            num_cpus=0,
+            label_selector={NODE_ID: context.get_node_id()},
+            runtime_env={"env_vars": env_vars},
+        )
+        .remote(callbacks=[each for each in callbacks if not isinstance(each, unused)], **arguments)
+    )
+    ray.get(actor.run.remote())
+    return ray.get(actor.get_result.remote())
 
 
 def is_train_error(error: BaseException | None, name: str) -> bool:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
-from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
-from mmray.cluster.capacity import Demand, Resources, fits, format_resources
+from mmray.cluster.capacity import Demand, LabelSelector, Resources, fits, format_resources
 from mmray.cluster.placement import alive_nodes, data_demand, free_nodes
 from mmray.cluster.ray_internals import running_jobs
 from mmray.errors import ResourceError
@@ -152,42 +151,27 @@ def pending_reservations() -> dict[str, list[Resources]]:
     }
 
 
-def own_job() -> str:
-    """Return Ray's hexadecimal ID of this job."""
-    return str(ray.get_runtime_context().get_job_id())
-
-
-def is_reserved(demand: Demand) -> bool:
-    """Return whether Ray has reserved the resources of a run's workers.
-
-    False while a placement group of this job for these workers waits for resources.
+def reserve(demand: Demand, label_selector: LabelSelector | None = None) -> PlacementGroup:
+    """Request the resources of all workers of a demand, which Ray reserves together or not at all.
 
     Args:
-        demand: The resources of the workers; CPUs for data are not compared.
+        demand: Number of workers, and the resources and labels of each.
+        label_selector: Labels of the nodes; None: those of the demand.
+
+    Returns:
+        The placement group, with a bundle for each worker; `is_reserved` returns whether it has
+        its resources. Remove it in the end with `ray.util.remove_placement_group`.
     """
-    return not _own_pending(demand)
+    selector = label_selector or demand.worker_label_selector
+    return ray.util.placement_group(
+        [dict(demand.per_worker)] * demand.workers,
+        bundle_label_selector=[dict(selector)] * demand.workers if selector else None,
+    )
 
 
-def withdraw_reservation(demand: Demand) -> None:
-    """Remove the placement groups of this job for the workers of a demand that wait for resources.
-
-    Args:
-        demand: The resources of the workers; CPUs for data are not compared.
-    """
-    for group in _own_pending(demand):
-        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
-
-
-def _own_pending(demand: Demand) -> list[str]:
-    """Return the IDs of the waiting placement groups of this job for the workers of a demand."""
-    job = own_job()
-    bundles = [dict(demand.per_worker)] * demand.workers
-    # The ID of a placement group ends with the ID of its job.
-    return [
-        group
-        for group, pending in pending_reservations().items()
-        if group.endswith(job) and pending == bundles
-    ]
+def is_reserved(group: PlacementGroup) -> bool:
+    """Return whether Ray has reserved the resources of a placement group."""
+    return group.wait(POLL_INTERVAL_S)
 
 
 class Contention:

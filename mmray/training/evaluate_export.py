@@ -427,7 +427,6 @@ def _score_on_ray(
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
     coordinator = ray_trainer.start_coordinator(set())
     num_received = 0
-    queue_timeout_s = config.cluster.queue_timeout_s
 
     def poll() -> None:
         nonlocal num_received
@@ -440,15 +439,14 @@ def _score_on_ray(
         coordinator.push.remote({"rows": num_rows})
 
     score = partial(_score, config, tokenizer_json, held_out, load, send_rows)
-    trainer = ray_trainer.torch_trainer(score, config, to_path(folder), demand, queue_timeout_s)
+    trainer = ray_trainer.torch_trainer(score, config, to_path(folder), demand)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:
+        queue_timeout_s = config.cluster.queue_timeout_s
         return dict(ray_trainer.run_group(trainer, demand, queue_timeout_s, reporter.log, poll))
     except ray.train.TrainingFailedError as error:
-        raise ray_trainer.start_timeout_error(error) or TrainingError(
-            f"the evaluation failed: {error}"
-        ) from error
+        raise TrainingError(f"the evaluation failed: {error}") from error
     finally:
         ray.kill(coordinator)
 

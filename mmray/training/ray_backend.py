@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.exceptions
 import ray.train
+from ray.util.placement_group import PlacementGroup
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import NODE_ID, Demand, fits, num_workers_that_fit
@@ -32,7 +33,7 @@ from mmray.cluster.run_resources import (
     request_nodes,
     resource_demand,
 )
-from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, withdraw_reservation
+from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, reserve
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import BatchShape
@@ -45,11 +46,11 @@ from mmray.errors import (
     first_line,
 )
 from mmray.machine import cores, free_memory
+from mmray.storage.paths import AnyPath
 from mmray.training.backend import Attempt, Cause, format_counts, resume_point
 from mmray.training.ray_trainer import (
     run_in_thread,
     start_coordinator,
-    start_timeout_error,
     torch_trainer,
 )
 from mmray.training.trackers import RayMetrics
@@ -170,7 +171,7 @@ class RayBackend:
     def start(self, attempt: Attempt) -> RayWorkers:
         assert self._nodes is not None, "choose_world_size comes before"
         if self._metrics is None:
-            self._metrics = RayMetrics(attempt.folder.name)
+            self._metrics = RayMetrics(name_in_views(attempt.folder))
         return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler, self._metrics)
 
     def exclude_node(self, config: Config, node: str) -> bool:
@@ -185,12 +186,8 @@ class RayBackend:
         # of Ray Train's preemption watcher, which is off by default
         if is_train_error(error, "PreemptionError"):
             return "preempted", TrainingError("a node was preempted")
-        if (timeout_error := start_timeout_error(error)) is not None:
-            # An elastic run retries with fewer workers: resources were taken, or a node was lost.
-            return (
-                "lost" if monitor.world > monitor.config.cluster.min_workers else "raised",
-                timeout_error,
-            )
+        if isinstance(error, TimeoutError):  # of `RayWorkers.waits_for_resources`
+            return "lost", ResourceError(str(error))
         if not isinstance(error, ray.train.WorkerGroupError):
             return "lost", TrainingError(
                 f"Ray Train failed: {getattr(error, 'controller_failure', error)}"
@@ -237,71 +234,76 @@ class RayWorkers:
         self._excluded = excluded
         self.autoscaler = autoscaler
         self.world = attempt.config.cluster.max_workers
-        self.coordinator = start_coordinator(attempt.bad_rows)
+        self._bad_rows = attempt.bad_rows
+        # Started once the workers have their resources, so that a run that waits holds no process
+        # but its driver.
+        self._coordinator: Any = None
+        self._stop_requested = False  # before that
         # As for the largest group: a smaller one needs no more CPUs for each worker.
         demand = replace(resource_demand(self.config, excluded=excluded), workers=self.world)
         self._demand = demand
         self._wait: ResourceWait | None = None
         self._contention = Contention()
-        cluster = self.config.cluster
-        # A group of more than the least number does not wait for what others took meanwhile.
-        self._queue_timeout_s = (
-            cluster.start_timeout_s if self.world > cluster.min_workers else cluster.queue_timeout_s
-        )
         limits = decoder_limits(self.config, demand)
         is_fixed = limits.minimum == limits.maximum
         self._metrics = metrics
         self._is_listed = False  # among the waiting runs of the cluster
         self._is_held_back = False  # while runs of a higher priority wait
+        self._label_selector = nodes.excluding_unavailable(demand.worker_label_selector)
+        self._group: PlacementGroup | None = None
+        self._loop_config = {
+            "context": attempt.worker_context(limits.minimum * self.world if is_fixed else None),
+            "resume_point": resume_point(
+                attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape
+            ),
+            "decoders": replace(
+                limits, label_selector=nodes.excluding_unavailable(limits.label_selector) or {}
+            ),
+        }
         self._build_trainer = partial(
             torch_trainer,
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
             demand,
-            self._queue_timeout_s,
-            name=f"{attempt.folder.name}-attempt-{attempt.fencing_token}",
-            label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
-            train_loop_config={
-                "context": attempt.worker_context(
-                    limits.minimum * self.world if is_fixed else None
-                ),
-                "resume_point": resume_point(
-                    attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape
-                ),
-                "coordinator": self.coordinator,
-                "decoders": replace(
-                    limits, label_selector=nodes.excluding_unavailable(limits.label_selector) or {}
-                ),
-            },
+            name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
         )
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         self._set_listed(True)
-        while True:
-            while self._must_wait():
-                self._set_held_back(True)
-                poll()
-                time.sleep(POLL_INTERVAL_S)
-            self._set_held_back(False)
-            start_s = time.monotonic()
-            try:
-                result: Any = run_in_thread(self._build_trainer().fit, poll)
-                return dict(result.return_value)
-            except ray.train.TrainingFailedError as error:
-                # Otherwise the reservation was withdrawn for a run of a higher priority.
-                waited_s = time.monotonic() - start_s
-                if start_timeout_error(error) is None or waited_s >= self._queue_timeout_s:
-                    raise
+        while not self._is_reserved():
+            poll()
+        assert self._group is not None, "it is reserved"
+        self._coordinator = start_coordinator(self._bad_rows)
+        if self._stop_requested:
+            self.request_stop()
+        loop_config = self._loop_config | {"coordinator": self._coordinator}
+        trainer = self._build_trainer(train_loop_config=loop_config)
+        return dict(run_in_thread(partial(trainer.fit_in, self._group), poll))
 
-    def _must_wait(self) -> bool:
-        """Return whether a run of a higher priority waits."""
-        return any(each > self.config.cluster.priority for each in waiting_priorities())
+    def _is_reserved(self) -> bool:
+        """Return whether the workers have their resources.
 
-    def _set_held_back(self, is_held_back: bool) -> None:
+        They are requested if they were not, and withdrawn while a run of a higher priority waits.
+        """
+        if self._group is not None and is_reserved(self._group):
+            return True
+        is_held_back = any(each > self.config.cluster.priority for each in waiting_priorities())
         if is_held_back != self._is_held_back:
             self._is_held_back = is_held_back
             self._wait = None  # the limits of time differ
+        if is_held_back:
+            self._withdraw()
+            time.sleep(POLL_INTERVAL_S)
+        elif self._group is None:
+            self._group = reserve(self._demand, self._label_selector)
+            return is_reserved(self._group)
+        return False
+
+    def _withdraw(self) -> None:
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+            self._group = None
 
     def _set_listed(self, is_listed: bool) -> None:
         if is_listed != self._is_listed:
@@ -309,8 +311,10 @@ class RayWorkers:
             self._is_listed = is_listed
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        if self._coordinator is None:
+            return [], []
         try:
-            messages, heartbeats = ray.get(self.coordinator.drain.remote(num_received), timeout=10)
+            messages, heartbeats = ray.get(self._coordinator.drain.remote(num_received), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             # the next call returns them; if Ray is shutting down, the attempt itself raises
             return [], []
@@ -319,10 +323,12 @@ class RayWorkers:
         return messages, heartbeats
 
     def request_stop(self) -> None:
-        self.coordinator.request_stop.remote()
+        self._stop_requested = True
+        if self._coordinator is not None:
+            self._coordinator.request_stop.remote()
 
     def request_stacks(self) -> None:
-        self.coordinator.request_stacks.remote()
+        self._coordinator.request_stacks.remote()
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         placement.kill_processes(
@@ -333,24 +339,27 @@ class RayWorkers:
         return placement.draining_nodes()
 
     def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
-        if not self._is_held_back:
-            if is_reserved(self._demand):
-                return False
-            if self._must_wait():
-                self._set_held_back(True)
-                withdraw_reservation(self._demand)
+        if self._coordinator is not None:
+            return False
+        cluster = self.config.cluster
+        # A group of more than the least number does not wait for what others took meanwhile: the
+        # run then starts with fewer.
+        is_larger = self.world > cluster.min_workers and not self._is_held_back
         if self._wait is None:
-            limit_s = self._queue_timeout_s
-            if self._is_held_back:
-                limit_s = self.config.cluster.queue_timeout_s
+            limit_s = cluster.start_timeout_s if is_larger else cluster.queue_timeout_s
             self._wait = ResourceWait(self._demand, limit_s, log)
-        if self._is_held_back:
-            self._wait.check_limit()
         self._wait.poll(has_turn=not self._is_held_back)
+        try:
+            self._wait.check_limit()
+        except ResourceError as error:
+            if is_larger:
+                raise TimeoutError(str(error)) from error
+            raise
         return True
 
     def share_resources(self) -> None:
-        self.coordinator.set_must_yield.remote(self._contention.must_yield())
+        if self._coordinator is not None:
+            self._coordinator.set_must_yield.remote(self._contention.must_yield())
 
     def num_more_workers(self) -> int:
         request_nodes(self.config, self.autoscaler, self.world, self._excluded)
@@ -366,8 +375,24 @@ class RayWorkers:
 
     def close(self) -> None:
         self._set_listed(False)
+        self._withdraw()
         self.autoscaler.cancel()
-        ray.kill(self.coordinator)
+        if self._coordinator is not None:
+            ray.kill(self._coordinator)
+
+
+def name_in_views(folder: AnyPath) -> str:
+    """Return the name of a run in Ray's dashboard and metrics.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        The name of the folder; of a trial (SWEEP/trials/t001), after that of its sweep.
+    """
+    if folder.parent.name == "trials":
+        return f"{folder.parent.parent.name}-{folder.name}"
+    return folder.name
 
 
 def root_cause(error: BaseException) -> BaseException:

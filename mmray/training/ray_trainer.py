@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -24,14 +25,14 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
-from mmray.cluster.capacity import Demand, LabelSelector
-from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error
-from mmray.cluster.waiting import ResourceWait, is_reserved
+from mmray.cluster.capacity import Demand
+from mmray.cluster.ray_internals import run_train_controller
+from mmray.cluster.waiting import ResourceWait, is_reserved, reserve
 from mmray.config import Config
-from mmray.errors import ResourceError
 from mmray.machine import LOOPBACK, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import Coordinator
@@ -181,55 +182,62 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     return done.result()
 
 
+class ReservedTrainer(DataParallelTrainer):
+    """Ray Train's trainer for workers whose resources the driver has reserved.
+
+    So a driver that waits for resources needs no controller meanwhile.
+    """
+
+    _group: PlacementGroup
+
+    def fit_in(self, group: PlacementGroup) -> Any:
+        """Run the workers to their end.
+
+        Args:
+            group: Placement group of the workers, from `waiting.reserve`, which has its resources.
+
+        Returns:
+            What rank 0 returned.
+        """
+        self._group = group
+        return self.fit().return_value
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        return run_train_controller(self._group, **arguments)
+
+
 def run_group(
-    trainer: DataParallelTrainer,
+    trainer: ReservedTrainer,
     demand: Demand,
     queue_timeout_s: float,
     log: Callable[[str, str], None],
     poll: Callable[[], None],
 ) -> Any:
-    """Run a worker group to its end; log what it waits for until it has its resources.
+    """Wait for the resources of a worker group, log what it waits for, and run it to its end.
 
     Args:
         trainer: The trainer, from `torch_trainer`.
         demand: The resources of its workers.
-        queue_timeout_s: Seconds for which the trainer waits for them.
+        queue_timeout_s: Seconds to wait for them.
         log: Called with a line and the word to print before it, such as `waiting`.
         poll: Called several times per second. Its errors are raised at once.
 
     Returns:
         What rank 0 returned.
+
+    Raises:
+        ResourceError: The workers did not get their resources in time.
     """
     wait = ResourceWait(demand, queue_timeout_s, log)
-
-    def poll_both() -> None:
-        if not is_reserved(demand):
+    group = reserve(demand)
+    try:
+        while not is_reserved(group):
             wait.poll()
-        poll()
-
-    result: Any = run_in_thread(trainer.fit, poll_both)
-    return result.return_value
-
-
-def start_timeout_error(error: BaseException) -> ResourceError | None:
-    """Return the error to raise if workers got no resources in time.
-
-    Args:
-        error: An error that Ray Train raised.
-
-    Returns:
-        An error that names the settings; None if `error` is not Ray Train's start timeout.
-    """
-    if not is_train_error(
-        getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"
-    ):
-        return None
-    waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
-    return ResourceError(
-        f"the workers got no resources within {waited_s:g} s (cluster.queue_timeout_s, or "
-        "start_timeout_s for more workers than an elastic run needs): their nodes are in use or "
-        "did not start. Check `ray status` on the head, and rerun the same command to resume"
-    )
+            wait.check_limit()
+            poll()
+        return run_in_thread(partial(trainer.fit_in, group), poll)
+    finally:
+        ray.util.remove_placement_group(group)
 
 
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
@@ -251,11 +259,9 @@ def torch_trainer(
     config: Config,
     folder: AnyPath,
     demand: Demand,
-    queue_timeout_s: float,
     name: str | None = None,
-    label_selector: LabelSelector | None = None,
     **trainer_options: Any,
-) -> DataParallelTrainer:
+) -> ReservedTrainer:
     """Build Ray Train's trainer for a loop, without retries.
 
     Args:
@@ -263,21 +269,15 @@ def torch_trainer(
         config: Settings of the run; the timeout of collectives is read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources.
-        queue_timeout_s: Seconds for which the trainer waits for these resources.
         name: Name of Ray's run; None: a random one.
-        label_selector: Labels of the nodes for workers; None: those of `demand`.
         trainer_options: Further arguments of the trainer, such as `train_loop_config`.
     """
-    # Ray would wait forever
-    os.environ[START_TIMEOUT_VARIABLE] = str(queue_timeout_s)
     no_retries: Any = {
         "max_failures": 0,
         "controller_failure_limit": 0,
         "max_preemption_failures": 0,
     }
-    # missing in Ray's stub
-    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
-    return DataParallelTrainer(
+    return ReservedTrainer(
         loop,
         backend_config=ProcessGroupConfig(
             backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
@@ -287,7 +287,6 @@ def torch_trainer(
             num_workers=demand.workers,
             use_gpu="GPU" in demand.per_worker,
             resources_per_worker=demand.per_worker,
-            **selector,
         ),
         run_config=RunConfig(
             name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")

@@ -98,6 +98,8 @@ def run_trials_on_ray_tune(
         # ASHA could decide differently about a trial that it has pruned.
         ended=(*ENDED, "pruned") if request.scheduler == "asha" else ENDED,
     )
+    sweep_name = state.folder.path.name
+    trainable.__name__ = sweep_name  # of the actors of trials in Ray's dashboard
     if names is None:
         param_space = tune_space(request.base, request.space)
     else:
@@ -108,7 +110,7 @@ def run_trials_on_ray_tune(
         param_space=param_space,
         tune_config=_tune_config(state, request, resources.num_concurrent, names, callback.name),
         run_config=tune.RunConfig(
-            name=state.folder.path.name,  # shown by Ray's dashboard
+            name=sweep_name,
             **ray_storage(scratch),
             verbose=0,
             stop=callback,

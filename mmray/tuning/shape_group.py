@@ -19,7 +19,7 @@ from mmray.training import RunReporter
 from mmray.training.coordinator import Coordinator
 from mmray.training.local import WorkerFailed
 from mmray.training.ray_backend import RayBackend, is_worker_lost
-from mmray.training.ray_trainer import run_group, start_timeout_error, torch_trainer
+from mmray.training.ray_trainer import run_group, torch_trainer
 from mmray.tuning.shape import Measurements, ShapeTask
 
 
@@ -75,13 +75,11 @@ class ShapeGroup:
         )
         config = task.config.with_cluster(workers=self.workers)
         demand = resource_demand(config, with_data=False)
-        queue_timeout_s = config.cluster.queue_timeout_s
         trainer = torch_trainer(
             _measure_in_worker,
             config,
             self._scratch,
             demand,
-            queue_timeout_s,
             name=f"shapes-{self._groups}",
             train_loop_config={"task": task, "coordinator": coordinator},
         )
@@ -95,6 +93,7 @@ class ShapeGroup:
                 on_message(message)
 
         try:
+            queue_timeout_s = config.cluster.queue_timeout_s
             measured: Measurements = run_group(trainer, demand, queue_timeout_s, self._log, poll)
             return measured
         except ray.train.TrainingFailedError as error:
@@ -108,8 +107,6 @@ def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
 
     Out of memory is first of a kind.
     """
-    if (timeout_error := start_timeout_error(error)) is not None:
-        return timeout_error
     failures = getattr(error, "worker_failures", {}).values()
     causes = [getattr(each, "health_check_failure", each) for each in failures] or [error]
     raised = [each for each in causes if not is_worker_lost(each)]

@@ -4,7 +4,7 @@ import pytest
 
 from mmray.cluster import waiting
 from mmray.cluster.capacity import Demand, Node
-from mmray.cluster.waiting import Contention, ResourceWait, is_reserved
+from mmray.cluster.waiting import Contention, ResourceWait
 from mmray.errors import ResourceError
 
 TWO_WORKERS = Demand(2, {"CPU": 2.0}, 0)
@@ -22,7 +22,6 @@ def cluster(monkeypatch):
     monkeypatch.setattr(waiting, "free_nodes", lambda: [Node({"CPU": 1.0}), Node({})])
     monkeypatch.setattr(waiting, "running_jobs", lambda: ["02 of 10.0.0.7 (process 4711)"])
     monkeypatch.setattr(waiting, "pending_reservations", lambda: groups)
-    monkeypatch.setattr(waiting, "own_job", lambda: "01")
     return clock, groups
 
 
@@ -60,15 +59,6 @@ def test_wait_ends_at_its_limit(cluster):
     clock[0] = 30.0
     with pytest.raises(ResourceError, match="3 CPUs for data: not free within 30 s"):
         wait.check_limit()
-
-
-def test_own_reservation_is_distinguished_from_those_of_other_jobs(cluster):
-    _, groups = cluster
-    assert is_reserved(TWO_WORKERS)
-    groups["aa02"] = [{"CPU": 2.0}] * 2
-    assert is_reserved(TWO_WORKERS)
-    groups["bb01"] = [{"CPU": 2.0}] * 2
-    assert not is_reserved(TWO_WORKERS)
 
 
 def test_run_gives_way_after_five_seconds_and_not_longer_than_two_minutes(cluster):

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -17,6 +19,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
 from mmray import api, cli
+from mmray.cluster import jobs
 from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
@@ -29,7 +32,6 @@ from tests.training.runs import Silent, config, make_data, marks
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +133,8 @@ def test_submitted_commands_keep_their_exit_codes(head, data, tmp_path, monkeypa
         5: "empty.jsonl has no rows",
         0: "model:",
     }
-    jobs = {code: api.submit(command, address=head.url) for code, command in commands.items()}
-    for code, job in jobs.items():
+    submitted = {code: api.submit(words, address=head.url) for code, words in commands.items()}
+    for code, job in submitted.items():
         shown = []
         assert (job.follow(shown.append), code) == (code, code), "".join(shown)
         log = "".join(shown)
@@ -172,50 +174,148 @@ def test_mmray_is_imported_from_working_dir_or_installation(head, client, shippe
 def test_stopped_training_cleans_up_and_same_command_resumes(
     head, client, data, tmp_path, monkeypatch, capsys
 ):
-    """Ctrl-C in `mmray submit` writes a checkpoint and exits 130. Before, the run is listed, its
-    metrics are scraped, and the prints of its workers are in the log with their ranks.
+    """Ctrl-C in `mmray submit` and `ray job stop` write a checkpoint. Before, the run is listed,
+    its metrics are scraped, and the prints of its workers are in the log with their ranks, once
+    each, although the connection is lost meanwhile.
     """
     monkeypatch.chdir(ROOT)
     recipe = tmp_path / "tiny.yaml"
     faults = ("tests.training.faults:Slower", "tests.training.faults:Print")
-    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=faults, steps=STEPS)))
-    first = api.submit(["train", str(recipe)], address=head.url)
-    shown = []
+    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=faults, steps=100)))
     seen = {}
+    with LostConnection(head, monkeypatch) as connection:
+        first = api.submit(["train", str(recipe)], address=connection.url)
+        shown = []
 
-    def show(text):
-        shown.append(text)
-        if not seen and "printed at step 2" in text:
-            seen["jobs"] = api.jobs(address=head.url)
-            seen["metrics"] = scrape(head)
-            seen["torch"] = processes_with_torch(head)
-            raise KeyboardInterrupt
+        def show(text):
+            shown.append(text)
+            if connection.num_refused == 0 and "printed at step 1" in text:
+                connection.lose()
+            if connection.num_refused == 2:
+                seen["jobs"] = api.jobs(address=head.url)
+                seen["metrics"] = scrape(head)
+                seen["torch"] = processes_with_torch(head)
+                seen["runs"] = train_runs(head)
+                connection.num_refused += 1
+                raise KeyboardInterrupt
 
-    assert first.follow(show) == INTERRUPTED == 130
+        assert first.follow(show) == INTERRUPTED == 130
     log = "".join(shown)
     stopped = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert stopped["status"] == "stopped" and 0 < stopped["steps"] < STEPS
+    assert stopped["status"] == "stopped" and stopped["steps"] > 0
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['steps']}" / "SHA256SUMS").exists()
     assert "run the same command to resume from step" in log
     for rank in (0, 1):
-        assert re.search(rf"^rank {rank} +printed at step 2$", log, re.M), log
+        printed = re.findall(rf"^rank {rank} +printed at step (\d+)$", log, re.M)
+        assert printed == [str(step + 1) for step in range(stopped["steps"])], log
     assert not re.search("raylet|Ignoring upload|worker processes", log), log
     (job,) = [each for each in seen["jobs"] if each["name"] == first.name]
     assert (job["status"], job["run"]) == ("running", str(tmp_path / "run"))
     assert job["command"] == f"mmray train {recipe}"
     assert seen["metrics"] == dict.fromkeys(CPU_METRICS, "run")
     assert seen["torch"] == {"ray::TrainController.run": False, "ray::TrainStateActor": False}
+    assert "run-attempt-1" in seen["runs"]
     assert left_behind(head) == []
 
-    status, code, log = ended(client, submit(head, "train", str(recipe)))
-    assert (status, code) == (JobStatus.SUCCEEDED, 0), log
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
-    assert [mark[0] for mark in marks(tmp_path / "run")] == list(range(1, STEPS + 1))
+    job_id = submit(head, "train", str(recipe))
+    wait_until(lambda: f"printed at step {stopped['steps'] + 2}\n" in client.get_job_logs(job_id))
+    stop_job(head, job_id)
+    assert client.get_job_status(job_id) == JobStatus.STOPPED
+    log = client.get_job_logs(job_id)
+    resumed = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert resumed["status"] == "stopped" and resumed["steps"] > stopped["steps"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{resumed['steps']}" / "SHA256SUMS").exists()
+    assert [mark[0] for mark in marks(tmp_path / "run")] == list(range(1, resumed["steps"] + 1))
     assert "\x1b" not in log and "\r" not in log  # plain lines, because a log is not a terminal
-    assert f"{STEPS}/{STEPS}" in log and "recall" not in log.splitlines()[0]
+    assert "/100" in log and "recall" not in log.splitlines()[0]
     # The log of the newest job of a run, by the name of the run.
-    assert cli.run(["logs", "--address", head.url, "run"], ConsoleReporter()) == 0
-    assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
+    assert cli.run(["logs", "--address", head.url, "run"], ConsoleReporter()) == INTERRUPTED
+    assert f"{resumed['steps']}/100" in capsys.readouterr().out
+
+
+def test_waiting_job_has_only_its_driver_and_ends_at_once(head, client, data, tmp_path):
+    """No process of Ray Train is on the head while a run waits for nodes."""
+    recipe = tmp_path / "tiny.yaml"
+    waits = config(data, tmp_path, "waits").with_cluster(cpus_per_worker=50, wait_for_nodes=True)
+    recipe.write_text(to_yaml(waits))
+    job_id = submit(head, "train", str(recipe))
+    wait_until(lambda: [each.state for each in reservations(head)] == ["PENDING"])
+    assert processes_with_torch(head).keys() <= {"ray::TrainStateActor"}
+    assert [actor.class_name for actor in own_actors(head)] == ["JobSupervisor"]
+    stop_job(head, job_id)
+    assert client.get_job_status(job_id) == JobStatus.STOPPED
+    assert "Traceback" not in client.get_job_logs(job_id)
+    assert left_behind(head) == []
+
+
+class LostConnection:
+    """Forwards connections to the dashboard of a head, until `lose()` closes them all; the next two
+    are refused.
+    """
+
+    def __init__(self, head, monkeypatch):
+        self.target = ("127.0.0.1", int(head.url.rpartition(":")[2]))
+        self.port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.num_refused = 0
+        self._sockets = []
+        monkeypatch.setattr(jobs, "time", SimpleNamespace(**vars(time) | {"sleep": self._sleep}))
+
+    def __enter__(self):
+        self._listen()
+        return self
+
+    def __exit__(self, *_):
+        self.lose()
+
+    def lose(self):
+        for each in self._sockets:
+            with suppress(OSError):  # the other side has closed it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._sockets.clear()
+
+    def _sleep(self, duration_s):
+        """The pause of `jobs.follow`, which comes after each refused connection."""
+        if not self._sockets:
+            self.num_refused += 1
+            if self.num_refused == 2:
+                self._listen()
+        time.sleep(duration_s)
+
+    def _listen(self):
+        server = socket.create_server(("127.0.0.1", self.port))
+        self._sockets.append(server)
+        threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+
+    def _accept(self, server):
+        with suppress(OSError):  # lost
+            while True:
+                client, _ = server.accept()
+                upstream = socket.create_connection(self.target)
+                self._sockets += [client, upstream]
+                for source, sink in ((client, upstream), (upstream, client)):
+                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source, sink):
+        with suppress(OSError):  # lost
+            while piece := source.recv(1 << 16):
+                sink.sendall(piece)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def stop_job(head, job_id):
+    """Run `ray job stop`, which returns when the job has ended, at the latest after 120 s."""
+    words = ["ray", "job", "stop", job_id]
+    done = subprocess.run(words, env=head.env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wait_until(condition, within_s=120):
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.3)
 
 
 # Gauges of a run on CPUs, which has no restart and no row that cannot be read.
@@ -236,6 +336,12 @@ def scrape(head, within_s=5):
         if found.keys() >= CPU_METRICS or time.monotonic() > until:
             return found
         time.sleep(0.5)
+
+
+def train_runs(head):
+    """Names on the page Train of the dashboard."""
+    with urllib.request.urlopen(f"{head.url}/api/train/v2/runs/v1", timeout=10) as answer:
+        return {run["name"] for run in json.load(answer)["train_runs"]}
 
 
 def processes_with_torch(head):
@@ -260,19 +366,22 @@ def test_dashboard_shows_each_metric():
     assert shown == gauges | {f"ray_{name}_total" for name, _ in COUNTERS.values()}
 
 
+def own_actors(head):
+    """Actors of jobs on the cluster; detached ones are Ray's own."""
+    actors = list_actors(head.url, detail=True)
+    return [actor for actor in actors if actor.state != "DEAD" and not actor.is_detached]
+
+
+def reservations(head):
+    return [group for group in list_placement_groups(head.url) if group.state != "REMOVED"]
+
+
 def left_behind(head, within_s=60):
-    """Actors and placement groups of ended jobs, after a short wait; detached actors are
-    Ray's own.
-    """
+    """Actors and placement groups of ended jobs, after a short wait."""
     until = time.monotonic() + within_s
     while True:
-        actors = [
-            a for a in list_actors(head.url, detail=True) if a.state != "DEAD" and not a.is_detached
-        ]
-        groups = [group for group in list_placement_groups(head.url) if group.state != "REMOVED"]
-        left = [a.class_name for a in actors if a.class_name != "JobSupervisor"] + [
-            g.name for g in groups
-        ]
+        left = [a.class_name for a in own_actors(head) if a.class_name != "JobSupervisor"]
+        left += [group.name for group in reservations(head)]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.5)
@@ -298,5 +407,10 @@ def test_a_recipe_file_trains_everywhere_unchanged(head, data, tmp_path, monkeyp
         assert job.follow(shown.append) == 0, "".join(shown)[-4000:]
     assert marks(tmp_path / "runs" / "one") == marks(tmp_path / "runs" / "two")
     assert len(marks(tmp_path / "runs" / "two")) == 2
-    best = list((tmp_path / "sweep").rglob("best.yaml"))
-    assert len(best) == 1 and "lr:" in best[0].read_text()
+    (best,) = (tmp_path / "sweep").rglob("best.yaml")
+    assert "lr:" in best.read_text()
+    # Ray's dashboard has no page for Tune: the trials are runs on its page Train, and actors.
+    name = best.parent.name
+    assert {"two-attempt-1", f"{name}-t001-attempt-1"} <= train_runs(head)
+    actors = list_actors(head.url, detail=True, filters=[("class_name", "=", "ImplicitFunc")])
+    assert {actor.repr_name for actor in actors} == {name}
