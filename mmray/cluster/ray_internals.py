@@ -234,11 +234,11 @@ def request_nodes(
 def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: Any) -> Any:
     """Run Ray Train's controller on this node, with workers in a placement group that exists.
 
-    Ray's own controller requests the placement group itself, so each run that waits for resources
-    has one, 250 MiB with its helper. Two of Ray's callbacks are left out, each a process: one
-    provides datasets of Ray Data, which no run has, the other removes the placement group of a
-    controller that died, which the driver does here. The driver of a trial is an actor, whose
-    placement groups Ray keeps until the sweep ends, so there it stays.
+    Ray's own controller requests the placement group, so a run that waits for resources would have
+    one: 250 MiB with a helper process. Two of Ray's callbacks, which start a process each, are left
+    out. One provides datasets of Ray Data, which no run has. The other removes the placement group
+    if the controller dies, as the driver does here. For a trial it stays, because the driver of a
+    trial is an actor: if that dies, Ray would keep its placement groups until the sweep ends.
 
     Args:
         group: The placement group, with a bundle for each worker.
@@ -267,19 +267,20 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
             worker_group_cls = WorkerGroup
 
     context = ray.get_runtime_context()
-    unused: tuple[type, ...] = (DatasetsCallback,)
+    unused: list[type] = [DatasetsCallback]
     if context.get_actor_id() is None:
-        unused = (DatasetsCallback, PlacementGroupCleanerCallback)
+        unused.append(PlacementGroupCleanerCallback)
+    used = [each for each in callbacks if not isinstance(each, tuple(unused))]
     # It waits for its workers in `ray.get`, for which Ray would log a warning.
     env_vars = get_env_vars_to_propagate() | {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
-    actor = (
+    actor: Any = (
         ray.remote(TrainController)
         .options(
             num_cpus=0,
             label_selector={NODE_ID: context.get_node_id()},
             runtime_env={"env_vars": env_vars},
         )
-        .remote(callbacks=[each for each in callbacks if not isinstance(each, unused)], **arguments)
+        .remote(callbacks=used, **arguments)
     )
     ray.get(actor.run.remote())
     return ray.get(actor.get_result.remote())

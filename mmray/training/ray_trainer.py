@@ -200,7 +200,8 @@ class ReservedTrainer(DataParallelTrainer):
             What rank 0 returned.
         """
         self._group = group
-        return self.fit().return_value
+        result: Any = self.fit()
+        return result.return_value
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         return run_train_controller(self._group, **arguments)
