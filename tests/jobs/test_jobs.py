@@ -230,7 +230,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     assert "/100" in log and "recall" not in log.splitlines()[0]
     # The log of the newest job of a run, by the name of the run.
     assert cli.run(["logs", "--address", head.url, "run"], ConsoleReporter()) == INTERRUPTED
-    assert f"{resumed['steps']}/100" in capsys.readouterr().out
+    assert f"resume from step {resumed['steps']}" in capsys.readouterr().out
 
 
 def test_waiting_job_has_only_its_driver_and_ends_at_once(head, client, data, tmp_path):
