@@ -267,6 +267,7 @@ class RayWorkers:
             attempt.folder,
             demand,
             name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
+            label_selector=self._label_selector,
         )
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
-from mmray.cluster.capacity import Demand
+from mmray.cluster.capacity import Demand, LabelSelector
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.cluster.waiting import ResourceWait, is_reserved, reserve
 from mmray.config import Config
@@ -261,6 +261,7 @@ def torch_trainer(
     folder: AnyPath,
     demand: Demand,
     name: str | None = None,
+    label_selector: LabelSelector | None = None,
     **trainer_options: Any,
 ) -> ReservedTrainer:
     """Build Ray Train's trainer for a loop, without retries.
@@ -271,6 +272,8 @@ def torch_trainer(
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources.
         name: Name of Ray's run; None: a random one.
+        label_selector: Labels of the nodes for workers; None: those of `demand`. Ray Train sends
+            them to the autoscaler.
         trainer_options: Further arguments of the trainer, such as `train_loop_config`.
     """
     no_retries: Any = {
@@ -278,6 +281,8 @@ def torch_trainer(
         "controller_failure_limit": 0,
         "max_preemption_failures": 0,
     }
+    # missing in Ray's stub
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
     return ReservedTrainer(
         loop,
         backend_config=ProcessGroupConfig(
@@ -288,6 +293,7 @@ def torch_trainer(
             num_workers=demand.workers,
             use_gpu="GPU" in demand.per_worker,
             resources_per_worker=demand.per_worker,
+            **selector,
         ),
         run_config=RunConfig(
             name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")
