@@ -22,8 +22,9 @@ from mmray.config import Config
 from mmray.errors import ResourceError
 
 FREE_WAIT_S = 4.0
-# Memory of a run on the node of its driver: the driver, Ray Train's controller and the coordinator.
-DRIVER_GIB = 0.75
+# Memory of a run on the node of its driver: the driver, Ray Train's controller and its
+# synchronization, and the coordinator.
+DRIVER_GIB = 0.6
 
 
 def resource_demand(
