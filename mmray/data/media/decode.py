@@ -18,7 +18,7 @@ import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
-from mmray.data.media.mp4 import count_samples, has_compressed_header
+from mmray.data.media.mp4 import header_problem
 
 EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
 MAX_DURATION_S = 4 * 3600.0
@@ -293,8 +293,8 @@ def _open(data: bytes, max_pixels: int) -> Iterator[Any]:
         raise BadMedia("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if demuxer == "wav":
         _check_wav_size(data)
-    if demuxer == "mov":
-        _check_sample_count(data)
+    if demuxer == "mov" and (problem := header_problem(data)):
+        raise BadMedia("corrupt", problem)
     options = {"max_pixels": str(max_pixels)}
     if demuxer == "wav":
         # FFmpeg would search its first seconds for another format inside it.
@@ -325,15 +325,6 @@ def _check_wav_size(data: bytes) -> None:
         if data[at : at + 4] == b"data" and size != 0xFFFFFFFF and size > len(data) - at - 8:
             raise BadMedia("truncated", f"{len(data) - at - 8} of the {size} bytes of its header")
         at += 8 + size + size % 2
-
-
-def _check_sample_count(data: bytes) -> None:
-    """Raise BadMedia for an MP4 whose header states more samples than the file has bytes."""
-    if has_compressed_header(data):
-        raise BadMedia("format", "its header is compressed, which is not supported")
-    count = count_samples(data)
-    if count > len(data):
-        raise BadMedia("corrupt", f"its header states {count:,} samples in {len(data):,} bytes")
 
 
 def _video(container: Any) -> Any:

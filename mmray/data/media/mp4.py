@@ -6,29 +6,29 @@ from collections.abc import Iterator
 
 # Boxes that have boxes, on the way to those with numbers of samples.
 _CONTAINERS = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"})
-# Where the number of samples is in a box, after its version and flags.
-_COUNT_AT = {b"stsz": 4, b"stz2": 4, b"trun": 0}
+# Where the number of samples is in a box.
+_COUNT_AT = {b"stsz": 8, b"stz2": 8, b"trun": 4}
 
 
-def count_samples(data: bytes) -> int:
-    """Return how many samples the header of an MP4 states, in all tracks and fragments.
+def header_problem(data: bytes) -> str:
+    """Return why the header of an MP4 is not read by FFmpeg; empty if it is.
 
-    FFmpeg allocates some 40 bytes for each, whether the file has them or not.
+    It states more samples, in all tracks and fragments, than the file has bytes: FFmpeg allocates
+    some 40 bytes for each. Or it is compressed, as QuickTime could write it.
 
     Args:
         data: Encoded bytes.
     """
     total = 0
     for name, start, end in _boxes(data, 0, len(data)):
+        if name == b"cmov":
+            return "its header is compressed, which is not supported"
         at = _COUNT_AT.get(name)
-        if at is not None and start + at + 8 <= end:
-            total += int.from_bytes(data[start + at + 4 : start + at + 8])
-    return total
-
-
-def has_compressed_header(data: bytes) -> bool:
-    """Return whether the header of an MP4 is compressed, as QuickTime could write it."""
-    return any(name == b"cmov" for name, _, _ in _boxes(data, 0, len(data)))
+        if at is not None and start + at + 4 <= end:
+            total += int.from_bytes(data[start + at : start + at + 4])
+    if total > len(data):
+        return f"its header states {total:,} samples in {len(data):,} bytes"
+    return ""
 
 
 def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
