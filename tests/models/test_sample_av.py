@@ -11,7 +11,7 @@ import pytest
 import mmray
 from mmray.config import Batch
 from mmray.data.media import sample
-from mmray.errors import DataError
+from mmray.errors import DataError, UsageError
 from tests.made import recipe_in
 
 DIRECTIONS = [
@@ -58,6 +58,10 @@ def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_r
         assert (media - embed(files)).abs().max() > 1e-3  # the span decides
     with pytest.raises(DataError, match="file 1"):
         model.embed_audio([files[0].read_bytes(), b"no media"])
+    with pytest.raises(DataError, match=r"span 5 to 9 s is not in the file, which is at 0.00 to"):
+        model.embed_audio(files[:1], [(5.0, 9.0)])
+    with pytest.raises(UsageError, match="spans: 1 for 2 files"):
+        model.embed_video(files[:2], [(0.0, 1.0)])
     card = (tmp_path / "out" / "README.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("clip.mp4").write_bytes(files[0].read_bytes())

@@ -35,7 +35,7 @@ _DURATION_SLACK_S = 0.1
 # A larger gap between the timestamps of two audio frames is filled with silence.
 _MAX_JITTER_S = 0.01
 # Their durations are estimated from the size of the file.
-_WITHOUT_DURATION = ("mp3", "ogg")
+WITHOUT_DURATION = ("mp3", "ogg")
 
 
 class BadMedia(BadImage):
@@ -399,7 +399,7 @@ def _header_end(container: Any, stream: Any) -> float:
 
 def _check_duration(container: Any, streams: list[Any], ends: dict[int, float]) -> None:
     """Raise BadMedia if less was decoded than the header states."""
-    if container.format.name in _WITHOUT_DURATION:
+    if container.format.name in WITHOUT_DURATION:
         return
     expected = [_header_end(container, stream) for stream in streams]
     # Matroska has one duration, of the longest stream.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mmray.data.images.decode import BadImage
-from mmray.data.media.clips import ClipColumns
-from mmray.data.media.decode import BadMedia, read_header
+from mmray.data.media.clips import ClipColumns, full_span
+from mmray.data.media.decode import WITHOUT_DURATION, BadMedia, read_header
+from mmray.data.media.formats import detect_demuxer
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError, UsageError
@@ -123,6 +124,8 @@ class ClipEmbedder(Embedder):
             }
             return branch(tensors[kind].to(self.device), tensors[count].to(self.device))
 
+        if spans is not None and len(spans) != len(files):
+            raise UsageError(f"spans: {len(spans)} for {len(files)} files; give one for each file")
         return self._in_batches(
             embed, batch, files, [None] * len(files) if spans is None else spans
         )
@@ -137,6 +140,16 @@ def _kind_of(data: bytes) -> str:
             raise
         return "audio"
     return "video"
+
+
+def _check_span(span: tuple[float, float], media: Media) -> None:
+    """Raise BadMedia for a span without time, or one that is outside the file."""
+    start, end = full_span(media)
+    # The headers of MP3 and Ogg do not state the end.
+    is_known = end > start and detect_demuxer(media.data) not in WITHOUT_DURATION
+    if span[0] >= span[1] or (is_known and not (span[0] < end and span[1] > start)):
+        has = f", which is at {start:.2f} to {end:.2f} s" if is_known else ""
+        raise BadMedia("span", f"the span {span[0]:g} to {span[1]:g} s is not in the file{has}")
 
 
 def _set_clip(
@@ -155,7 +168,10 @@ def _set_clip(
     try:
         data = file if isinstance(file, bytes) else Path(file).read_bytes()
         kind = kind or _kind_of(data)
-        row = Row("", [Media(kind, data)], ["text"], spans=[list(span) if span else None])
+        media = Media(kind, data)
+        if span is not None:
+            _check_span(span, media)
+        row = Row("", [media], ["text"], spans=[list(span) if span else None])
         clips.set_row(columns, index, row, (0, 0), None)
     except (OSError, BadImage) as error:
         name = f" ({file})" if isinstance(file, str | Path) else ""

@@ -401,15 +401,16 @@ def _clip_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
             f"- Video: up to {frames} frames, {spacing}, in the same span. {FIT[inputs['fit']]}\n"
             f"  {side} x {side} pixels ({inputs['interpolation']}). `embed_images` takes images."
         )
+    kinds = ", ".join(each for each, on in (("audio", rate), ("video", frames)) if on)
     call = "embed_audio" if rate else "embed_video"
     return f"""---
 library_name: mmray
-tags: [audio, video, retrieval]
+tags: [{kinds}, retrieval]
 ---
 
 # {name}
 
-A model of texts, audio and video; similarities are dot products. Kind {spec["kind"]},
+A model of {kinds} and texts; similarities are dot products. Kind {spec["kind"]},
 {num_parameters:,} parameters, exported by mmray. It needs `pip install 'mmray[media]'`.
 
 ```python
