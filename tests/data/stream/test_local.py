@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from mmray import processes
 from mmray.config import Inputs
 from mmray.data.stream import local
 from mmray.data.stream.local import LocalBlocks
@@ -17,8 +18,10 @@ from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import ResourceError
+from mmray.processes import SPAWN
 from tests.made import CAPTIONS, make_set, noisy, png, row
 
+pytestmark = pytest.mark.usefixtures("forked_children")
 NUM_ROWS = 60
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
 
@@ -93,7 +96,9 @@ def spawned():
     }
 
 
-def test_killed_process_is_replaced_and_its_rows_are_written_again(reader):
+def test_killed_process_is_replaced_and_its_rows_are_written_again(reader, monkeypatch):
+    """Of spawned processes, as in use."""
+    monkeypatch.setattr(processes, "SPAWN", SPAWN)
     plan, notes = SamplePlan(NUM_ROWS, 12, 1, seed=3, steps=20), []
     others = spawned()  # of earlier tests
 
