@@ -79,9 +79,8 @@ def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path, monkeypatch, f
     import ray.data
 
     monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
-    images = np.stack([pixels(noisy(number)) for number in range(NUM_ROWS)])
-    dataset = ray.data.from_numpy(images).zip(ray.data.from_items([{"text": t} for t in TEXTS]))
-    dataset = dataset.rename_columns({"data": "image"}).repartition(3)
+    rows = [{"image": pixels(noisy(n)), "text": text} for n, text in enumerate(TEXTS)]
+    dataset = ray.data.from_items(rows, override_num_blocks=3)
     mmray.prepare(dataset, tmp_path / "set", reporter=Silent())
     same_rows(tmp_path / "set")
     recipe = config("-", tmp_path, "run", steps=2).with_cluster(workers=1, cpus_per_worker=1)
