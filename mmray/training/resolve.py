@@ -15,6 +15,7 @@ import numpy as np
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Batch, Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture
+from mmray.data.media.decode import EXTRA_HINT, is_available
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -282,7 +283,7 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
     """Log the rows of each set that the model cannot use because of the kinds of their media.
 
     Raises DataError if they are more than the run may quarantine, or if a model of audio and video
-    gets a set without both.
+    gets a set without both; UsageError if there is no decoder for audio and video.
     """
     model = config.model
     taken = set(model.media_kinds)
@@ -295,6 +296,9 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         frames = {"image", "video"} if model.inputs.frames else set()
         sound = {"audio", "video"} if model.inputs.audio_rate else set()
         taken = frames | sound
+    has_media = any(prepared.rows_by_media_kinds for prepared in sets)
+    if has_media and taken & {"audio", "video"} and not is_available():
+        raise UsageError(f"{config.data.train}: {EXTRA_HINT}")
     for prepared in sets:
         if "audio" in model.media_kinds and not prepared.rows_by_media_kinds:
             raise DataError(

@@ -158,7 +158,7 @@ def test_sets_of_media_that_the_model_does_not_take_are_refused_by_their_numbers
         resolve_run(wanted, Silent())
 
 
-def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path):
+def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path, monkeypatch):
     make_set(tmp_path / "set", [row(number) for number in range(20)])
     address = to_path(str(tmp_path / "set"))
     counts = {"media_kinds": {"": {"audio": 20}}, "num_images": {"": {"0": 20}}}
@@ -166,7 +166,11 @@ def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path):
     wanted = config(tmp_path / "set", tmp_path, "run")
     with pytest.raises(DataError, match=r"no video and no images.*--model.inputs.frames 0"):
         resolve_run(wanted.replace(model=Towers()), Silent())
-    resolve_run(wanted.replace(model=Towers(inputs=ClipInputs(frames=0))), Silent())
+    of_audio = wanted.replace(model=Towers(inputs=ClipInputs(frames=0)))
+    resolve_run(of_audio, Silent())
+    monkeypatch.setattr(resolve, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"pip install 'mmray\[media\]'"):
+        resolve_run(of_audio, Silent())
 
 
 def test_rows_that_a_selection_may_leave_out_do_not_refuse_a_set(tmp_path, monkeypatch):
