@@ -18,10 +18,10 @@ from mmray.data.stream import pool_size
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
-from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.training.driver import train
 from tests.made import CAPTIONS, make_set, png, row
+from tests.training.readers import SlowReader
 from tests.training.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -68,14 +68,6 @@ def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
     assert "CPU on 2 nodes" in lines[0] and "gives up after 3600 s" in lines[0]
 
 
-class SlowReader(RowReader):
-    """Takes 0.1 s for a block, so that the number of actors decides the rate."""
-
-    def read_block(self, plan, positions):
-        time.sleep(0.1)
-        return super().read_block(plan, positions)
-
-
 @ray.remote(num_cpus=0, max_concurrency=2)
 class Consumer:
     """A rank that is slower than its stream at first, until it is stopped."""
@@ -107,7 +99,7 @@ def slow_reader(folder):
     grays = [png(gray, SIDE) for gray in range(8)]
     prepared = make_set(folder, [row(number, grays[number % 8]) for number in range(ROWS)])
     inputs = Inputs(image_side=SIDE, fit="squash", max_tokens=12)
-    return SlowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+    return SlowReader(0.1, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
 
 
 def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_path, monkeypatch):
@@ -143,14 +135,6 @@ def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_p
     assert "decode actors of rank 0: 1, was 3, because others wait for CPUs" in notes
     rows = np.concatenate(positions)
     assert rows.tolist() == list(range(len(rows)))
-
-
-class PacedReader(RowReader):
-    """Takes 0.2 s for a block."""
-
-    def read_block(self, plan, positions):
-        time.sleep(0.2)
-        return super().read_block(plan, positions)
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
@@ -191,7 +175,7 @@ def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
     try:
         prepared = make_set(tmp_path, [row(number) for number in range(ROWS)])
         inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
-        reader = PacedReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+        reader = SlowReader(0.2, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
         ranks, runs = [], []
         limits = DecoderLimits(1, 1, 64)
         for _ in range(3):

@@ -17,6 +17,18 @@ class StalledReader(RowReader):
         return super().read_block(plan, positions, pixels)
 
 
+class SlowReader(RowReader):
+    """Sleeps before it reads a block, so that the number of actors decides the rate."""
+
+    def __init__(self, block_s, *arguments):
+        super().__init__(*arguments)
+        self.block_s = block_s
+
+    def read_block(self, plan, positions, pixels=None):
+        time.sleep(self.block_s)
+        return super().read_block(plan, positions, pixels)
+
+
 class StoppingReader(RowReader):
     """Stops its process once, before the rows of step 5 (16 rows per step)."""
 
