@@ -139,7 +139,7 @@ def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_p
 
 @ray.remote(num_cpus=0, max_concurrency=2)
 class PacedRank:
-    """A rank that takes 27 blocks/s, so it waits with 5 decode actors that take 0.2 s for one, and
+    """A rank that takes 11 blocks/s, so it waits with 5 decode actors that take 0.5 s for one, and
     not with 6.
     """
 
@@ -157,7 +157,7 @@ class PacedRank:
                 self.waited_s, self.size = blocks.waited_s, len(blocks._map._pool.workers)
                 if self.stopped.is_set():
                     return
-                next_s = max(next_s + 0.037, time.monotonic())
+                next_s = max(next_s + 0.091, time.monotonic())
                 time.sleep(max(0.0, next_s - time.monotonic()))
 
     def state(self):
@@ -175,7 +175,7 @@ def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
     try:
         prepared = make_set(tmp_path, [row(number) for number in range(ROWS)])
         inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
-        reader = SlowReader(0.2, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
+        reader = SlowReader(0.5, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
         ranks, runs = [], []
         limits = DecoderLimits(1, 1, 64)
         for _ in range(3):
