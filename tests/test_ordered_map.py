@@ -153,6 +153,7 @@ class VirtualTime:
             wait(computed, 60, return_when)
         else:
             self.now_s += timeout_s
+            assert self.now_s < 100, "no item is late"
 
 
 def test_without_a_worker_items_are_computed_here(monkeypatch):
