@@ -40,6 +40,7 @@ from tests.made import make_set
 from tests.models.test_fusion import train
 from tests.training.runs import same_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC, OBJECTIVE = recipe_models.OTHER_MODELS["towers"]
 KINDS = ("towers", "towers with heads")
 
