@@ -11,6 +11,7 @@ command line. The functions import Ray and torch when they are called, because t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mmray.config.search_space import build_space
 from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import TrainingError, UsageError, suggest
+from mmray.machine import torchrun_rank
 from mmray.report.sweep import SweepRecord
 from mmray.run import Run
 from mmray.storage.paths import AnyPath, remove_tree, to_path
@@ -78,6 +80,9 @@ def train(
     An unfinished run of the same recipe and settings in the folder `run.storage` is resumed.
     Otherwise a new run is started; another `run.name` always starts one.
 
+    Under torchrun each of its processes has one worker. The call returns in the process of rank 0;
+    the others exit with the run.
+
     Args:
         recipe: name of a recipe, YAML file, or config.
         reporter: receives messages and progress; None: they are shown.
@@ -93,6 +98,11 @@ def train(
         ResourceError: the cluster cannot provide the resources.
         DataError: the data cannot be used.
     """
+    if torchrun_rank() > 0:
+        from mmray.training.torchrun import follow_driver
+
+        follow_driver()
+        sys.exit()
     config = _override(_load(recipe), sections)
     with _shown(reporter, "importing") as shown:
         from mmray.training import driver

@@ -1,5 +1,5 @@
 """CPU cores and memory available to this process, within the limits of its container, pod or batch
-job; its network.
+job; its network; its rank under torchrun.
 
 Reads `cpu.max` and `memory.max` of the process's cgroup and its parents
 (https://docs.kernel.org/admin-guide/cgroup-v2.html).
@@ -52,6 +52,16 @@ def process_memory() -> dict[int, int] | None:
                 return None
             sizes[process.pid] = size
     return sizes
+
+
+def torchrun_world_size() -> int:
+    """Return the number of processes that torchrun started with this one; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+def torchrun_rank() -> int:
+    """Return the rank of this process among those that torchrun started; 0 without torchrun."""
+    return int(os.environ["RANK"]) if torchrun_world_size() > 1 else 0
 
 
 def process_age_s() -> float:

@@ -120,36 +120,26 @@ class Channel:
             self.connection.send(outcome)
 
 
-class ChildProcess:
-    """A process that runs `target(channel, *args)`, and sends what it returns or raises.
-
-    The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
-    killed. Its connection ends with it, so its death is noticed at once.
+class ConnectedProcess:
+    """A process that sends messages, and at last its result, over a connection.
 
     Args:
         name: Name of the process in messages, such as `worker`.
-        target: Module-level function that the process runs; `channel` is its Channel to the parent.
-        args: Further arguments of `target`, which are pickled.
+        connection: This end of the connection.
     """
 
-    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, name: str, connection: Connection) -> None:
         self.name = name
-        self.connection, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(
-            target=_run_target, args=(theirs, target, args), name=f"mmray-{name}"
-        )
-        with starting_children():
-            self.process.start()
-        theirs.close()  # so that the end of the process is read as EOF
+        self.connection = connection
 
     def send(self, message: Any) -> None:
-        """Send an object to the child, which receives it with `channel.connection.recv()`.
+        """Send an object to the process, which receives it with `channel.connection.recv()`.
 
         Args:
             message: Any object that can be pickled.
 
         Raises:
-            ChildDied: The child has ended.
+            ChildDied: The process has ended.
         """
         try:
             self.connection.send(message)
@@ -157,20 +147,20 @@ class ChildProcess:
             raise self.death() from None
 
     def result(self, on_message: Callable[[Any], Any] | None = None) -> Any:
-        """Wait until the child has sent its result, and return it.
+        """Wait until the process has sent its result, and return it.
 
         Args:
-            on_message: Called with each message that the child sends with `channel.send` or
-                `channel.call`. What it returns is the reply to `channel.call`. None: the child
+            on_message: Called with each message that the process sends with `channel.send` or
+                `channel.call`. What it returns is the reply to `channel.call`. None: the process
                 sends no messages.
 
         Returns:
-            What `target` returned, or the result of the work that it passed to
+            What a child's `target` returned, or the result of the work that was passed to
             `channel.send_outcome`.
 
         Raises:
-            ChildDied: The child ended before.
-            Exception: What the child raised. The traceback is a note, except of an MmrayError.
+            ChildDied: The process ended before.
+            Exception: What the process raised. The traceback is a note, except of an MmrayError.
         """
         while True:
             try:
@@ -186,6 +176,33 @@ class ChildProcess:
                 return value
             if kind == "raised":
                 raise pickle.loads(value)
+
+    def death(self) -> ChildDied:
+        """Return the error for the caller to raise after the connection was lost."""
+        return ChildDied(self.name, None)
+
+
+class ChildProcess(ConnectedProcess):
+    """A process that runs `target(channel, *args)`, and sends what it returns or raises.
+
+    The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
+    killed. Its connection ends with it, so its death is noticed at once.
+
+    Args:
+        name: Name of the process in messages, such as `worker`.
+        target: Module-level function that the process runs; `channel` is its Channel to the parent.
+        args: Further arguments of `target`, which are pickled.
+    """
+
+    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+        ours, theirs = SPAWN.Pipe()
+        super().__init__(name, ours)
+        self.process = SPAWN.Process(
+            target=_run_target, args=(theirs, target, args), name=f"mmray-{name}"
+        )
+        with starting_children():
+            self.process.start()
+        theirs.close()  # so that the end of the process is read as EOF
 
     def death(self) -> ChildDied:
         """Wait up to EXIT_TIMEOUT_S (10 s) for the exit of the child after its connection was lost.

@@ -30,7 +30,7 @@ from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, UsageError, suggest
-from mmray.machine import process_age_s
+from mmray.machine import process_age_s, torchrun_world_size
 from mmray.version import VERSION
 
 _FUNCTIONS = (
@@ -137,6 +137,10 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
             print_completion(argv)
         if first not in COMMANDS:
             raise UsageError(f"unknown command `{first}`; {suggest(first, COMMANDS)}")
+        if torchrun_world_size() > 1 and first != "train":
+            raise UsageError(
+                f"torchrun starts each process of `mmray train`; start `mmray {first}` without it"
+            )
         return COMMANDS[first](argv[1:], console)
     except MmrayError as error:
         console.print_error(str(error))

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mmray.console.sweep import format_progress, live_table, trial_line
 from mmray.console.tables import language_note
+from mmray.machine import torchrun_rank
 from mmray.report.run import format_compact, headline, scores_by_set
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import TrialRow
@@ -57,7 +58,8 @@ class ConsoleReporter:
 
     It has the methods that a run (`RunReporter`) and a sweep (`SweepReporter`) call. A terminal,
     and Jupyter with ipywidgets, show a live bar. Anything else, such as a file, gets a line every
-    few seconds, so that a log shows progress too.
+    few seconds, so that a log shows progress too. Under torchrun only the process of rank 0 shows
+    anything.
 
     Args:
         console: where to print; None: standard output.
@@ -67,7 +69,9 @@ class ConsoleReporter:
 
     def __init__(self, console: Console | None = None, start_s: float | None = None):
         self.start_s = time.monotonic() if start_s is None else start_s
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console(
+            highlight=False, soft_wrap=True, quiet=torchrun_rank() > 0
+        )
         is_notebook = self.console.is_jupyter
         if is_notebook:
             # rich needs ipywidgets to redraw a bar in Jupyter.
@@ -107,7 +111,7 @@ class ConsoleReporter:
 
     def print_error(self, text: str) -> None:
         """Print a message to standard error, after `error: `."""
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        errors = Console(stderr=True, highlight=False, soft_wrap=True, quiet=self.console.quiet)
         errors.print(Text.assemble(("error: ", "bold red"), text))
 
     @contextmanager

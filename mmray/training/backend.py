@@ -5,6 +5,7 @@ machine (local.py).
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,16 @@ from mmray.training.resolve import ResolvedRun
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, Workers
+
+
+# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
+# which ranks connect.
+COLLECTIVE_ERRORS = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to "
+    "host|NCCL|Socket Timeout"
+    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
+    "caused pair closure"
+)
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,8 @@ class Backend(Protocol):
         """
 
     def num_local(self, device: str) -> int | None:
-        """Return the number of cores or GPUs of this machine if all workers run on it; otherwise
-        None.
+        """Return the number of cores or GPUs of this machine if all workers run on it and their
+        number is a setting; otherwise None.
 
         Args:
             device: `cpu` for cores, `gpu` for GPUs.

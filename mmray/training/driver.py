@@ -4,7 +4,6 @@ train, finalize.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, TrainingError, UsageError
+from mmray.errors import ForceExit, TrainingError
+from mmray.machine import torchrun_world_size
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
@@ -28,6 +28,7 @@ from mmray.training.backend import Backend
 from mmray.training.local import LocalBackend
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
+from mmray.training.torchrun import with_workers_of_torchrun
 
 
 @dataclass
@@ -104,16 +105,13 @@ def train(
             command.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
+    world_size = torchrun_world_size()
+    if world_size > 1:
+        config = with_workers_of_torchrun(config, reporter.log)
     validate.validate_settings(config)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UsageError(
-            "torchrun started several drivers of this run: start one, `mmray train ... "
-            "--cluster.workers N`, which starts the workers; torchrun is for scripts that call "
-            "mmray.engine (mmray/engine/README.md)"
-        )
-    if local or not needs_ray(config.cluster):
+    if local or world_size > 1 or not needs_ray(config.cluster):
         timeline.status("checking the settings")
-        with closing(LocalBackend()) as backend:
+        with closing(LocalBackend(world_size)) as backend:
             check_classes(config, reporter.log)
             return _train(config, timeline, backend, should_stop)
     timeline.status("starting Ray")

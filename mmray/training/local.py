@@ -1,10 +1,12 @@
 """One worker in a child process of this machine, without Ray: it starts in seconds, and is replaced
-if it dies.
+if it dies. Under torchrun each of its other processes has one more (torchrun.py).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,18 +15,28 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mmray.config import Config
-from mmray.errors import DeviceError, MmrayError, ResourceError
+from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError
 from mmray.machine import cores
 from mmray.processes import ChildDied, ChildProcess
-from mmray.training.backend import Attempt, Cause, format_counts, resume_point
+from mmray.training.backend import (
+    COLLECTIVE_ERRORS,
+    Attempt,
+    Cause,
+    format_counts,
+    resume_point,
+)
 from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
+from mmray.training.torchrun import RankListener, RankProcess
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
 
 POLL_INTERVAL_S = 0.1
+# For all ranks to report errors after the first one, which may only follow from another's.
+ERROR_WAIT_S = 2.0
+CONNECT_TIMEOUT_S = 60.0
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
 # rows and for those of the metrics.
 TRAINING_CORES = 2
@@ -47,33 +59,57 @@ class WorkerFailed(Exception):
 
 
 class LocalBackend:
-    """Starts the single worker of a run in a new process of this machine, again after a failure;
-    the methods are described in `Backend`.
+    """Starts the worker of a run in a new process of this machine, again after a failure; the
+    methods are described in `Backend`.
 
     The first process imports torch while the driver prepares the run.
+
+    Args:
+        world_size: Number of workers. The processes that torchrun started for ranks 1 and up start
+            theirs themselves, which connect to this process.
     """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
 
-    def __init__(self) -> None:
-        self._next: ChildProcess | None = _start_worker()
+    def __init__(self, world_size: int = 1) -> None:
+        self._world_size = world_size
+        self._ranks = RankListener(world_size) if world_size > 1 else None
+        self._next: ChildProcess | None = self._start_worker()
+
+    def _start_worker(self) -> ChildProcess:
+        """Start a process that waits for its arguments after it has imported what it needs."""
+        return ChildProcess("worker", run_worker, self._ranks and self._ranks.address)
 
     def check(self, config: Config, reporter: RunReporter) -> None:
-        check_gpus(config)
+        check_gpus(config, self._world_size)
 
     def resolve(self, config: Config) -> Config:
         return resolve_on_this_machine(config)
 
-    def num_local(self, device: str) -> int:
+    def num_local(self, device: str) -> int | None:
+        if self._ranks is not None:
+            return None  # the number of workers is that of torchrun's processes
         return count_gpus() if device == "gpu" else cores()
 
     def choose_world_size(self, config: Config) -> int:
-        return 1
+        return self._world_size
 
     def start(self, attempt: Attempt) -> LocalWorkers:
-        process = self._next or _start_worker()
+        self._next = self._next or self._start_worker()
+        processes: list[ChildProcess | RankProcess] = [self._next]
+        if self._ranks is not None:
+            limit_s = attempt.config.cluster.start_timeout_s
+            end_s = time.monotonic() + limit_s
+            # They cannot connect if the worker of rank 0 has died.
+            while not self._ranks.wait(POLL_INTERVAL_S) and self._next.process.is_alive():
+                if time.monotonic() > end_s:
+                    raise ResourceError(
+                        "the workers of torchrun's other processes did not start within "
+                        f"{limit_s:g} s (cluster.start_timeout_s)"
+                    )
+            processes += self._ranks.take()
         self._next = None
-        return LocalWorkers(process, attempt)
+        return LocalWorkers(processes, attempt)
 
     def exclude_node(self, config: Config, node: str) -> bool:
         return False  # this machine is the only one
@@ -82,14 +118,15 @@ class LocalBackend:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:
-        """End the process that was started in advance for the worker, if it was not used."""
+        """End the processes that were started in advance for workers, if they were not used."""
+        if self._ranks is not None:
+            if self._next is not None and sys.exception() is None:
+                # The run had finished before. The other ranks end without an error once they have
+                # connected.
+                self._ranks.wait(CONNECT_TIMEOUT_S)
+            self._ranks.close()
         if self._next is not None:
             self._next.kill()
-
-
-def _start_worker() -> ChildProcess:
-    """Start a process that waits for its arguments after it has imported what it needs."""
-    return ChildProcess("worker", run_worker)
 
 
 def count_gpus() -> int:
@@ -104,22 +141,28 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def check_gpus(config: Config) -> None:
-    """Check that this machine has the GPUs of one worker.
+def check_gpus(config: Config, workers: int = 1) -> None:
+    """Check that this machine has the GPUs of the workers.
 
     Args:
-        config: Settings of the run; only `cluster.accelerator` `gpu` requires GPUs.
+        config: Settings of the run. `cluster.accelerator` `gpu` requires GPUs, and `auto` requires
+            one for each of several workers if there are any.
+        workers: Number of workers.
 
     Raises:
         ResourceError: torch can use fewer.
     """
-    needed = config.train.gpus_per_worker
+    needed = workers * config.train.gpus_per_worker
     found = count_gpus()
-    if config.cluster.accelerator == "gpu" and found < needed:
+    accelerator = config.cluster.accelerator
+    if found >= needed:
+        return
+    if accelerator == "gpu" or (accelerator == "auto" and found and workers > 1):
+        who = "a worker needs" if workers == 1 else f"{workers} workers need"
+        fix = "auto or cpu, or give --cluster.address" if workers == 1 else "cpu, or start fewer"
         raise ResourceError(
-            f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch "
-            f"sees {found} on "
-            "this machine; set it to auto or cpu, or give --cluster.address"
+            f"cluster.accelerator {accelerator}: {who} {needed} GPU{'s' * (needed > 1)} and torch "
+            f"sees {found} on this machine; set it to {fix}"
         )
 
 
@@ -139,38 +182,46 @@ def resolve_on_this_machine(config: Config) -> Config:
 
 
 class LocalWorkers:
-    """The single worker process of a run on this machine, and the thread that receives its
-    messages.
+    """The worker processes of a run on this machine, and the threads that receive their messages.
 
     The methods are described in `monitor.Workers`.
 
     Args:
-        process: A process that runs `run_worker` and waits for its arguments.
-        attempt: Run, settings, batch shape and checkpoint that the worker starts from.
+        processes: By rank, processes that run `run_worker` and wait for their arguments.
+        attempt: Run, settings, batch shape and checkpoint that the workers start from.
     """
 
-    def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
-        self._process = process
+    def __init__(self, processes: Sequence[ChildProcess | RankProcess], attempt: Attempt) -> None:
+        self._processes = processes
         self._coordinator = Coordinator(attempt.bad_rows)
-        self._outcome: dict[str, Any] | Exception | None = None
-        decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
-        start = resume_point(
-            attempt.resolved, attempt.checkpoint, world=1, batch_shape=attempt.batch_shape
+        self._outcome: dict[str, Any] = {}  # of rank 0
+        self._errors: list[Exception] = []
+        world = len(processes)
+        decoders = num_decode_processes(
+            attempt.resolved.config, attempt.config.cluster.accelerator, world
         )
+        start = resume_point(attempt.resolved, attempt.checkpoint, world, attempt.batch_shape)
         arguments = attempt.worker_context(decoders), start, attempt.config
-        self._receiver = threading.Thread(
-            target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True
-        )
-        self._receiver.start()
+        self._receivers = [
+            threading.Thread(
+                target=self._serve, args=(process, arguments), name="mmray-receiver", daemon=True
+            )
+            for process in processes
+        ]
+        for receiver in self._receivers:
+            receiver.start()
 
-    def _serve(self, arguments: tuple[Any, ...]) -> None:
-        """Send the arguments, and serve the calls of the worker until it ends."""
+    def _serve(self, process: ChildProcess | RankProcess, arguments: tuple[Any, ...]) -> None:
+        """Send the arguments, and serve the calls of a worker until it ends."""
         try:
             # here: it waits for the worker's imports, and fails if it has died
-            self._process.send(arguments)
-            self._outcome = self._process.result(self._on_message)
+            process.send(arguments)
+            outcome = process.result(self._on_message)
         except Exception as error:  # noqa: BLE001 - raised in `wait`
-            self._outcome = error
+            self._errors.append(error)
+            return
+        if process is self._processes[0]:
+            self._outcome = outcome
 
     def _on_message(self, message: tuple[str, Any]) -> Any:
         """Call the method of the coordinator that a message names."""
@@ -178,20 +229,19 @@ class LocalWorkers:
         return getattr(self._coordinator, name)(argument)
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        while self._receiver.is_alive():
-            self._receiver.join(POLL_INTERVAL_S)
+        running = self._receivers
+        while running and not self._errors:
+            running[0].join(POLL_INTERVAL_S)
             poll()
-        outcome = self._outcome
-        if isinstance(outcome, ChildDied):
-            raise worker_failed(outcome)
-        if isinstance(outcome, DeviceError):
-            raise WorkerFailed("device", outcome)
-        if isinstance(outcome, MmrayError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            raise WorkerFailed("raised", outcome)
-        self._process.close()
-        return dict(outcome or {})
+            running = [receiver for receiver in running if receiver.is_alive()]
+        if self._errors:
+            end_s = time.monotonic() + ERROR_WAIT_S
+            for receiver in self._receivers:
+                receiver.join(max(0.0, end_s - time.monotonic()))
+            raise failure_of(self._errors, is_group=len(self._processes) > 1)
+        for process in self._processes:
+            process.close()
+        return self._outcome
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         return self._coordinator.drain(num_received)
@@ -203,7 +253,7 @@ class LocalWorkers:
         self._coordinator.request_stacks()
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
-        self._process.kill()
+        self.close()
 
     def draining_nodes(self) -> dict[str, float]:
         return {}
@@ -221,14 +271,50 @@ class LocalWorkers:
         states: list[str] = []
         with suppress(psutil.NoSuchProcess):
             states = [
-                process.status() for process in psutil.Process(self._process.process.pid).children()
+                child.status()
+                for worker in self._processes
+                for child in psutil.Process(worker.process.pid).children()
             ]
-        return f"processes of the worker: {format_counts(states)}"
+        return f"processes of the worker{'s' * (len(self._processes) > 1)}: {format_counts(states)}"
 
     def export_metrics(self, metrics: dict[str, Any]) -> None: ...
 
     def close(self) -> None:
-        self._process.kill()
+        for process in self._processes:
+            process.kill()
+
+
+def failure_of(errors: Sequence[Exception], is_group: bool) -> Exception:
+    """Return the error to raise after workers have failed.
+
+    Args:
+        errors: What the workers raised, and a ChildDied for each that died.
+        is_group: Whether the run has several workers: a broken collective then is an error that
+            follows from the loss of another one.
+
+    Returns:
+        An MmrayError, first that of a failed device or of a lack of memory; otherwise a
+        WorkerFailed, first that of an error in the code, because a broken connection follows from
+        it.
+    """
+
+    def is_broken(error: Exception) -> bool:
+        is_other = isinstance(error, (MmrayError, ChildDied))
+        return is_group and not is_other and COLLECTIVE_ERRORS.search(str(error)) is not None
+
+    def order(error: Exception) -> tuple[bool, ...]:
+        is_of_device = isinstance(error, (DeviceError, OutOfMemoryError))
+        is_loss = isinstance(error, ChildDied) or is_broken(error)
+        return not is_of_device, not isinstance(error, MmrayError), is_loss, is_broken(error)
+
+    cause = min(errors, key=order)
+    if isinstance(cause, ChildDied):
+        return worker_failed(cause)
+    if isinstance(cause, DeviceError):
+        return WorkerFailed("device", cause)
+    if isinstance(cause, MmrayError):
+        return cause
+    return WorkerFailed("lost" if is_broken(cause) else "raised", cause)
 
 
 def worker_failed(died: ChildDied) -> WorkerFailed:
@@ -248,14 +334,15 @@ def worker_failed(died: ChildDied) -> WorkerFailed:
     return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))
 
 
-def num_decode_processes(config: Config, device: str) -> int:
-    """Return the number of processes that read and decode rows for a worker on this machine.
+def num_decode_processes(config: Config, device: str, workers: int = 1) -> int:
+    """Return the number of processes that read and decode rows for all workers on this machine.
 
     Args:
-        config: Settings of the run. By default one; with a GPU the cores that training does not
-            use.
+        config: Settings of the run. By default one for each worker; with GPUs the cores that
+            training does not use.
         device: `cpu` or `gpu`.
+        workers: Number of workers.
     """
     if config.data.worker_range is not None:
         return config.data.worker_range[1]
-    return max(1, cores() - TRAINING_CORES) if device == "gpu" else 1
+    return max(workers, cores() - workers * TRAINING_CORES) if device == "gpu" else workers

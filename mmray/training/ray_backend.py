@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,7 +46,13 @@ from mmray.errors import (
 )
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath
-from mmray.training.backend import Attempt, Cause, format_counts, resume_point
+from mmray.training.backend import (
+    COLLECTIVE_ERRORS,
+    Attempt,
+    Cause,
+    format_counts,
+    resume_point,
+)
 from mmray.training.ray_trainer import (
     run_in_thread,
     start_coordinator,
@@ -67,14 +72,6 @@ ACTOR_GIB = 0.5
 BLOCKS_PER_ACTOR = 4
 MAX_DECODERS = 1024  # of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
-# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
-# which ranks connect.
-COLLECTIVE_ERRORS = re.compile(
-    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to "
-    "host|NCCL|Socket Timeout"
-    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
-    "caused pair closure"
-)
 
 
 class RayBackend:

@@ -388,7 +388,7 @@ def left_behind(head, within_s=60):
 
 
 def test_a_recipe_file_trains_everywhere_unchanged(head, data, tmp_path, monkeypatch):
-    """In one process, as a job with two workers, and in a sweep; torchrun is refused."""
+    """In one process, under torchrun, as a job with two workers, and in a sweep."""
     monkeypatch.chdir(ROOT)
     recipe = str(tmp_path / "tiny.yaml")
     tiny = config(data, tmp_path / "runs", None, steps=2, checkpoint_every=0)
@@ -397,15 +397,14 @@ def test_a_recipe_file_trains_everywhere_unchanged(head, data, tmp_path, monkeyp
     sweep = api.submit([*words, "--run.storage", str(tmp_path / "sweep")], address=head.url)
     two = api.submit(["train", recipe, "--run.name", "two"], address=head.url)
     api.train(recipe, run={"name": "one"}, cluster={"workers": 1}, reporter=Silent())
-    with monkeypatch.context() as launched:
-        launched.setenv("WORLD_SIZE", "2")
-        launched.setenv("TORCHELASTIC_RUN_ID", "1")
-        with pytest.raises(UsageError, match=r"start one, `mmray train .* starts the workers"):
-            api.train(recipe, reporter=Silent())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "-m", "mmray", "train", recipe]
+    subprocess.run([*torchrun, "--run.name", "torchrun"], check=True, timeout=300)
     for job in (two, sweep):
         shown = []
         assert job.follow(shown.append) == 0, "".join(shown)[-4000:]
     assert marks(tmp_path / "runs" / "one") == marks(tmp_path / "runs" / "two")
+    assert marks(tmp_path / "runs" / "torchrun") == marks(tmp_path / "runs" / "two")
     assert len(marks(tmp_path / "runs" / "two")) == 2
     (best,) = (tmp_path / "sweep").rglob("best.yaml")
     assert "lr:" in best.read_text()

@@ -41,7 +41,14 @@ def _out_of_memory():
     raise OutOfMemoryError("out of memory in the optimizer at step 6", shape)
 
 
+def _kill_parent():
+    """Kill the process that torchrun started, with which its worker ends."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1e6)
+
+
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+KillParentOfRankOneOnce = _once("parent", 8, _kill_parent)
 HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
 AwaitKillOnce = _once("awaited-kill", 7, lambda: time.sleep(1e6))
 StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))

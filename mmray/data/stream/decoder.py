@@ -87,7 +87,8 @@ class BlockDecoder:
     def _slot_of(self, number: int, num_rows: int) -> np.ndarray:
         """Return the memory of a block's pixels: its part of the slot of its step."""
         assert self.slots is not None
-        group, part = divmod(number, self.blocks.blocks_per_step)
+        own_number = number // self.blocks.plan.world_size  # among the blocks of its rank
+        group, part = divmod(own_number, self.blocks.blocks_per_step)
         slot = self.slots.pixels[group % len(self.slots.pixels)]
         return slot[part * num_rows : (part + 1) * num_rows]
 

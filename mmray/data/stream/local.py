@@ -1,4 +1,4 @@
-"""The stream of one worker without Ray: child processes of this machine decode its blocks, in
+"""The stream of a worker without Ray: child processes of this machine decode its blocks, in
 sample order.
 
 They write pixels into memory that they share with the training process, at the place of the row in
@@ -32,8 +32,7 @@ MAX_CRASHES = 5
 
 
 class LocalBlocks:
-    """The rows of the only worker of a run without Ray, decoded by child processes (data
-    processes).
+    """The rows of a worker without Ray, decoded by child processes (data processes).
 
     Iterating yields blocks in sample order, with the columns of `reader.read_block`. A block has
     all rows of one or more steps. Its pixels are valid until the next one is requested: then a data
@@ -42,11 +41,12 @@ class LocalBlocks:
 
     Args:
         reader: Reads and encodes rows of the training set.
-        start: The sample order, and the first step that the worker takes.
+        start: The sample order, and the first step that the workers take.
         block_mb: About how many MB one process decodes at a time, limited to 8. This may be a part
             of the rows of a step.
         num_processes: Number of data processes.
         warn: Called with a line for the log if a process died.
+        rank: Rank of the worker.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class LocalBlocks:
         block_mb: float,
         num_processes: int,
         warn: Callable[[str], None],
+        rank: int = 0,
     ) -> None:
-        assert start.plan.world_size == 1, "the ranks of a group need Ray"
         blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
         self._blocks_per_step = blocks.blocks_per_step
         rows = start.plan.rank_rows * blocks.steps_per_block
@@ -83,7 +83,7 @@ class LocalBlocks:
         decoder = BlockDecoder(reader, blocks, self._slots)
         pool = ChildPool(decoder, min(num_processes, blocks.count), in_flight, on_crash)
         # Never late: a process that is replaced could still write to a slot that is used again.
-        self._parts = RankBlocks(blocks, 0, pool, late_s=None)
+        self._parts = RankBlocks(blocks, rank, pool, late_s=None)
 
     @property
     def pixels(self) -> np.ndarray | None:

@@ -1,0 +1,166 @@
+"""`torchrun -m mmray train`: the steps of one process, failures, stops and exit codes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmray import cli
+from mmray.config import CustomModel, to_yaml
+from mmray.console.reporter import ConsoleReporter
+from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, UsageError
+from mmray.processes import ChildDied
+from mmray.training import driver, local
+from tests.conftest import ROOT
+from tests.training.runs import (
+    STEPS,
+    TRAINS,
+    Silent,
+    config,
+    expected_marks,
+    lines,
+    make_data,
+    marks,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data") / "set")
+
+
+def double_run(data, storage, name, callbacks=()):
+    """Two workers in the recipe, without dropout, in float64: differences are errors."""
+    wanted = config(data, storage, name, [f"tests.training.faults:{each}" for each in callbacks])
+    own = CustomModel(kind="tests.training.runs:DoubleTowers", inputs=wanted.model.inputs)
+    return wanted.replace(model=own).with_cluster(cpus_per_worker=1)
+
+
+def torchrun(tmp_path, wanted, *flags, max_restarts=0):
+    """Start `mmray train` with a recipe file in two processes of torchrun; its output goes to
+    `output`, and that of torchrun itself too.
+    """
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(wanted))
+    (tmp_path / "faults").mkdir(exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", str(max_restarts)]
+    with (tmp_path / "output").open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, *launcher, "-m", "mmray", "train", str(recipe), *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | {"MMRAY_TEST_FAULTS": str(tmp_path / "faults")},
+        )
+
+
+def finish(process, tmp_path, code=0):
+    """Wait for torchrun and return the output."""
+    ended = process.wait(300)
+    output = (tmp_path / "output").read_text()
+    assert ended == code, output
+    return output
+
+
+def wait_for(pattern, tmp_path, process):
+    """Wait until the output has a line."""
+    while pattern.search((tmp_path / "output").read_text()) is None:
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_killed_workers_and_processes_resume_with_the_losses_of_one_process(
+    data, tmp_path, monkeypatch, forked_children
+):
+    """The driver replaces the worker of rank 1, and restarts both after a lack of memory; torchrun
+    replaces its process.
+    """
+    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
+    one = driver.train(double_run(data, tmp_path, "one").with_cluster(workers=1), Silent())
+    faults = ["KillRankOneOnce", "OomOnRankOneOnce", "KillParentOfRankOneOnce"]
+    wanted = double_run(data, tmp_path, "two", faults)
+    output = finish(torchrun(tmp_path, wanted, max_restarts=1), tmp_path)
+    for message in ("worker lost after step ", "out of memory in the optimizer at step 6; restart"):
+        assert output.count(message) == 1, output
+    assert re.search("^resume +from .*step-", output, re.M), output
+    assert marks(tmp_path / "two") == list(expected_marks(STEPS))
+    for ours, expected in zip(lines(tmp_path / "two"), lines(one.path), strict=True):
+        assert ours["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
+    scores = {name: value for name, value in lines(one.path)[-1].items() if "recall" in name}
+    assert scores and scores.items() <= lines(tmp_path / "two")[-1].items()
+    again = finish(torchrun(tmp_path, wanted), tmp_path)
+    assert "finished" in again and not TRAINS.search(again)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_errors_are_printed_once_and_sigterm_ends_with_a_checkpoint(data, tmp_path):
+    wanted = double_run(data, tmp_path, "run", ["Slowly"])
+    wrong = ("--train.callbacks", "tests.training.faults:Missing")
+    output = finish(torchrun(tmp_path, wanted, *wrong), tmp_path, 1)
+    assert output.count("error: ") == 1 and "exitcode  : 2 " in output, output
+    assert "Unable to shutdown" not in output, output  # torchrun kills what does not end
+    process = torchrun(tmp_path, wanted)
+    wait_for(TRAINS, tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(300)
+    output = (tmp_path / "output").read_text()
+    assert "stopping after this step, with a checkpoint" in output, output
+    stopped = len(lines(tmp_path / "run"))
+    assert 0 < stopped < STEPS
+    output = finish(torchrun(tmp_path, wanted), tmp_path)
+    assert f"step-{stopped}" in output and "mmray evaluate" in output, output
+    assert marks(tmp_path / "run") == list(expected_marks(STEPS))
+
+
+def set_torchrun(monkeypatch, rank=0, local_world_size=2):
+    """Set the environment variables of a process that torchrun starts, of two."""
+    values = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_WORLD_SIZE": local_world_size}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_commands_are_refused_with_one_message(rank, monkeypatch, capsys):
+    set_torchrun(monkeypatch, rank)
+    assert cli.run(["evaluate", "runs/sample"], ConsoleReporter()) == UsageError.exit_code
+    assert capsys.readouterr().err.count("start `mmray evaluate` without it") == (rank == 0)
+
+
+def test_several_machines_are_refused(data, tmp_path, monkeypatch):
+    set_torchrun(monkeypatch, local_world_size=1)
+    with pytest.raises(UsageError, match=r"1 of 2 processes on this machine.*--cluster.workers 2"):
+        driver.train(config(data, tmp_path, "run"), Silent())
+
+
+def test_fewer_gpus_than_workers_are_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "count_gpus", lambda: 1)
+    with pytest.raises(ResourceError, match="auto: 2 workers need 2 GPUs and torch sees 1 on"):
+        local.check_gpus(config(data, tmp_path, "run"), workers=2)
+
+
+BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+DIED = ChildDied("rank 1", None)
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "text"),
+    [
+        ([BROKEN, DIED], "lost", "the rank 1 process closed its connection"),
+        ([BROKEN], "lost", "Connection closed by peer"),
+        ([BROKEN, DIED, ValueError("a bug")], "raised", "a bug"),
+        ([BROKEN, DeviceError("GPU 1 failed", "here")], "device", "GPU 1 failed"),
+        ([BROKEN, UsageError("a setting"), OutOfMemoryError("too large")], None, "too large"),
+    ],
+)
+def test_a_broken_connection_is_not_the_cause_of_a_failure(errors, kind, text):
+    failure = local.failure_of(errors, is_group=True)
+    assert getattr(failure, "kind", None) == kind and text in str(failure)
