@@ -24,8 +24,8 @@ FORMATS = {
 """Source formats (`prepare.format`) by name; detection tries the formats in this order.
 
 To add one, write a subclass of `mmray.data.formats.source:Source` whose attributes define how it is
-detected, and add an entry here and a row to the table in mmray/data/README.md. A user's own class
-needs no entry: `--format my_package.my_module:MySource`.
+detected, and add an entry here and a row to the table in mmray/data/formats/README.md. A user's
+own class needs no entry: `--format my_package.my_module:MySource`.
 """
 
 COLUMNS = (

@@ -53,7 +53,7 @@ def test_native_decoders_write_nothing_to_stderr(capfd):
 
 
 def test_readme_table_matches_the_matrix():
-    readme = (ROOT / "mmray" / "data" / "README.md").read_text()
+    readme = (ROOT / "mmray" / "data" / "formats" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
     assert matrix.table() in readme, (
         "put the output of `python -m tests.data.formats.bad_inputs` between the marks"

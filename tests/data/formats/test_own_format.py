@@ -47,7 +47,8 @@ def test_unknown_formats_are_refused():
 
 
 def test_readme_has_a_row_for_each_format():
-    table = (Path(mmray.__file__).parent / "data" / "README.md").read_text().split("## ")[2]
+    page = Path(mmray.__file__).parent / "data" / "formats" / "README.md"
+    table = page.read_text().split("## ")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(name for cell in first_cells for name in re.findall("`(.+?)`", cell)) == sorted(
         FORMATS

@@ -76,7 +76,7 @@ NUM_WINDOWS = 6
 
 
 def test_warm_cache_of_a_node_makes_few_requests(store, tmp_path):
-    """3,000 shards of 4,096 rows, blocks of 1,400 rows; the README has this table."""
+    """3,000 shards of 4,096 rows, blocks of 1,400 rows: the table in mmray/data/store/README.md."""
     prepared = make_set(store, tmp_path, 3000, 4096)
     for nodes in (1, 8, 64):
         shuffle = BlockShuffle(8 * nodes, rows_per_block=1400, blocks_per_window=4)

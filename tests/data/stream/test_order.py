@@ -207,7 +207,7 @@ def spread(p, batches=100):
 
 
 def test_spread_of_batches_relative_to_a_full_shuffle():
-    """A million rows; the README of mmray/data has this table."""
+    """A million rows; the README of mmray/data/stream has this table."""
     lines = []
     for global_rows, lanes, blocks in ((256, 8, 4), (256, 8, 30), (4096, 64, 4), (4096, 64, 30)):
         shape = BlockShuffle(lanes, 1000, blocks)
