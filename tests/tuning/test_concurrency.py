@@ -99,6 +99,6 @@ def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(
 
 
 def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
-    head = replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})
+    head = replace(HEAD, resources=HEAD.resources | {"memory": 2 * 2**30})
     place_nodes([head], POOLS)
     assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 3
