@@ -133,7 +133,7 @@ class ConnectedProcess:
         self.connection = connection
 
     def send(self, message: Any) -> None:
-        """Send an object to the process, which receives it with `channel.connection.recv()`.
+        """Send an object to the process, which receives it with `connection.recv()` of its Channel.
 
         Args:
             message: Any object that can be pickled.

@@ -67,14 +67,18 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVA
 
 
 class CaptionDataset(Dataset[Any]):
-    """Base of the PyTorch datasets that `bench loader` compares with the stream.
+    """Base of the PyTorch datasets that `bench loader` compares with the stream: it tokenizes
+    captions, and subclasses read images or clips in `__getitem__`.
+
+    Attributes:
+        pad: Whether captions are padded to `max_tokens`; otherwise the collate function pads.
 
     Args:
         tokenizer_json: Content of tokenizer.json.
-        max_tokens: Longer captions are truncated.
+        max_tokens: Maximum number of tokens of a caption; longer ones are truncated.
     """
 
-    pad = False  # captions to `max_tokens`
+    pad = False
 
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer_json = tokenizer_json

@@ -101,11 +101,11 @@ _data_jobs: _DataJobs | None = None
 
 
 def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
-    """Define what `wait_for_data_cpu` waits for in this process.
+    """Set for this process on which nodes `wait_for_data_cpu` waits for a free CPU, and how long.
 
     Args:
-        cluster_config: The `cluster` section, with `data_label` and `queue_timeout_s`.
-        log: Called while a job waits, with a line and the word to print before it.
+        cluster_config: The `cluster` section: nodes with `data_label`, for `queue_timeout_s`.
+        log: Called while a job waits, with a line and the word to print before it, `waiting`.
     """
     global _data_jobs
     _data_jobs = _DataJobs(cluster_config, log)

@@ -190,8 +190,11 @@ class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
 
 
 class PairModel(TowerModel):
-    """Base of models with heads on cross-attention from text tokens to other modalities."""
+    """Base of the settings of models in which text tokens attend to another modality
+    (cross-attention), and output heads score the pair: whether it matches, and its class.
+    """
 
+    # Branches also meet in the cross-attention.
     shares_only_loss = False
 
     cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
@@ -328,7 +331,9 @@ class Towers(PairModel):
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Names of the modalities: `text`, `audio`, `video`."""
+        """Names of the modalities that the model has: `text`, then `audio` if `inputs.audio_rate`
+        is not 0, then `video` if `inputs.frames` is not 0.
+        """
         audio = ("audio",) if self.inputs.audio_rate else ()
         video = ("video",) if self.inputs.frames else ()
         return ("text", *audio, *video)

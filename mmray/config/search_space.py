@@ -64,7 +64,7 @@ class Space:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether a setting has a range instead of listed values."""
+        """Whether any setting of the space has a range instead of listed values."""
         return any(isinstance(axis, Range) for axis in self.axes.values())
 
     @property

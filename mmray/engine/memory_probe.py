@@ -178,16 +178,17 @@ def probe_memory(
 
 
 class MemoryProbe:
-    """Synthetic steps in micro-batches of different sizes.
+    """Finds the largest micro-batch that fits into memory, by steps of training on synthetic rows.
 
-    Each rank searches on its own, without communication (FakeGroup), and all take the minimum. If a
-    forward has collectives (FSDP), the ranks search together, because the unsharded model need not
-    fit on one device.
+    Each rank searches on its own, without communication (FakeGroup), and all take the smallest
+    result. If a forward has collectives (FSDP), the ranks search together, because the unsharded
+    model need not fit on one device.
 
     Args:
         state: Model, objective, optimizer and group.
         make_batch: Returns a synthetic micro-batch of this many rows on the training device.
-        batch_shape: Rows of a step and the micro-batch size to try, or its upper limit.
+        batch_shape: Rows of a step, and the micro-batch size: the upper limit of `search`, the only
+            size of `try_given_size`.
     """
 
     def __init__(self, state: TrainState, make_batch: MakeBatch, batch_shape: BatchShape) -> None:

@@ -34,7 +34,7 @@ def exact_match(answers: Sequence[str], references: References) -> float:
 
     Args:
         answers: One generated answer per question.
-        references: The correct answers to each question.
+        references: For each question a list of correct answers, any of which counts.
 
     Returns:
         The fraction, 0 to 1; 0 without questions.

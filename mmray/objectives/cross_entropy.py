@@ -16,13 +16,16 @@ IGNORE_INDEX = -100  # class of a position where nothing is predicted, as in tor
 
 
 class CrossEntropy(ABC):
-    """Cross-entropy of each target, divided by the number of targets in the global batch.
+    """Base of objectives with a cross-entropy: its sum over the targets, divided by the number of
+    targets in the global batch.
 
     Attributes:
-        gathered_outputs: Empty, because rows are independent of each other.
-        scalar_output_names: Empty.
-        logits: Name of the output [B, ..., C] with the logits.
-        accuracy: Name of the metric: the fraction of targets with the largest logit.
+        gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none,
+            because rows are independent of each other.
+        scalar_output_names: Outputs that are one number for the batch: none.
+        logits: Name of the output [B, ..., C] with the logits of C classes; set by subclasses.
+        accuracy: Name of the metric: the fraction of targets whose class has the largest logit; set
+            by subclasses.
     """
 
     gathered_outputs: tuple[str, ...] = ()

@@ -41,13 +41,14 @@ MAX_PAUSE_S = 1.0
 class Lease:
     """The exclusive right of a process to write into a folder, renewed by a thread.
 
-    Use it as a context manager.
+    Use it as a context manager. While another process has the lease, `acquire` raises UsageError.
+    `check` raises TrainingError for an owner that has lost it.
 
     Args:
         directory: local folder or folder on a store.
         heartbeat_s: seconds between two heartbeats.
         stale_after_s: seconds without a heartbeat after which an owner on another machine is dead.
-        activity: what an owner does with the directory, for the error of a second process.
+        activity: what an owner does with the directory, for the UsageError of a second process.
         advice: what the user of the second process can do, for the same error.
     """
 

@@ -158,7 +158,7 @@ class Workers(Protocol):
         """
 
     def export_metrics(self, metrics: dict[str, Any]) -> None:
-        """Export a logged line of metrics to the monitoring of the cluster, if it has one.
+        """Export a logged line of metrics to Ray's metrics (Prometheus), if the workers run on Ray.
 
         Args:
             metrics: Values by name, with the totals `run/restarts` and `run/bad_rows`.

@@ -84,7 +84,9 @@ class ScoreJob:
 
     @property
     def columns(self) -> Columns:
-        """Type of each column that is written, by its folder and its name."""
+        """Types of the columns that are written by name, by folder in `columns/` of the set, such
+        as `{"clip_score": {"clip_score": "double"}}`.
+        """
         columns = {self.name: {self.name: "double"}}
         if self.with_embeddings:
             columns[self.embedding_name] = {self.embedding_name: f"float16[{self.width}]"}

@@ -131,13 +131,17 @@ def training_rows(
 def held_out_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that are evaluated, with the captions of one column.
+    """Return the rows of a set that a run evaluates.
+
+    These are the rows that `data.eval_where` selects; None: all. If the set stores captions from
+    several columns of its source, only those of `data.eval_captions` are used; None: of the first
+    column.
 
     Args:
         prepared: The set.
-        config: Settings of the run: `data.eval_where` and `data.eval_captions`.
-        folder: Folder that all nodes can read, for the list of the selected rows.
-        reporter: Receives progress, the number of selected rows and the column.
+        config: Settings of the run.
+        folder: Folder that all nodes can read, into which the list of selected rows is written.
+        reporter: Receives progress, the number of selected rows, and the column of the captions.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.

@@ -151,8 +151,8 @@ def read_frames(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode the frames that a video shows at some times.
 
-    Before its first frame and after its last one a video shows these. So the middle of a frame is
-    within half the time to its neighbors of the requested time.
+    A frame is shown from its time until that of the next one. Times before the first frame give the
+    first one, times after the last frame the last one.
 
     Args:
         data: Encoded video.
@@ -160,7 +160,8 @@ def read_frames(
         max_pixels: Maximum width x height of a frame.
 
     Returns:
-        RGB pixels uint8 [F, H, W, 3], upright, and the time of each frame, float64 [F] in seconds.
+        RGB pixels uint8 [F, H, W, 3], upright, of a frame for each time, which may repeat; and the
+        time at which each frame begins, float64 [F] in seconds.
 
     Raises:
         BadMedia: It cannot be decoded.

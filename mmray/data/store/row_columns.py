@@ -151,9 +151,10 @@ def _cast(batch: pa.RecordBatch, name: str, type_name: str) -> pa.Array:
 
 
 def column_types(columns: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the type of each column of a set by name.
+    """Return the type of each column of a set by name, over all folders of column files.
 
     Args:
-        columns: `columns` of its manifest.
+        columns: Types by name, by folder in `columns/` of the set, as in its manifest:
+            `{"kept": {"width": "int64"}, "clip": {"clip": "double"}}`.
     """
     return {name: kind for types in columns.values() for name, kind in types.items()}

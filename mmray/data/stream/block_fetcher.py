@@ -35,15 +35,16 @@ class BlockFetcher:
         return BlockFetcher, (self._prepared,)
 
     def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
-        """Fetch the rows that are needed one shuffle window later into the cache, by a thread.
+        """Let a thread copy into the cache what the run reads one shuffle window after these
+        positions.
 
         With a block shuffle, rows are shuffled within a window of blocks of adjacent rows, so whole
-        blocks are fetched. Errors are ignored here; the process that reads these rows raises them.
+        blocks are copied. Errors are ignored here; the process that reads these rows raises them.
 
         Args:
             plan: The sample order of the run: which row each position takes.
-            positions: Positions in the sample order (rows that the run takes before) that are read
-                now, int64 [P], without PADDING (-1).
+            positions: The positions in the sample order that are read now, int64 [P], without
+                PADDING (-1). Position n is the n-th row that the run takes.
             in_first_window: Also fetch the blocks of `positions`, which were not fetched ahead.
         """
         if self._requests is None:

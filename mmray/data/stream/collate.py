@@ -92,7 +92,8 @@ class PixelMemory:
         """Return memory for pixels, which is reused by later calls.
 
         Args:
-            use: Any name; calls with the same name return the same memory.
+            use: Any name; calls with the same name return the same memory, or larger memory if the
+                shape needs it.
             shape: Shape of the array.
 
         Returns:

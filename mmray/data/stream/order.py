@@ -493,8 +493,8 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Divide a rank's rows into blocks of about a given size, which data processes decode at a
-        time.
+        """Divide a rank's rows into blocks of about a given size, each decoded in one call of a
+        data process.
 
         A block has all rows of one or more steps if they fit into the size. Otherwise the rows of a
         step are divided into equal blocks, which may have down to a quarter of the size; if there

@@ -49,10 +49,12 @@ SAMPLE_ROWS = 8
 def resolve_block_shuffle(
     data: Data, sets: Sequence[PreparedSet], global_rows: int, num_workers: int
 ) -> BlockShuffle | None:
-    """Return the shuffle of a run over these sets.
+    """Return how a run shuffles the rows of its sets: all with each other, or by blocks of adjacent
+    rows.
 
-    With `data.shuffle_blocks` `auto`, sets on disks and sets that fit into the cache of a node are
-    shuffled fully. Other sets are shuffled in blocks of adjacent rows.
+    With `data.shuffle_blocks auto`, sets on disks (also mounted ones) and sets that fit into the
+    cache of a node (`data.local_cache`) are shuffled fully, others by blocks. Other values of
+    `data.shuffle_blocks` state it.
 
     Args:
         data: The `data` section.
@@ -61,8 +63,9 @@ def resolve_block_shuffle(
         num_workers: Largest number of workers.
 
     Returns:
-        The block shuffle: its lanes (parts of the global batch), rows per block and blocks per
-        window. None for a full shuffle, and without a shuffle.
+        The block shuffle: rows per block, blocks per window, and lanes (equal parts of the global
+        batch, each of which has its own blocks, so that a node reads a part of them). None for a
+        full shuffle, and if `data.shuffle` is False.
 
     Raises:
         UsageError: A set only refers to its images, so the folder `data.local_cache` cannot cache

@@ -150,7 +150,10 @@ class PhaseTimers:
                 self._read(name, MAX_SCOPES // 2)
 
     def pop_s(self) -> dict[str, float]:
-        """Return the seconds by phase (such as `forward`) since the last call; waits for a GPU."""
+        """Return the seconds by phase (such as `forward`) since the last call.
+
+        It synchronizes with a GPU.
+        """
         for name, scopes in self._scopes.items():
             self._read(name, len(scopes))
         phase_s = self._phase_s

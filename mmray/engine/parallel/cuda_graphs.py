@@ -37,7 +37,12 @@ Notify = Callable[[str, str], None]  # label, text: a console line
 
 
 class Recorder(Protocol):
-    """Records functions whose repetitions never overlap, such as the forward of a branch."""
+    """Records the kernels of a function, such as the forward of a branch, so that it can be
+    repeated without launching each of them (a CUDA graph).
+
+    Graphs of one recorder share memory, so a repetition must have ended before the next one, also
+    of another function, starts.
+    """
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
         """Run a function and measure how much of its time the host needs to launch it.
@@ -91,8 +96,8 @@ def graph_branches(
         train: The `train` section, without `auto` in `precision` and `compile`.
         batch_shape: Global batch and micro-batch of all steps.
         device: Device of the model.
-        notify: Called if a capture fails, with the word to print before a line, and the line. The
-            branch then runs without graphs.
+        notify: Called if a capture fails, as notify(word, line) with the word to print before the
+            line. The branch then runs without graphs.
 
     Returns:
         A line for the console that names the branches with graphs and the reasons of the others;

@@ -233,8 +233,13 @@ def build_pretrained_audio(
     Args:
         spec: The `model.audio` section.
         inputs: The `model.inputs` section; rate and length of the audio must suit the weights.
-        architecture: None: read the weights. Otherwise they are random, and its key `audio` has the
-            transformers config, if there is one.
+        architecture: None: the weights are read. Otherwise the description that a checkpoint has of
+            its model: the encoder gets random weights, which the checkpoint replaces. Its key
+            `audio` is the config of transformers; without the key it is read from
+            `model.audio.weights`.
+
+    Returns:
+        The encoder.
 
     Raises:
         UsageError: The weights cannot be read, or do not suit the inputs.
