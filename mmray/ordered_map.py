@@ -71,7 +71,7 @@ class Pool(Protocol[Item, Result]):
             node: ID of the node of a worker, such as the ID of a node of Ray.
         """
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_lost_worker(self, error: BaseException) -> bool:
         """Return whether an error means that a process was lost, not that the function raised it.
 
         Args:
@@ -198,7 +198,7 @@ class OrderedMap(Generic[Item, Result]):
             done = head.result()
             if done is not None:
                 error = done.exception()
-                if error is not None and self._pool.is_loss(error):
+                if error is not None and self._pool.is_lost_worker(error):
                     continue  # the process was lost after `_remove_lost`
                 self._entries.popleft()
                 return done.result()
@@ -238,7 +238,7 @@ class OrderedMap(Generic[Item, Result]):
         for entry in self._entries:
             for attempt in list(entry.attempts):
                 error = attempt.future.exception() if attempt.future.done() else None
-                if error is not None and self._pool.is_loss(error):
+                if error is not None and self._pool.is_lost_worker(error):
                     entry.attempts.remove(attempt)
                     entry.careful = True
                     lost[attempt.worker] = None

@@ -357,7 +357,7 @@ class ChildPool(Generic[Item, Result]):
         """
         return self.max_in_flight
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_lost_worker(self, error: BaseException) -> bool:
         """Return whether an error means that a process died, not that the pool's function raised
         it.
 

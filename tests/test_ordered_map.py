@@ -64,7 +64,7 @@ class ThreadPool:
     def node_limit(self, node):
         return self._node_limits.get(node, self.max_in_flight)
 
-    def is_loss(self, error):
+    def is_lost_worker(self, error):
         return isinstance(error, LostError)
 
     def replace(self, worker):

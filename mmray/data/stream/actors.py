@@ -201,7 +201,7 @@ class ActorPool:
         """
         return self._node_limits[node]
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_lost_worker(self, error: BaseException) -> bool:
         # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
         """Return whether an error means that an actor was lost, not that decoding failed.
 

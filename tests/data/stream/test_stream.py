@@ -70,7 +70,7 @@ class HerePool:
     def node_limit(self, node):
         return 5
 
-    def is_loss(self, error):
+    def is_lost_worker(self, error):
         return False
 
     def update(self, waited_s):
