@@ -205,6 +205,15 @@ class PairModel(TowerModel):
         0, ge=0, description="Classes of the classification head (`classification`); 0: none."
     )
 
+    def unsupported_reasons(self) -> list[str]:
+        """Return why no model can be built from these settings, a sentence with a fix each; [] if
+        it can.
+
+        The cross-attention layers are checked too, if the model has them.
+        """
+        reasons = _head_reasons(self.cross) if "cross" in self.branches else []
+        return super().unsupported_reasons() + reasons
+
     def label_checks(self) -> dict[str, Callable[[int], str]]:
         """Return a function that checks the column `label` against the classes, if `classes` is
         set.
@@ -239,14 +248,6 @@ class Fusion(PairModel):
     region_labels: tuple[str, ...] = Field(
         (), description="Names of the box labels 0, 1, ...; empty: the set's."
     )
-
-    def unsupported_reasons(self) -> list[str]:
-        """Return why no model can be built from these settings, a sentence with a fix each; [] if
-        it can.
-
-        The cross-attention layers are checked too.
-        """
-        return super().unsupported_reasons() + _head_reasons(self.cross)
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
         """Return functions that check the labels of the data against the classes and region names.
@@ -349,8 +350,6 @@ class Towers(PairModel):
         reasons = super().unsupported_reasons()
         if "audio" in self.branches and self.audio.weights == "none":
             reasons += _head_reasons(self.audio)
-        if "cross" in self.branches:
-            reasons += _head_reasons(self.cross)
         if len(self.modalities) == 1:
             reasons.append(
                 "model.inputs: without audio (audio_rate 0) and video (frames 0) there is nothing "

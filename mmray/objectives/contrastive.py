@@ -114,15 +114,15 @@ class PairContrastive(Contrastive):
         first, second = (outputs[name].detach().any(dim=1) for name in self.gathered_outputs)
         return valid & first & second
 
-    def count(self, batch: Batch) -> Tensor:
-        """Return the number of valid rows with both modalities, an int64 scalar.
+    def counted_rows(self, batch: Batch) -> Tensor:
+        """Return the valid rows with both modalities, bool [B].
 
         Args:
             batch: `valid` bool [B], and for both modalities a column such as `has_audio` bool [B].
         """
         names = [name.removesuffix("_embed") for name in self.gathered_outputs]
         first, second = (batch[f"has_{name}"] for name in names)
-        return (batch["valid"] & first & second).sum()
+        return batch["valid"] & first & second
 
 
 class AudioText(PairContrastive):

@@ -33,22 +33,6 @@ class Matching(RowLoss):
     score_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
 
-    def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the rows that count, bool [B].
-
-        Args:
-            batch: `valid` bool [B], False for padding and unreadable rows.
-        """
-        return batch["valid"]
-
-    def count(self, batch: Batch) -> Tensor:
-        """Return the number of rows that count, an int64 scalar.
-
-        Args:
-            batch: The columns that `counted_rows` reads.
-        """
-        return self.counted_rows(batch).sum()
-
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:

@@ -73,18 +73,26 @@ class Objective(Protocol):
 
 
 class RowLoss:
-    """Base of losses that are divided by the number of valid rows.
+    """Base of losses that are divided by the number of rows that count, usually the valid ones.
 
     Rows of padding and unreadable rows are not valid.
     """
 
-    def count(self, batch: Batch) -> Tensor:
-        """Return the number of valid rows, an int64 scalar: the denominator of the loss.
+    def counted_rows(self, batch: Batch) -> Tensor:
+        """Return the rows that count, bool [B]: the valid ones, unless a subclass needs more.
 
         Args:
             batch: `valid` bool [B], False for padding and unreadable rows.
         """
-        return batch["valid"].sum()
+        return batch["valid"]
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of rows that count, an int64 scalar: the denominator of the loss.
+
+        Args:
+            batch: The columns that `counted_rows` reads.
+        """
+        return self.counted_rows(batch).sum()
 
 
 @runtime_checkable

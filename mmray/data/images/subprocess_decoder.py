@@ -75,8 +75,7 @@ class SubprocessDecoder:
             BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
                 killed the child, and `memory` if the child had no memory for it.
         """
-        check = _check_header if header_only else _check_media
-        return MediaInfo(**self.request(check, data, kind, max_pixels))
+        return MediaInfo(**self.request(_check_media, data, kind, max_pixels, header_only))
 
     def request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Call a function in the child process.
@@ -165,12 +164,9 @@ def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None)
     return {"width": rgb.shape[1], "height": rgb.shape[0]}
 
 
-def _check_media(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
-    return verify_media(data, kind, max_pixels)._asdict()
-
-
-def _check_header(data: bytes, kind: str, max_pixels: int) -> dict[str, Any]:
-    return read_header(data, kind, max_pixels)._asdict()
+def _check_media(data: bytes, kind: str, max_pixels: int, header_only: bool) -> dict[str, Any]:
+    read = read_header if header_only else verify_media
+    return read(data, kind, max_pixels)._asdict()
 
 
 def _damaged_thumbnail(data: bytes) -> dict[str, Any]:

@@ -31,16 +31,30 @@ def encode_audio(
         stream: Any = container.add_stream(codec, rate=rate, layout="mono")
         if bits_per_s is not None:
             stream.bit_rate = bits_per_s
-        # In parts, because the encoder copies what it gets.
-        for start in range(0, len(samples), _PART_SAMPLES):
-            part = samples[start : start + _PART_SAMPLES]
-            frame = av.AudioFrame.from_ndarray(part[None], format="s16", layout="mono")
-            frame.sample_rate = rate
-            frame.pts = start
-            frame.time_base = Fraction(1, rate)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+        write_samples(container, stream, samples, rate)
     return file.getvalue()
+
+
+def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -> None:
+    """Encode all samples of a stream of an open file.
+
+    Args:
+        container: The file, opened by PyAV for writing.
+        stream: Its stream of mono audio.
+        samples: int16 [N].
+        rate: Samples per second.
+    """
+    import av
+
+    # In parts, because the encoder copies what it gets.
+    for start in range(0, len(samples), _PART_SAMPLES):
+        part = samples[start : start + _PART_SAMPLES]
+        frame = av.AudioFrame.from_ndarray(part[None], format="s16", layout="mono")
+        frame.sample_rate = rate
+        frame.pts = start
+        frame.time_base = Fraction(1, rate)
+        container.mux(stream.encode(frame))
+    container.mux(stream.encode(None))
 
 
 def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:

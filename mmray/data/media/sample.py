@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from mmray.data.media.decode import EXTRA_HINT, is_available
+from mmray.data.media.encode import write_samples
 from mmray.data.prepare.sample import COLORS, draw_shape, tinted
 from mmray.errors import UsageError
 
@@ -157,13 +157,8 @@ def _write_video(file: Path, scenes: list[Scene], draw: random.Random) -> None:
                     _draw_frame(image, scene, time, jitter, color)
             container.mux(video.encode(av.VideoFrame.from_image(image)))
         container.mux(video.encode(None))
-        pcm = (samples.clip(-1, 1) * 32767).astype(np.int16)[None]
-        frame = av.AudioFrame.from_ndarray(pcm, format="s16", layout="mono")
-        frame.sample_rate = SAMPLE_RATE
-        frame.pts = 0
-        frame.time_base = Fraction(1, SAMPLE_RATE)
-        for each in (frame, None):
-            container.mux(audio.encode(each))
+        pcm = (samples.clip(-1, 1) * 32767).astype(np.int16)
+        write_samples(container, audio, pcm, SAMPLE_RATE)
 
 
 def _draw_frame(

@@ -52,8 +52,9 @@ class KeptColumns:
                     f"{location}: --keep: the column `{name}` cannot have a name in data.where, "
                     f"which has letters, digits and _. {_ADVICE}"
                 )
+            missing = is_missing(value)
             try:
-                kind = None if is_missing(value) else value_type(value, not self._has_types)
+                kind = None if missing else value_type(value, not self._has_types)
                 self.types[name] = common_type(self.types.get(name), kind, not self._has_types)
             except ValueError as error:
                 raise DataError(
@@ -62,7 +63,7 @@ class KeptColumns:
                 ) from None
             if isinstance(value, str):
                 value = to_utf8(value)
-            row[name] = None if is_missing(value) else value
+            row[name] = None if missing else value
         self._rows.setdefault(split, []).append(row)
 
     def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:

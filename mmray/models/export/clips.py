@@ -21,6 +21,7 @@ from mmray.models.export.load import Embedder
 
 MediaInput = bytes | str | Path
 Spans = Sequence[tuple[float, float] | None]
+_LENGTHS = {"audio": "num_samples", "video": "num_frames"}  # columns by kind
 
 
 class ClipEmbedder(Embedder):
@@ -98,31 +99,33 @@ class ClipEmbedder(Embedder):
         return getattr(self.model, f"embed_{name}")
 
     def _pair_features(self, start: int, images: Sequence[Any], tokens: Batch) -> Tensor:
+        return self.model.embed_pair(self._clips(start, images, [None] * len(images)) | tokens)
+
+    def _clips(
+        self, start: int, files: Sequence[MediaInput], spans: Spans, kind: str | None = None
+    ) -> Batch:
+        """Return the columns of a batch of clips on the device.
+
+        Raises DataError with the number of the file, counted from `start`, if it is unreadable or
+        has nothing of the kind.
+        """
         clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
-        columns = clips.empty(max(1, len(images)))
-        for index, file in enumerate(images):
-            _set_clip(clips, columns, index, file, None, None, start + index)
-        batch = {name: torch.from_numpy(each) for name, each in clips.to_batch(columns).items()}
-        on_device = {name: each.to(self.device) for name, each in batch.items()}
-        return self.model.embed_pair(on_device | tokens)
+        columns = clips.empty(max(1, len(files)))
+        for index, (file, span) in enumerate(zip(files, spans, strict=True)):
+            _set_clip(clips, columns, index, file, span, kind, start + index)
+            if kind is not None and not columns[_LENGTHS[kind]][index]:
+                raise DataError(f"file {start + index}: it has no {kind}")
+        batch = clips.to_batch(columns)
+        return {name: torch.from_numpy(each).to(self.device) for name, each in batch.items()}
 
     def _embed_media(
         self, kind: str, files: Sequence[MediaInput], spans: Spans | None, batch: int
     ) -> Tensor:
         branch = self._branch(kind)
-        count = {"audio": "num_samples", "video": "num_frames"}[kind]
-        clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
 
         def embed(start: int, part: Sequence[MediaInput], of_part: Spans) -> Tensor:
-            columns = clips.empty(max(1, len(part)))
-            for index, (file, span) in enumerate(zip(part, of_part, strict=True)):
-                _set_clip(clips, columns, index, file, span, kind, start + index)
-                if not columns[count][index]:
-                    raise DataError(f"file {start + index}: it has no {kind}")
-            tensors = {
-                name: torch.from_numpy(each) for name, each in clips.to_batch(columns).items()
-            }
-            return branch(tensors[kind].to(self.device), tensors[count].to(self.device))
+            columns = self._clips(start, part, of_part, kind)
+            return branch(columns[kind], columns[_LENGTHS[kind]])
 
         if spans is not None and len(spans) != len(files):
             raise UsageError(f"spans: {len(spans)} for {len(files)} files; give one for each file")
