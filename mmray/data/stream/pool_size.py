@@ -115,8 +115,8 @@ class PoolSize:
             share = self._shrink_window.share(now_s, waited_s)
             self._idle_windows = self._idle_windows + 1 if share < SHRINK_SHARE else 0
             if self._idle_windows >= self._shrink_windows:
+                self._has_shrunk = self._has_shrunk or self.target > self._minimum
                 self._shrink(num_running)
-                self._has_shrunk = True
             elif share < CONTESTED_SHARE and is_contested():
                 self._shrink(num_running)
             self._shrink_window = _Window(now_s, waited_s)
