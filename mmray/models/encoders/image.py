@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 from urllib.error import URLError
 
@@ -77,7 +78,7 @@ def build_image_tower(
     return tower
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(nn.Module, ABC):
     """Base of the towers: features of each position, pooled.
 
     Attributes:
@@ -92,6 +93,7 @@ class ImageEncoder(nn.Module):
         """Return the features [B, width] of images, normalized pixels [B, 3, S, S]."""
         return self.pool(self.features(pixels))
 
+    @abstractmethod
     def features(self, pixels: Tensor) -> Tensor:
         """Return the features of each of the N positions (patches, class token) of a feature map,
         [B, N, width].
@@ -99,7 +101,6 @@ class ImageEncoder(nn.Module):
         Args:
             pixels: Normalized pixels [B, 3, S, S].
         """
-        raise NotImplementedError
 
     def pool(self, features: Tensor) -> Tensor:
         """Return one feature vector for each image.

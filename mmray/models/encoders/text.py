@@ -6,6 +6,7 @@ only torch, because importing transformers takes a second or more.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ def build_text_tower(
     return HfTextTower(net)
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(nn.Module, ABC):
     """Base of the towers; a caption's features are the mean over its tokens.
 
     Attributes:
@@ -115,6 +116,7 @@ class TextEncoder(nn.Module):
         """
         return masked_mean(self.features(input_ids, attention_mask), attention_mask)
 
+    @abstractmethod
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode each token of captions.
 
@@ -125,7 +127,6 @@ class TextEncoder(nn.Module):
         Returns:
             Features [B, T, width].
         """
-        raise NotImplementedError
 
 
 class HfTextTower(TextEncoder):
