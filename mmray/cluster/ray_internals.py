@@ -294,6 +294,6 @@ def is_train_error(error: BaseException | None, name: str) -> bool:
     Args:
         error: An error, or None. Its class and the parents of the class are compared, but not its
             cause.
-        name: Name of the type, such as `WorkerGroupStartupTimeoutError`.
+        name: Name of the type, such as `PreemptionError`.
     """
     return any(each.__name__ == name for each in type(error).__mro__)

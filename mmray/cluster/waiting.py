@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from mmray.cluster.capacity import Demand, LabelSelector, Resources, fits, format_resources
+from mmray.cluster.capacity import Demand, Resources, fits, format_resources
 from mmray.cluster.placement import alive_nodes, data_demand, free_nodes
 from mmray.cluster.ray_internals import running_jobs
 from mmray.errors import ResourceError
@@ -34,23 +34,34 @@ class ResourceWait:
 
     Args:
         demand: The resources that the command needs.
-        timeout_s: Seconds after which the command gives up, `cluster.queue_timeout_s`.
+        timeout_s: Seconds after which the command gives up.
         log: Called with a line and the word to print before it, such as `waiting`.
+        setting: Name of the setting with this limit, for messages.
     """
 
-    def __init__(self, demand: Demand, timeout_s: float, log: Log) -> None:
+    def __init__(
+        self,
+        demand: Demand,
+        timeout_s: float,
+        log: Log,
+        setting: str = "cluster.queue_timeout_s",
+    ) -> None:
         self._demand = demand
         self._timeout_s = timeout_s
-        self._limit = f"{timeout_s:g} s (cluster.queue_timeout_s)"
+        self._limit = f"{timeout_s:g} s ({setting})"
         self._log = log
         self._start_s = time.monotonic()
         self._next_line_s = FIRST_LINE_S
 
     def poll(self, has_turn: bool = True) -> None:
-        """Log what the command waits for, first after 10 s and then every 60 s.
+        """Log what the command waits for, first after 10 s and then every 60 s, and end the wait at
+        its limit.
 
         Args:
             has_turn: Whether no run of a higher priority waits.
+
+        Raises:
+            ResourceError: The wait has taken `timeout_s` or longer.
         """
         waited_s = time.monotonic() - self._start_s
         if waited_s >= self._next_line_s:
@@ -58,10 +69,7 @@ class ResourceWait:
             text = f"{waited_s:.0f} s for {self._demand}; {self._describe_use()}"
             turn = "" if has_turn else "; runs of a higher cluster.priority start first"
             self._log(f"{text}{turn}; gives up after {self._limit}", "waiting")
-
-    def check_limit(self) -> None:
-        """Raise ResourceError if the wait has taken `timeout_s` or longer."""
-        if time.monotonic() - self._start_s >= self._timeout_s:
+        if waited_s >= self._timeout_s:
             raise ResourceError(
                 f"{self._demand}: not free within {self._limit}; {self._describe_use()}. Rerun the "
                 "same command later, or raise the setting"
@@ -126,43 +134,31 @@ def wait_for_data_cpu() -> None:
     if fits(demand, free_nodes()):
         return
     wait = ResourceWait(demand, _data_jobs.cluster_config.queue_timeout_s, _data_jobs.log)
-    selector = [demand.data_label_selector] if demand.data_label_selector else None
-    group = ray.util.placement_group([{"CPU": 1.0}], bundle_label_selector=selector)
+    group = reserve(Demand(1, {"CPU": 1.0}, 0, demand.data_label_selector))
     try:
-        reserved = group.ready()
-        while not ray.wait([reserved], timeout=POLL_INTERVAL_S)[0]:
+        while not is_reserved(group):
             wait.poll()
-            wait.check_limit()
     finally:
         ray.util.remove_placement_group(group)
 
 
-def pending_reservations() -> dict[str, list[Resources]]:
-    """Return the placement groups of the cluster that wait for resources.
-
-    Returns:
-        The resources of each bundle, by ID of the placement group.
-    """
+def pending_reservations() -> list[str]:
+    """Return the IDs of the placement groups of the cluster that wait for resources."""
     table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
-    return {
-        name: list(group["bundles"].values())
-        for name, group in table.items()
-        if group["state"] in ("PENDING", "RESCHEDULING")
-    }
+    return [name for name, group in table.items() if group["state"] in ("PENDING", "RESCHEDULING")]
 
 
-def reserve(demand: Demand, label_selector: LabelSelector | None = None) -> PlacementGroup:
+def reserve(demand: Demand) -> PlacementGroup:
     """Request the resources of all workers of a demand, which Ray reserves together or not at all.
 
     Args:
         demand: Number of workers, and the resources and labels of each.
-        label_selector: Labels of the nodes; None: those of the demand.
 
     Returns:
         The placement group, with a bundle for each worker; `is_reserved` returns whether it has
         its resources. Remove it in the end with `ray.util.remove_placement_group`.
     """
-    selector = label_selector or demand.worker_label_selector
+    selector = demand.worker_label_selector
     return ray.util.placement_group(
         [dict(demand.per_worker)] * demand.workers,
         bundle_label_selector=[dict(selector)] * demand.workers if selector else None,

@@ -44,11 +44,11 @@ GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under 
 
 
 class WorkerFailed(Exception):
-    """The worker process failed.
+    """A worker process failed, or did not start.
 
     Args:
         kind: `raised` (the worker raised `cause`, or exited by itself), `device` (a GPU failed), or
-            `lost` (it was killed).
+            `lost` (it was killed, or did not start).
         cause: The error of the worker.
     """
 
@@ -334,7 +334,7 @@ def worker_failed(died: ChildDied) -> WorkerFailed:
     return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))
 
 
-def num_decode_processes(config: Config, device: str, workers: int = 1) -> int:
+def num_decode_processes(config: Config, device: str, workers: int) -> int:
     """Return the number of processes that read and decode rows for all workers on this machine.
 
     Args:

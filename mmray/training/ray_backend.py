@@ -53,6 +53,7 @@ from mmray.training.backend import (
     format_counts,
     resume_point,
 )
+from mmray.training.local import WorkerFailed
 from mmray.training.ray_trainer import (
     run_in_thread,
     start_coordinator,
@@ -85,6 +86,7 @@ class RayBackend:
 
     errors: tuple[type[Exception], ...] = (
         ray.train.TrainingFailedError,
+        WorkerFailed,
         MmrayError,
         ray.exceptions.RayError,
         RuntimeError,
@@ -144,7 +146,7 @@ class RayBackend:
             time.sleep(POLL_INTERVAL_S)
             self._nodes = placement.schedulable_nodes()
         world = max(counts[-1], config.cluster.min_workers)
-        # Ray Train requests those of the workers itself
+        # Those of the workers are requested by their placement group.
         request_nodes(config, self.autoscaler, world, self._excluded)
         return world
 
@@ -183,8 +185,8 @@ class RayBackend:
         # of Ray Train's preemption watcher, which is off by default
         if is_train_error(error, "PreemptionError"):
             return "preempted", TrainingError("a node was preempted")
-        if isinstance(error, TimeoutError):  # of `RayWorkers.waits_for_resources`
-            return "lost", ResourceError(str(error))
+        if isinstance(error, WorkerFailed):  # of `RayWorkers.waits_for_resources`
+            return error.kind, error.cause
         if not isinstance(error, ray.train.WorkerGroupError):
             return "lost", TrainingError(
                 f"Ray Train failed: {getattr(error, 'controller_failure', error)}"
@@ -246,7 +248,9 @@ class RayWorkers:
         self._metrics = metrics
         self._is_listed = False  # among the waiting runs of the cluster
         self._is_held_back = False  # while runs of a higher priority wait
-        self._label_selector = nodes.excluding_unavailable(demand.worker_label_selector)
+        # Not on nodes that do not answer; messages name the nodes of `demand`.
+        selector = nodes.excluding_unavailable(demand.worker_label_selector) or {}
+        self._placed_demand = replace(demand, worker_label_selector=selector)
         self._group: PlacementGroup | None = None
         self._loop_config = {
             "context": attempt.worker_context(limits.minimum * self.world if is_fixed else None),
@@ -262,9 +266,8 @@ class RayWorkers:
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
-            demand,
+            self._placed_demand,
             name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
-            label_selector=self._label_selector,
         )
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
@@ -294,7 +297,7 @@ class RayWorkers:
             self._withdraw()
             time.sleep(POLL_INTERVAL_S)
         elif self._group is None:
-            self._group = reserve(self._demand, self._label_selector)
+            self._group = reserve(self._placed_demand)
             return is_reserved(self._group)
         return False
 
@@ -344,14 +347,14 @@ class RayWorkers:
         # run then starts with fewer.
         is_larger = self.world > cluster.min_workers and not self._is_held_back
         if self._wait is None:
-            limit_s = cluster.start_timeout_s if is_larger else cluster.queue_timeout_s
-            self._wait = ResourceWait(self._demand, limit_s, log)
-        self._wait.poll(has_turn=not self._is_held_back)
+            name = "start_timeout_s" if is_larger else "queue_timeout_s"
+            limit_s = getattr(cluster, name)
+            self._wait = ResourceWait(self._demand, limit_s, log, f"cluster.{name}")
         try:
-            self._wait.check_limit()
+            self._wait.poll(has_turn=not self._is_held_back)
         except ResourceError as error:
             if is_larger:
-                raise TimeoutError(str(error)) from error
+                raise WorkerFailed("lost", error) from error
             raise
         return True
 

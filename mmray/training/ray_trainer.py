@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
-from mmray.cluster.capacity import Demand, LabelSelector
+from mmray.cluster.capacity import Demand
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.cluster.waiting import ResourceWait, is_reserved, reserve
 from mmray.config import Config
@@ -234,7 +234,6 @@ def run_group(
     try:
         while not is_reserved(group):
             wait.poll()
-            wait.check_limit()
             poll()
         return run_in_thread(partial(trainer.fit_in, group), poll)
     finally:
@@ -261,7 +260,6 @@ def torch_trainer(
     folder: AnyPath,
     demand: Demand,
     name: str | None = None,
-    label_selector: LabelSelector | None = None,
     **trainer_options: Any,
 ) -> ReservedTrainer:
     """Build Ray Train's trainer for a loop, without retries.
@@ -270,10 +268,9 @@ def torch_trainer(
         loop: The `train_loop_per_worker`.
         config: Settings of the run; the timeout of collectives is read.
         folder: Ray Train writes its small files to the subfolder `ray`.
-        demand: Number of workers, and their resources.
+        demand: Number of workers, and their resources and labels, which Ray Train sends to the
+            autoscaler.
         name: Name of Ray's run; None: a random one.
-        label_selector: Labels of the nodes for workers; None: those of `demand`. Ray Train sends
-            them to the autoscaler.
         trainer_options: Further arguments of the trainer, such as `train_loop_config`.
     """
     no_retries: Any = {
@@ -282,7 +279,7 @@ def torch_trainer(
         "max_preemption_failures": 0,
     }
     # missing in Ray's stub
-    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
+    selector: Any = {"label_selector": demand.worker_label_selector or None}
     return ReservedTrainer(
         loop,
         backend_config=ProcessGroupConfig(

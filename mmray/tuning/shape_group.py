@@ -9,17 +9,15 @@ import ray
 import ray.exceptions
 import ray.train
 import ray.train.torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster.run_resources import resource_demand
 from mmray.config import Config
 from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter
-from mmray.training.coordinator import Coordinator
 from mmray.training.local import WorkerFailed
 from mmray.training.ray_backend import RayBackend, is_worker_lost
-from mmray.training.ray_trainer import run_group, torch_trainer
+from mmray.training.ray_trainer import run_group, start_coordinator, torch_trainer
 from mmray.tuning.shape import Measurements, ShapeTask
 
 
@@ -65,14 +63,7 @@ class ShapeGroup:
             MmrayError: The error of a worker, or the workers did not start in time.
         """
         self._groups += 1
-        driver_node = NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
-        coordinator: Any = (
-            ray.remote(Coordinator)
-            .options(num_cpus=0, scheduling_strategy=driver_node)
-            .remote(set())
-        )
+        coordinator = start_coordinator(set())
         config = task.config.with_cluster(workers=self.workers)
         demand = resource_demand(config, with_data=False)
         trainer = torch_trainer(

@@ -55,10 +55,15 @@ def test_wait_ends_at_its_limit(cluster):
     clock, _ = cluster
     wait = ResourceWait(Demand(0, {}, 3), 30.0, lambda *_: None)
     clock[0] = 29.0
-    wait.check_limit()
+    wait.poll()
     clock[0] = 30.0
     with pytest.raises(ResourceError, match="3 CPUs for data: not free within 30 s"):
-        wait.check_limit()
+        wait.poll()
+    clock[0] = 0.0
+    wait = ResourceWait(TWO_WORKERS, 30.0, lambda *_: None, "cluster.start_timeout_s")
+    clock[0] = 30.0
+    with pytest.raises(ResourceError, match=r"not free within 30 s \(cluster\.start_timeout_s\)"):
+        wait.poll()
 
 
 def test_run_gives_way_after_five_seconds_and_not_longer_than_two_minutes(cluster):

@@ -24,6 +24,7 @@ from mmray.errors import (
     is_device_error,
 )
 from mmray.storage.requests import TransientStorageError
+from mmray.training.local import WorkerFailed
 from mmray.training.monitor import AttemptMonitor, RunProgress
 from mmray.training.ray_backend import RayBackend
 from mmray.training.recovery import (
@@ -235,7 +236,7 @@ def failure_of(*errors, **settings):
 
 def test_start_timeout_of_elastic_group_restarts_with_fewer_workers():
     """Another run took the resources after they were counted."""
-    late = TimeoutError("2 training workers: not free within 600 s")
+    late = WorkerFailed("lost", ResourceError("2 training workers: not free within 600 s"))
     restart = decide_recovery(failure_from(late, least=1), None, 1, 3)
     assert restart == Restart(f"worker lost after step 0: {late}")
 
