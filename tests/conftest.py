@@ -207,7 +207,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Let a test and its fixtures draw the same random numbers whichever tests ran before."""
+    """Let a test draw the same random numbers whichever tests ran before, unless it is the first
+    that needs a fixture of its module, which draws before it.
+    """
     random.seed(0)
     for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if name in sys.modules:

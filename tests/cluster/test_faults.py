@@ -17,13 +17,13 @@ from ray.core.generated import autoscaler_pb2
 
 from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
-from mmray.config import Cluster, CustomModel
+from mmray.config import Cluster
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.training import backend, monitor
 from mmray.training.driver import train
 from tests.engine.single_worker import run_config
 from tests.training.readers import StoppingReader
-from tests.training.runs import Silent, config, expected_marks, lines, marks, weights
+from tests.training.runs import Silent, config, expected_marks, in_double, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another
@@ -47,12 +47,6 @@ def losses_of_one_worker(wanted, folder):
     calm = wanted.replace(train=wanted.train.replace(callbacks=()))
     run_config(calm, PreparedSet.open(wanted.data.train, "train"), folder)
     return [entry["train/loss"] for entry in lines(folder)]
-
-
-def in_double(wanted):
-    """The same run in double precision."""
-    own = CustomModel(kind="tests.training.runs:DoubleTowers", inputs=wanted.model.inputs)
-    return wanted.replace(model=own)
 
 
 def assert_same_model(folder, calm):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -24,6 +23,7 @@ from mmray.cluster.placement import (
     schedulable_nodes,
 )
 from mmray.errors import ResourceError
+from tests.polling import wait_until
 
 
 class NeverPlaced:
@@ -54,10 +54,7 @@ def test_pending_actors_have_their_label_selectors(local_ray):
     options = {"num_cpus": 1, "label_selector": selector}  # no node has it
     actor = ray.remote(NeverPlaced).options(**options).remote()
     reserved = ray.remote(NeverPlaced).options(num_cpus=0, label_selector=selector).remote()
-    end_s = time.monotonic() + 30
-    while ray_internals.pending_actors("NeverPlaced") != [selector]:
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    wait_until(lambda: ray_internals.pending_actors("NeverPlaced") == [selector], pause_s=0.1)
     for each in (actor, reserved):
         ray.kill(each)
 

@@ -21,6 +21,7 @@ from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.training.driver import train
 from tests.made import CAPTIONS, make_set, png, row
+from tests.polling import wait_until
 from tests.training.readers import SlowReader
 from tests.training.runs import Silent, config, expected_marks, marks
 
@@ -51,7 +52,7 @@ def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
     try:
         for thread in threads[:2]:
             thread.start()
-        wait_for(waits)
+        wait_until(waits, pause_s=0.2)
         threads[2].start()
         (low,) = waits()
         for thread in threads:
@@ -214,12 +215,12 @@ def test_lost_data_node_costs_no_row_and_an_added_one_decodes(nodes, tmp_path):
         limits = DecoderLimits(1, 5, 5, selector)
         consumer = Consumer.options(scheduling_strategy=here).remote()
         stream = consumer.run.remote(reader, plan, limits)
-        wait_for(lambda: {lost.node_id, kept.node_id} <= set(nodes_of_actors()))
+        wait_until(lambda: {lost.node_id, kept.node_id} <= set(nodes_of_actors()), pause_s=0.2)
         nodes.remove(lost)
         added_s = time.time()
         added = add(num_cpus=2, object_store_memory=STORE_BYTES)
         nodes.workers.append(added)
-        wait_for(lambda: added.node_id in nodes_of_actors())
+        wait_until(lambda: added.node_id in nodes_of_actors(), pause_s=0.2)
         used_s = time.time() - added_s
         time.sleep(2)
         consumer.stop.remote()
@@ -260,17 +261,10 @@ def test_slow_rank_and_unequal_object_stores_spill_nothing(nodes, tmp_path):
         consumer = Consumer.options(scheduling_strategy=here).remote()
         limits = DecoderLimits(1, 7, 7, selector)
         stream = consumer.run.remote(slow_reader(tmp_path), plan, limits, num_slow=35)
-        wait_for(lambda: nodes_of_actors().count(small.node_id) == 5)
+        wait_until(lambda: nodes_of_actors().count(small.node_id) == 5, pause_s=0.2)
         taken = ray.get(stream)
         spilled = spilled_bytes(nodes.address)
     finally:
         ray.shutdown()
     assert np.concatenate([each for _, each, _ in taken]).tolist() == list(range(50 * 96))
     assert spilled < 10**6  # no block; once it was an object of Ray's own of 4 KB
-
-
-def wait_for(condition, timeout_s=60.0):
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.2)

@@ -15,10 +15,19 @@ from mmray.config import to_yaml
 from mmray.data.stream.reader import IMAGE_CACHE_MB
 from mmray.errors import UsageError
 from mmray.training.driver import train
-from tests.cluster.test_faults import assert_same_model, in_double, losses_of_one_worker
+from tests.cluster.test_faults import assert_same_model, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row
-from tests.training.runs import STEPS, Silent, config, expected_marks, marks, same_weights, weights
+from tests.training.runs import (
+    STEPS,
+    Silent,
+    config,
+    expected_marks,
+    in_double,
+    marks,
+    same_weights,
+    weights,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FLAT_MIB = 48  # two blocks and memory kept by the allocator

@@ -30,16 +30,12 @@ class SavedTensor:
         SavedTensor.live -= self.tensor.nbytes
 
 
-def bench_of(image_side, rows):
-    config = recipes.load("sample")
-    inputs = config.model.inputs.model_copy(update={"image_side": image_side})
-    model = config.model.model_copy(update={"inputs": inputs})
-    return build_bench(config.model_copy(update={"model": model}), Group(), rows)
-
-
 @pytest.fixture(scope="module")
 def bench():
-    return bench_of(96, 16 * MICRO)  # at 64 pixels overhead dominates
+    config = recipes.load("sample")
+    inputs = config.model.inputs.model_copy(update={"image_side": 96})  # at 64 overhead dominates
+    model = config.model.model_copy(update={"inputs": inputs})
+    return build_bench(config.model_copy(update={"model": model}), Group(), 16 * MICRO)
 
 
 def gradient(bench, rows, micro):

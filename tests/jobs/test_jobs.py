@@ -27,6 +27,7 @@ from mmray.errors import INTERRUPTED, UsageError
 from mmray.training.trackers import COUNTERS, GAUGES
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
+from tests.polling import wait_until
 from tests.training.runs import Silent, config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +219,8 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     assert left_behind(head) == []
 
     job_id = submit(head, "train", str(recipe))
-    wait_until(lambda: f"printed at step {stopped['steps'] + 2}\n" in client.get_job_logs(job_id))
+    line = f"printed at step {stopped['steps'] + 2}\n"
+    wait_until(lambda: line in client.get_job_logs(job_id), 120, pause_s=0.3)
     stop_job(head, job_id)
     assert client.get_job_status(job_id) == JobStatus.STOPPED
     log = client.get_job_logs(job_id)
@@ -239,7 +241,7 @@ def test_waiting_job_has_only_its_driver_and_ends_at_once(head, client, data, tm
     waits = config(data, tmp_path, "waits").with_cluster(cpus_per_worker=50, wait_for_nodes=True)
     recipe.write_text(to_yaml(waits))
     job_id = submit(head, "train", str(recipe))
-    wait_until(lambda: [each.state for each in reservations(head)] == ["PENDING"])
+    wait_until(lambda: [each.state for each in reservations(head)] == ["PENDING"], 120, pause_s=0.3)
     assert processes_with_torch(head).keys() <= {"ray::TrainStateActor"}
     assert own_actors(head) == []
     stop_job(head, job_id)
@@ -309,13 +311,6 @@ def stop_job(head, job_id):
     words = ["ray", "job", "stop", job_id]
     done = subprocess.run(words, env=head.env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def wait_until(condition, within_s=120):
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.3)
 
 
 # Gauges of a run on CPUs, which has no restart and no row that cannot be read.

@@ -12,6 +12,7 @@ from mmray.config import (
     Batch,
     Cluster,
     Config,
+    CustomModel,
     Data,
     Evaluate,
     ImageTower,
@@ -84,6 +85,12 @@ class DoubleTowers(TwoTower):
             Model(inputs=spec.inputs, image=IMAGE, text=text, embed_dim=16), vocab_size
         )
         self.double()
+
+
+def in_double(wanted):
+    """The same run in double precision, without dropout."""
+    own = CustomModel(kind="tests.training.runs:DoubleTowers", inputs=wanted.model.inputs)
+    return wanted.replace(model=own)
 
 
 def make_data(folder):

@@ -41,9 +41,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def without_ray(monkeypatch, tmp_path):
-    """Other tests of this process may have started Ray."""
-    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
+def faults_folder(without_ray, monkeypatch, tmp_path):
+    """Where callbacks of tests.training.faults note what they did."""
     (tmp_path / "faults").mkdir()
     monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))
 

@@ -126,7 +126,8 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         (
             None,
             {"audio": 3, "image video": 4},
-            "3 rows with audio, 4 rows with image and video among 20, .*two_tower takes .* image ",
+            "3 rows with audio, 4 rows with image and video among 20, .*two_tower takes rows of "
+            "image only",
         ),
         ("qwen2_audio", {}, "20 rows with image among 20, .* takes rows of audio only"),
         ("qwen2_audio", {"video": 7}, "7 rows with video, 20 rows with image among 20"),

@@ -5,23 +5,24 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from mmray import cli
-from mmray.config import CustomModel, to_yaml
+from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, UsageError
 from mmray.processes import ChildDied
 from mmray.training import driver, local
 from tests.conftest import ROOT
+from tests.polling import wait_until
 from tests.training.runs import (
     STEPS,
     TRAINS,
     Silent,
     config,
     expected_marks,
+    in_double,
     lines,
     make_data,
     marks,
@@ -36,8 +37,7 @@ def data(tmp_path_factory):
 def double_run(data, storage, name, callbacks=()):
     """Two workers in the recipe, without dropout, in float64: differences are errors."""
     wanted = config(data, storage, name, [f"tests.training.faults:{each}" for each in callbacks])
-    own = CustomModel(kind="tests.training.runs:DoubleTowers", inputs=wanted.model.inputs)
-    return wanted.replace(model=own).with_cluster(cpus_per_worker=1)
+    return in_double(wanted).with_cluster(cpus_per_worker=1)
 
 
 def torchrun(tmp_path, wanted, *flags, max_restarts=0):
@@ -67,22 +67,14 @@ def finish(process, tmp_path, code=0):
     return output
 
 
-def wait_for(pattern, tmp_path, process):
-    """Wait until the output has a line."""
-    while pattern.search((tmp_path / "output").read_text()) is None:
-        assert process.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.1)
-
-
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_killed_workers_and_processes_resume_with_the_losses_of_one_process(
-    data, tmp_path, monkeypatch, forked_children
+    data, tmp_path, without_ray
 ):
     """The driver replaces the worker of rank 1, and restarts both after a lack of memory; torchrun
     replaces its process.
     """
-    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
     one = driver.train(double_run(data, tmp_path, "one").with_cluster(workers=1), Silent())
     faults = ["KillRankOneOnce", "OomOnRankOneOnce", "KillParentOfRankOneOnce"]
     wanted = double_run(data, tmp_path, "two", faults)
@@ -108,7 +100,9 @@ def test_errors_are_printed_once_and_sigterm_ends_with_a_checkpoint(data, tmp_pa
     assert output.count("error: ") == 1 and "exitcode  : 2 " in output, output
     assert "Unable to shutdown" not in output, output  # torchrun kills what does not end
     process = torchrun(tmp_path, wanted)
-    wait_for(TRAINS, tmp_path, process)
+    log = tmp_path / "output"
+    wait_until(lambda: process.poll() is not None or TRAINS.search(log.read_text()), 300)
+    assert process.poll() is None, log.read_text()
     process.send_signal(signal.SIGTERM)
     process.wait(300)
     output = (tmp_path / "output").read_text()

@@ -70,15 +70,18 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
-    def last_beats():
-        return [beat for beat in beats if "find_spec" in beat.get("where", "")][-5:]
+    def beats_of_import():
+        return [beat for beat in beats if "find_spec" in beat.get("where", "")]
 
     wait_until(
-        lambda: len(last := last_beats()) == 5 and len({beat["progress"] for beat in last}) == 1
+        lambda: (
+            len(last := beats_of_import()[-5:]) == 5
+            and len({beat["progress"] for beat in last}) == 1
+        )
     )
     finder.release.set()
     thread.join(60)
-    hanging = last_beats()
+    hanging = beats_of_import()
     assert {
         (beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging
     } == {(1, 6, "starting", False)}

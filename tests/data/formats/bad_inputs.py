@@ -258,7 +258,7 @@ LINES = {
         "decode aspect-ratio",
         "the limit is 1 to 200",
     ),
-    "a conversation that begins with the assistant": (
+    "a conversation that starts with the assistant": (
         {"messages": [{"role": "assistant", "content": "x"}]},
         "columns messages",
         "",

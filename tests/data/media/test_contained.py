@@ -44,7 +44,7 @@ def many_tracks(count: int) -> bytes:
 
 
 # Bytes, kind, most pixels of a frame, and the message.
-LIES: dict[str, tuple[bytes, str, int, str]] = {
+WRONG_HEADERS: dict[str, tuple[bytes, str, int, str]] = {
     "samples": (
         changed(changed(MP4, b"stsz", 8, b"\0\0\0\1"), b"stsz", 12, struct.pack(">I", 80_000_000)),
         "video",
@@ -90,16 +90,16 @@ def allocate() -> dict[str, Any]:
     return {"size": len(bytearray(MAX_CHILD_BYTES))}
 
 
-def test_headers_that_lie_take_no_memory_and_end_no_process() -> None:
+def test_wrong_headers_take_no_memory_and_end_no_process() -> None:
     decoder = SubprocessDecoder()
     decoder.check_media(MP4, "video", MAX_PIXELS)
     before = decoder.request(peak_bytes)["bytes"]
-    for data, kind, max_pixels, message in LIES.values():
+    for data, kind, max_pixels, message in WRONG_HEADERS.values():
         for header_only in (True, False):
             with pytest.raises(BadImage, match=message):
                 decoder.check_media(data, kind, max_pixels, header_only)
     assert decoder.request(peak_bytes)["bytes"] - before < 64 * 2**20
-    # What is not known to lie is bounded too.
+    # What is not known to be wrong is bounded too.
     with pytest.raises(BadImage, match="memory"):
         decoder.request(allocate)
     assert decoder.num_crashes == 0

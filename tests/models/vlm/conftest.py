@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.models.vlm.folders import make_folder
 
@@ -25,8 +24,5 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def one_thread_in_each_test(one_thread):
+    pass
