@@ -161,7 +161,7 @@ def read_frames(
 
     Returns:
         RGB pixels uint8 [F, H, W, 3], upright, of a frame for each time, which may repeat; and the
-        time at which each frame begins, float64 [F] in seconds.
+        time from which each frame is shown, float64 [F] in seconds.
 
     Raises:
         BadMedia: It cannot be decoded.
