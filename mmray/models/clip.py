@@ -10,17 +10,28 @@ arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models import open_clip
+from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import PatchEmbeddings, residual_stream
-from mmray.models.positions import lengthen_text_model, resize_vision_model
 from mmray.models.protocol import Architecture
-from mmray.models.weights import HfModel, transformer_config, vision_config
+from mmray.models.weights import (
+    WEIGHTS_SETTING,
+    add_language_rows,
+    check_vocab_size,
+    load_config,
+    load_pretrained,
+    load_state,
+    read_state_dict,
+    transformer_config,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Clip as ClipModelConfig
@@ -121,34 +132,97 @@ def l2_normalize(embedding: Tensor) -> Tensor:
 LEGACY_EOS_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
-class PretrainedDualEncoder(HfModel, DualEncoder):
+class PretrainedDualEncoder(DualEncoder):
     """A dual encoder of transformers, also for other image sizes and longer texts than those of its
     weights.
+
+    Attributes:
+        hf_class: Name of its class in transformers, such as `CLIPModel`.
+        hf_names: Pairs of name prefixes of the weights here and in transformers.
+        default_hf_config: Called with the `model` section and the vocabulary size; returns a config
+            of transformers with these sizes.
+        build_notes: Lines for the console about interpolated positions.
     """
 
-    build_notes: tuple[str, ...] = ()  # lines for the console
+    hf_class: ClassVar[str]
+    hf_names: ClassVar[tuple[tuple[str, str], ...]]
+    default_hf_config: ClassVar[Callable[..., Any]]
+    build_notes: tuple[str, ...] = ()
+    _hf_config: Any
+
+    def architecture(self) -> dict[str, Any]:
+        """Return {"config": the transformers config as JSON values}.
+
+        It is enough to build the model without its pretrained files.
+        """
+        return {"config": self._hf_config.to_dict()}
+
+    def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
+        """config.json for transformers, with `text` in the config of the text model."""
+        values: dict[str, Any] = self._hf_config.to_dict()
+        return values | {
+            "architectures": [self.hf_class],
+            "text_config": values["text_config"] | text,
+        }
 
     @classmethod
-    def fit_positions(cls, net: Any, spec: Any) -> None:
-        """Interpolate the learned positions of a model to the image size and text length of the
-        settings.
+    def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
+        """Build the model of transformers that `hf_class` names, with its weights.
+
+        Learned positions of the weights are interpolated to the image size and the text length of
+        the settings.
 
         Args:
-            net: A CLIPModel or SiglipModel of transformers, changed in place. Its `build_notes`
-                become the lines for the console about interpolated positions, a tuple of str.
-            spec: The `model` section: `inputs.image_side` in pixels, `inputs.max_tokens`,
-                `kept_positions` (leading text positions that are not interpolated) and `weights`.
+            spec: The `model` section. Its `weights` are `none`, a folder or a name on the Hugging
+                Face hub, or a checkpoint file of open_clip.
+            vocab_size: Number of tokens of the tokenizer.
+            architecture: None: read the pretrained weights that `spec` names, if any. A dict: build
+                the model with random weights, which the caller then replaces. The dict describes
+                the layers, as `architecture()` of the same model returned it; {}: the sizes are
+                those in `spec`.
+
+        Returns:
+            An instance of this class, such as CLIPModel. Its `build_notes` are lines for the
+            console about interpolated positions, a tuple of str.
 
         Raises:
-            UsageError: Patches do not tile an image of this size.
+            UsageError: Weights cannot be read or are missing, they do not suit the tokenizer, or
+                patches do not tile an image.
         """
+        import transformers
+
+        model_class: Any = getattr(transformers, cls.hf_class)
+        if architecture:
+            net = model_class(model_class.config_class.from_dict(architecture["config"]))
+        elif spec.weights == "none" or architecture is not None:
+            net = model_class(cls.default_hf_config(spec, vocab_size))
+        else:
+            net = _pretrained_network(spec, model_class)
+            add_language_rows(net, vocab_size, spec.inputs.language_token)
+        length = spec.inputs.max_tokens
         notes = (
             resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
-            lengthen_text_model(
-                net.text_model, spec.inputs.max_tokens, spec.kept_positions, spec.weights
-            ),
+            lengthen_text_model(net.text_model, length, spec.kept_positions, spec.weights),
         )
         net.build_notes = tuple(note for note in notes if note is not None)
+        rows = net.config.text_config.vocab_size
+        check_vocab_size(WEIGHTS_SETTING, spec.weights, rows, vocab_size)
+        return net
+
+
+def _pretrained_network(spec: Any, model_class: Any) -> Any:
+    """Return a model of transformers with the weights that `spec` names."""
+    config_class = model_class.config_class
+    if not spec.is_checkpoint_file:
+        config = load_config(WEIGHTS_SETTING, spec.weights, (config_class.model_type,))
+        open_clip.check_activation(spec, config.text_config.hidden_act)
+        return load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
+    state = read_state_dict(WEIGHTS_SETTING, spec.weights)
+    hf_state = open_clip.rename_to_hf(state)
+    net = model_class(config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
+    problem = f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
+    load_state(net, hf_state, problem)
+    return net
 
 
 class Clip(PretrainedDualEncoder):
@@ -344,7 +418,8 @@ def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, A
     """
     sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
     text = transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}
-    return text, vision_config(spec)
+    image = {"image_size": spec.inputs.image_side, "patch_size": spec.image.patch}
+    return text, transformer_config(spec.image) | image
 
 
 class VisionBranch(nn.Module):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmray.models.cross_attention import CrossEncoder, PairHeads
+from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.protocol import Architecture, HeadScores
 from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import TwoTower

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
-from mmray.models.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.audio import AudioTransformer
+from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.pretrained_audio import PretrainedAudio, build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.encoders.video import FrameEncoder, VideoMae

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, ClassVar
+from typing import Any
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mmray.data.text.languages import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
-from mmray.models.protocol import Architecture
 from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
@@ -366,113 +365,6 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
         )
 
 
-class HfModel:
-    """A model of one class of transformers; `architecture()` returns the config of this class.
-
-    Attributes:
-        hf_class: Name of the class, such as `CLIPModel`.
-        hf_names: Pairs of name prefixes of the weights here and in transformers.
-        default_hf_config: Called with the `model` section and the vocabulary size; returns a config
-            of transformers with these sizes.
-    """
-
-    hf_class: ClassVar[str]
-    hf_names: ClassVar[tuple[tuple[str, str], ...]]
-    _hf_config: Any
-
-    def architecture(self) -> dict[str, Any]:
-        """Return {"config": the transformers config as JSON values}.
-
-        It is enough to build the model without its pretrained files.
-        """
-        return {"config": self._hf_config.to_dict()}
-
-    def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
-        """config.json for transformers, with `text` in the config of the text model."""
-        values: dict[str, Any] = self._hf_config.to_dict()
-        return values | {
-            "architectures": [self.hf_class],
-            "text_config": values["text_config"] | text,
-        }
-
-    default_hf_config: ClassVar[Callable[..., Any]]
-
-    @classmethod
-    def fit_positions(cls, net: Any, spec: Any) -> None:
-        """Fit the model to the sizes of the settings; here only check the size of the images.
-
-        Args:
-            net: The transformers model, with a `vision_config`.
-            spec: The `model` section, for `inputs.image_side` in pixels and `weights`.
-
-        Raises:
-            UsageError: The image size is not the model's.
-        """
-        vision = net.config.vision_config
-        if vision.image_size != spec.inputs.image_side:
-            raise UsageError(
-                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} "
-                f"pixels, not {spec.inputs.image_side}"
-            )
-
-    @classmethod
-    def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
-        """Build the model of transformers that `hf_class` names, with its weights.
-
-        Args:
-            spec: The `model` section. Its `weights` are `none`, a folder or a name on the Hugging
-                Face hub, or a checkpoint file of open_clip.
-            vocab_size: Number of tokens of the tokenizer.
-            architecture: None: read the pretrained weights that `spec` names, if any. A dict: build
-                the model with random weights, which the caller then replaces. The dict describes
-                the layers, as `architecture()` of the same model returned it; {}: the sizes are
-                those in `spec`.
-
-        Returns:
-            An instance of this class, such as CLIPModel.
-
-        Raises:
-            UsageError: Weights cannot be read or are missing, or they do not suit the image size,
-                the text length or the tokenizer.
-        """
-        import transformers
-
-        model_class: Any = getattr(transformers, cls.hf_class)
-        token = spec.inputs.language_token
-        if architecture:
-            net = model_class(model_class.config_class.from_dict(architecture["config"]))
-        elif spec.weights == "none" or architecture is not None:
-            net = model_class(cls.default_hf_config(spec, vocab_size))
-        elif not spec.is_checkpoint_file:
-            config = load_config(
-                WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,)
-            )
-            # not of Gemma 2
-            open_clip.check_activation(spec, getattr(config.text_config, "hidden_act", None))
-            net = load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
-            add_language_rows(net, vocab_size, token)
-        else:
-            state = read_state_dict(WEIGHTS_SETTING, spec.weights)
-            hf_state = open_clip.rename_to_hf(state)
-            net = model_class(
-                model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec))
-            )
-            problem = (
-                f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
-            )
-            load_state(net, hf_state, problem)
-            add_language_rows(net, vocab_size, token)
-        cls.fit_positions(net, spec)
-        text = net.config.text_config
-        if spec.inputs.max_tokens > text.max_position_embeddings:
-            raise UsageError(
-                f"model.inputs.max_tokens: {spec.inputs.max_tokens} exceeds the "
-                f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
-            )
-        check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
-        return net
-
-
 def transformer_config(part: Any) -> dict[str, Any]:
     """Return the config values of transformers for an encoder section.
 
@@ -488,21 +380,4 @@ def transformer_config(part: Any) -> dict[str, Any]:
         "num_hidden_layers": part.depth,
         "num_attention_heads": part.heads,
         "intermediate_size": 4 * part.width,
-    }
-
-
-def vision_config(spec: Any) -> dict[str, Any]:
-    """Return the config values of transformers for the image encoder of a `model` section.
-
-    Args:
-        spec: The `model` section, with `image` (width, depth, heads, patch) and
-            `inputs.image_side`.
-
-    Returns:
-        `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `intermediate_size`, `image_size`
-        and `patch_size`, all int.
-    """
-    return transformer_config(spec.image) | {
-        "image_size": spec.inputs.image_side,
-        "patch_size": spec.image.patch,
     }

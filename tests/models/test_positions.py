@@ -26,8 +26,8 @@ from mmray.config import (
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.models.encoders.positions import image_positions, text_positions
 from mmray.models.export.export import export
-from mmray.models.positions import image_positions, text_positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["a red circle", "a blue square on a green ground"]

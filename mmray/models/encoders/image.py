@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmray.builtin import GROUP_CHANNELS, HF_IMAGE_TYPES
 from mmray.errors import UsageError, first_line
-from mmray.models.positions import resize_vision_model
+from mmray.models.encoders.positions import resize_vision_model
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
