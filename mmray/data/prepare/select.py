@@ -25,7 +25,6 @@ from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
-    SCHEMA_VERSION,
     SHARDS,
     TOKENIZER,
     Manifest,
@@ -340,7 +339,6 @@ def _copy(
         # another name: `mmray prepare` must not take the set for that of the source
         source=before.source | {"name": f"a selection of {before.source.get('name')}"} | identity,
         shards=shards,
-        schema_version=SCHEMA_VERSION,
         num_same_text=0,
         leakage={},
         languages=dict(sorted(languages.items())),

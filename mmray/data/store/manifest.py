@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import orjson
@@ -29,8 +28,6 @@ REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
 SCHEMA_VERSION = 6
-# older versions whose rows can be read (store/older_versions.py)
-READABLE_VERSIONS = (3, 4, 5, SCHEMA_VERSION)
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
 
@@ -150,11 +147,8 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     """
     shards = manifest.shards
     table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
-    data = table.data.to_pybytes()
-    sha256 = hashlib.sha256(data).hexdigest()
-    name = f"shards-{sha256[:16]}.arrow"
-    write_atomic(folder / name, data)
-    entry = {"file": name, "sha256": sha256, "num_bytes": len(data)}
+    file = table.write(folder)
+    entry = {"file": file.name, "sha256": file.sha256, "num_bytes": file.num_bytes}
     values = asdict(replace(manifest, shards=())) | {"shards": entry, "format": FORMAT}
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
     write_atomic(folder / MANIFEST, orjson.dumps(values, option=options))
@@ -162,29 +156,14 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
 
 def _open_table(folder: AnyPath, entry: Any) -> ShardTable:
     """Open the table of a manifest. Raises DataError, ValueError or KeyError."""
-    if isinstance(entry, list):  # a set of an earlier version
-        data = _older_table(entry)
-        sha256 = hashlib.sha256(data).hexdigest()
-        read_again = partial(_read_older_table, folder)
-        return TableFile(folder, "", sha256, len(data), read_again).open(data)
     name = str(entry["file"])
     if not is_safe_path(name):
         raise ValueError(f"the file of the shards, {name!r}, is outside the folder of the set")
-    fetch = (folder / name).read_bytes
-    file = TableFile(folder, name, str(entry["sha256"]), int(entry["num_bytes"]), fetch)
+    file = TableFile(folder, name, str(entry["sha256"]), int(entry["num_bytes"]))
     table = file.open()
     if hashlib.sha256(table.data).hexdigest() != file.sha256:
         raise ValueError(f"{name} has another sha256")
     return table
-
-
-def _older_table(entries: list[dict[str, Any]]) -> bytes:
-    """Return the table of the shards in a manifest.json of an earlier version."""
-    return ShardTable.from_shards(map(Shard.from_json, entries)).data.to_pybytes()
-
-
-def _read_older_table(folder: AnyPath) -> bytes:
-    return _older_table(orjson.loads((folder / MANIFEST).read_bytes())["shards"])
 
 
 def is_prepared(folder: AnyPath) -> bool:
@@ -218,12 +197,10 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return None
     try:
         values = orjson.loads((folder / MANIFEST).read_bytes())
-        if values["schema_version"] not in READABLE_VERSIONS:
+        if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
                 f"{folder} has schema version {values['schema_version']}, this version of "
-                "mmray reads "
-                f"{', '.join(map(str, READABLE_VERSIONS))}. Prepare the source again into "
-                "another folder."
+                f"mmray reads {SCHEMA_VERSION}. Prepare the source again into another folder."
             )
         values = {
             name: value for name, value in values.items() if name in Manifest.__dataclass_fields__

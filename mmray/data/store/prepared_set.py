@@ -32,7 +32,7 @@ from mmray.data.store.manifest import (
 from mmray.data.store.row_columns import TYPES, column_types, read_columns
 from mmray.data.store.shard_reader import ReadRequest, ShardReader
 from mmray.data.store.shard_table import Shard, ShardTable
-from mmray.data.store.stored_row import SCHEMAS, Row, to_row
+from mmray.data.store.stored_row import Row, to_row
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, list_names, to_path
 from mmray.storage.ranges import RangeReader
@@ -75,8 +75,7 @@ class PreparedSet:
         self.shard_numbers = self.table.of_split(split)
         kept = self.table.num_kept[self.shard_numbers]
         self._starts = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
-        schema = SCHEMAS[manifest.schema_version]
-        self._shard_reader = ShardReader(folder, self.table, cache, schema)
+        self._shard_reader = ShardReader(folder, self.table, cache)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
         self._captions = captions
@@ -182,8 +181,6 @@ class PreparedSet:
     @property
     def rows_by_num_images(self) -> dict[int, int]:
         """Number of rows by their number of images: {1: 980, 2: 20} if 20 rows have two images."""
-        if self.manifest.schema_version == 3:
-            return {1: self.num_rows}
         counts = self._of_split(self.manifest.num_images)
         return {int(number): rows for number, rows in counts.items()}
 

@@ -8,7 +8,6 @@ a selection alike.
 from __future__ import annotations
 
 import ast
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -19,9 +18,8 @@ import pyarrow.compute as pc
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import TYPES, column_types, read_columns
-from mmray.data.store.shard_table import TableFile
 from mmray.errors import UsageError, suggest
-from mmray.storage.paths import AnyPath, file_size, write_atomic
+from mmray.storage.paths import AnyPath
 from mmray.storage.requests import iter_parallel
 
 SELECTIONS_DIR = ".selections"
@@ -319,18 +317,13 @@ def select_rows(
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
     selected = drop_rows(prepared, where, setting, on_rows)
-    data = selected.table.data.to_pybytes()
-    sha256 = hashlib.sha256(data).hexdigest()
-    name = f"shards-{sha256[:16]}.arrow"
     place = folder / SELECTIONS_DIR
     try:
-        if file_size(place / name) != len(data):
-            place.mkdir(parents=True, exist_ok=True)
-            write_atomic(place / name, data)
+        place.mkdir(parents=True, exist_ok=True)
+        file = selected.table.write(place)
     except OSError as error:
         raise UsageError(
             f"cannot write the list of selected rows to {place}: {error}. Choose another "
             "--run.storage"
         ) from error
-    file = TableFile(place, name, sha256, len(data), (place / name).read_bytes)
-    return prepared.with_table(file.open(data))
+    return prepared.with_table(file.open())

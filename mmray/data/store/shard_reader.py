@@ -74,26 +74,18 @@ class ShardReader:
         folder: Folder of the prepared set.
         table: Its shards, with the byte offsets of their record batches.
         cache: Cache of this node for blocks from an object store; None: none.
-        schema: Schema of the shards.
     """
 
-    def __init__(
-        self,
-        folder: AnyPath,
-        table: ShardTable,
-        cache: ShardCache | None = None,
-        schema: pa.Schema = SCHEMA,
-    ) -> None:
+    def __init__(self, folder: AnyPath, table: ShardTable, cache: ShardCache | None) -> None:
         self._folder = folder
         self._table = table
         self._cache = cache
-        self._schema = schema
         self._ranges = RangeReader(folder)
         self._lock = threading.Lock()
-        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder, schema))
+        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self._folder, self._table, self._cache, self._schema)
+        return ShardReader, (self._folder, self._table, self._cache)
 
     def for_each_record_batch(
         self,
@@ -191,7 +183,7 @@ class ShardReader:
         for request in fetch.requests:
             message = data[int(offsets[request.batch]) : int(offsets[request.batch + 1])]
             with self._name_damaged_shard(self._table.file_name(shard), request.batch):
-                record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
+                record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), SCHEMA)
                 record_batch.validate(full=True)  # damaged offsets would crash the process later
             consume(request, record_batch)
 
@@ -215,8 +207,8 @@ class ShardReader:
             raise ValueError(f"{self._folder / file}, record batch {batch}: {error}") from None
 
 
-def _open_mapped(folder: AnyPath, schema: pa.Schema, file: str) -> pa.RecordBatchFileReader:
+def _open_mapped(folder: AnyPath, file: str) -> pa.RecordBatchFileReader:
     reader = pa.ipc.open_file(open_input(folder / file, mapped=True))
-    if not reader.schema.equals(schema):
+    if not reader.schema.equals(SCHEMA):
         raise pa.ArrowInvalid("it has not the schema of a shard")
     return reader

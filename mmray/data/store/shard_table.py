@@ -7,9 +7,8 @@ memory once, and a process reads those of a shard without parsing others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pyarrow as pa
 from mmray.data.rows import is_safe_path
 from mmray.data.store.cache import node_cache
 from mmray.errors import DataError, UsageError
-from mmray.storage.paths import AnyPath, open_input
+from mmray.storage.paths import AnyPath, open_input, write_atomic
 
 _SCHEMA = pa.schema(
     [
@@ -82,43 +81,37 @@ class TableFile:
 
     Args:
         folder: Folder of the set.
-        name: File name in it; empty for a set of an earlier version, whose manifest.json has the
-            shards.
+        name: File name in it.
         sha256: Hex digest of the Arrow file.
         num_bytes: Its size.
-        fetch: Returns the content of the file, without checking its size and digest.
     """
 
     folder: AnyPath
     name: str
     sha256: str
     num_bytes: int
-    fetch: Callable[[], bytes]
 
-    def open(self, data: bytes | None = None) -> ShardTable:
+    def open(self) -> ShardTable:
         """Open the table of a set's shards (files), memory-mapped.
 
         A file on a local disk is mapped in the folder of the set, another one in the cache folder
         of this node.
 
-        Args:
-            data: Content of the file, if it is known; None: it is read.
-
         Raises:
             DataError: The content has another digest, because the set was changed. A file in a
                 local folder is mapped without this check.
         """
-        if self.name and isinstance(self.folder, Path):
+        if isinstance(self.folder, Path):
             with open_input(self.folder / self.name, mapped=True) as file:
                 return ShardTable(file.read_buffer(), self)
-        fetch = partial(self._fetch_checked, data)
         try:
-            return ShardTable(node_cache().get(self.sha256[:32], self.num_bytes, fetch), self)
+            data = node_cache().get(self.sha256[:32], self.num_bytes, self._fetch)
         except UsageError:  # no temporary folder, so each process has its own copy
-            return ShardTable(pa.py_buffer(fetch()), self)
+            data = pa.py_buffer(self._fetch())
+        return ShardTable(data, self)
 
-    def _fetch_checked(self, data: bytes | None) -> bytes:
-        data = self.fetch() if data is None else data
+    def _fetch(self) -> bytes:
+        data = (self.folder / self.name).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise DataError(
                 f"{self.folder} was changed, or is damaged: the list of its shards differs from "
@@ -170,6 +163,18 @@ class ShardTable:
         columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))
         columns.append(_list_array([_parse_offsets(shard.batches) for shard in rows]))
         return cls(_write_table(columns))
+
+    def write(self, folder: AnyPath) -> TableFile:
+        """Write the table to a file of a folder, whose name has the digest of the content.
+
+        Args:
+            folder: Folder of the set, or one that all nodes can read.
+        """
+        data = self.data.to_pybytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        name = f"shards-{sha256[:16]}.arrow"
+        write_atomic(folder / name, data)
+        return TableFile(folder, name, sha256, len(data))
 
     def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
         """Return the table with other dropped rows of some shards, in memory and without a file.

@@ -12,8 +12,6 @@ import pyarrow as pa
 
 from mmray.data.images.decode import BadImage
 from mmray.data.messages import Message
-from mmray.data.store import older_versions
-from mmray.data.store.manifest import SCHEMA_VERSION
 
 _REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
 _MEDIA = pa.struct(
@@ -47,7 +45,6 @@ SCHEMA = pa.schema(
         ("text_columns", pa.list_(pa.string())),
     ]
 )
-SCHEMAS = {SCHEMA_VERSION: SCHEMA, **older_versions.schemas(SCHEMA)}
 
 
 @dataclass
@@ -183,8 +180,6 @@ class Row:
 
 def to_row(values: dict[str, Any]) -> Row:
     """Return the row of stored values."""
-    if "image" in values:
-        values = older_versions.upgrade_3(values)
     return Row(**values | {"media": [Media(**media) for media in values["media"]]})
 
 

@@ -1,27 +1,25 @@
 """Prepared sets: rows are read in any order by any process, and damage is detected."""
 
 import errno
-import hashlib
 import json
 import pickle
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from mmray.data.store import older_versions, shard_reader
-from mmray.data.store.manifest import FORMAT, MANIFEST, Manifest
+from mmray.data.store import shard_reader
+from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.shard_table import Shard
-from mmray.data.store.shard_writer import MAGIC_BYTES, open_shard
-from mmray.data.store.stored_row import SCHEMA, Row, hash_key
+from mmray.data.store.shard_table import Shard, ShardTable
+from mmray.data.store.shard_writer import open_shard
+from mmray.data.store.stored_row import Row, hash_key
 from mmray.errors import DataError
-from mmray.storage.paths import list_names, open_output, to_path, write_atomic
-from tests.made import image_media, png
+from mmray.storage.paths import list_names, to_path, write_atomic
+from tests.made import image_media
 from tests.made import write_set as make_set
 
 
@@ -112,31 +110,20 @@ def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypa
             assert got == [rows[number] for number in order]
 
 
-def write_older_manifest(folder, manifest):
-    """As earlier versions did, with the shards in the manifest."""
-    values = asdict(replace(manifest, shards=tuple(manifest.shards))) | {"format": FORMAT}
-    write_atomic(folder / MANIFEST, json.dumps(values))
-
-
-def test_set_whose_manifest_has_the_shards_has_the_same_rows(tmp_path, memory, monkeypatch):
-    """On a disk and a store, in each process, also if it cannot use its temporary folder; unless
-    the set was changed meanwhile.
-    """
+def test_list_of_shards_on_a_store_is_read_again_by_each_process(tmp_path, memory, monkeypatch):
+    """Also if it cannot use its temporary folder; unless the set was changed meanwhile."""
     rows = make_rows(30)
     shards = [(rows[:17], "train", (0, 3, 9)), (rows[17:], "test", (2,))]
-    for address in (str(tmp_path / "set"), f"{memory}/older"):
-        now = PreparedSet.open(make_set(address, shards), "train")
-        write_older_manifest(now.folder, now.manifest)
-        older = PreparedSet.open(address, "train")
-        assert older.fingerprint == now.fingerprint and older.shards == now.shards
-        expected = [each for number, each in enumerate(rows[:17]) if number not in (0, 3, 9)]
-        assert pickle.loads(pickle.dumps(older)).read(np.arange(14)) == expected
-        with monkeypatch.context() as patch:
-            patch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-            assert pickle.loads(pickle.dumps(older)).read(np.arange(14)) == expected
-            write_older_manifest(now.folder, replace(older.manifest, shards=older.shards))
-            with pytest.raises(DataError, match="was changed, or is damaged"):
-                pickle.loads(pickle.dumps(older))
+    prepared = PreparedSet.open(make_set(f"{memory}/listed", shards), "train")
+    pickled = pickle.dumps(prepared)
+    expected = [each for number, each in enumerate(rows[:17]) if number not in (0, 3, 9)]
+    assert pickle.loads(pickled).read(np.arange(14)) == expected
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    assert pickle.loads(pickled).read(np.arange(14)) == expected
+    [table] = [name for name in list_names(prepared.folder) if name.startswith("shards-")]
+    write_atomic(prepared.folder / table, b"changed")
+    with pytest.raises(DataError, match="was changed, or is damaged"):
+        pickle.loads(pickled)
 
 
 def test_opened_set_keeps_its_rows_when_it_grows(tmp_path):
@@ -155,23 +142,20 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
-    newer = manifest.read_bytes().replace(b'"schema_version": 6', b'"schema_version": 7')
+    other = manifest.read_bytes().replace(b'"schema_version": 6', b'"schema_version": 5')
     damaged = [
-        (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
+        (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 6}', b"\xff")
     ]
     values = json.loads(manifest.read_bytes())
-    shard = asdict(Shard("0.arrow", None, 2, 9, "digest"))
     damaged.append((manifest.read_bytes().replace(b'"shards-', b'"gone-'), "gone-.*"))
     damaged.append((manifest.read_bytes().replace(b'"sha256": "', b'"sha256": "0'), "sha256"))
-    for name, value in {"file": "shards/../../x", "num_rows": "x", "dropped": [2]}.items():
-        damaged.append(
-            (
-                json.dumps(values | {"shards": [shard | {name: value}]}).encode(),
-                "damaged",
-            )
-        )
+    good = Shard("0.arrow", None, 2, 9, "digest")
+    for shard in (replace(good, file="shards/../../x"), replace(good, dropped=(2,))):
+        file = ShardTable.from_shards([shard]).write(manifest.parent)
+        entry = {"file": file.name, "sha256": file.sha256, "num_bytes": file.num_bytes}
+        damaged.append((json.dumps(values | {"shards": entry}).encode(), "damaged"))
     damaged.append((json.dumps(values | {"source": 5}).encode(), "its source is 5"))
-    for data, message in [(newer, "schema version 7"), *damaged]:
+    for data, message in [(other, "schema version 5"), *damaged]:
         manifest.write_bytes(data)
         with pytest.raises(DataError, match=message):
             PreparedSet.open(str(tmp_path / "set"))
@@ -239,62 +223,3 @@ def test_hashed_keys_do_not_depend_on_the_process():
     assert hash_key("") != hash_key("a")
     assert all(-(2**63) <= hash_key(f"k{number}") < 2**63 for number in range(100))
     assert min(hash_key(f"k{number}") for number in range(100)) < 0
-
-
-def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
-    turns = [
-        {"role": "user", "content": "what"},
-        {"role": "assistant", "content": "a circle"},
-    ]
-    image = png(3)
-    schema = older_versions.schemas(SCHEMA)[3]
-    values = dict.fromkeys(schema.names) | {
-        "key": "k",
-        "image": image,
-        "texts": ["a circle"],
-        "source": "x:1",
-        "sha256": hashlib.sha256(image).hexdigest(),
-        "messages": turns,
-    }
-    batch = pa.RecordBatch.from_pylist([values], schema=schema)
-    for folder in (to_path(str(tmp_path)), to_path(memory)):
-        with open_output(folder / "0.arrow") as file, pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
-            offsets = f"{MAGIC_BYTES + len(batch.schema.serialize())} "
-            offsets += str(file.tell())
-        size = (folder / "0.arrow").stat().st_size
-        shard = Shard("0.arrow", None, 1, size, "digest", batches=offsets)
-        manifest = Manifest(1, 1, 0, {}, {}, "", None, {}, {}, (shard,), schema_version=3)
-        write_older_manifest(folder, manifest)
-        prepared = pickle.loads(pickle.dumps(PreparedSet.open(str(folder))))
-        [row] = prepared.read(np.array([0]))
-        assert row.image == image and row.checksum_ok
-        assert row.messages[0]["content"] == [
-            {"type": "image", "text": None},
-            {"type": "text", "text": "what"},
-        ]
-        assert row.messages[1]["content"] == [{"type": "text", "text": "a circle"}]
-        assert prepared.rows_by_num_images == {1: 1}
-
-
-def test_set_of_version_4_is_read(tmp_path):
-    folder = to_path(str(tmp_path))
-    values = vars(Row("k", [], ["a circle"])) | {"source": "x:1"}
-    media = vars(image_media(png(3)))
-    values["media"] = [{name: value for name, value in media.items() if name != "channels"}]
-    del values["spans"]
-    batch = pa.RecordBatch.from_pylist([values], schema=older_versions.schemas(SCHEMA)[4])
-    with open_output(folder / "0.arrow") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
-        offsets = f"{MAGIC_BYTES + len(batch.schema.serialize())} {file.tell()}"
-    size = (folder / "0.arrow").stat().st_size
-    shard = Shard("0.arrow", None, 1, size, "digest", batches=offsets)
-    counts = {"": {"1": 1}}
-    manifest = Manifest(
-        1, 1, 0, {}, {}, "", None, {}, {}, (shard,), schema_version=4, num_images=counts
-    )
-    write_older_manifest(folder, manifest)
-    prepared = PreparedSet.open(str(folder))
-    [row] = prepared.read(np.array([0]))
-    assert row.image == png(3) and row.checksum_ok and row.spans is None
-    assert prepared.rows_by_num_images == {1: 1} and prepared.rows_by_media_kinds == {}
