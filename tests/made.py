@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 from mmray.config import recipes
 from mmray.data.images.decode import header_size
 from mmray.data.images.formats import detect_format
-from mmray.data.store.manifest import TOKENIZER, Manifest, fingerprint, write_manifest
+from mmray.data.store.manifest import TOKENIZER, Manifest, RowCounts, shard_fields, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_writer import open_shard
 from mmray.data.store.stored_row import Media, Row
@@ -61,32 +60,32 @@ def write_shard(rows, storage, name, split=None):
     return shard.entry()
 
 
-def write_set(folder, shards, tokenizer=None, languages=()):
+def write_set(folder, shards, tokenizer=None):
     """Write a prepared set of shards (rows, split, dropped) and return its address."""
     folder = to_path(folder)
     (folder / "shards").mkdir(parents=True, exist_ok=True)
-    entries, splits = [], Counter()
+    entries = []
+    counts = RowCounts()
     for number, (rows, split, dropped) in enumerate(shards):
-        entries.append(
-            replace(write_shard(rows, folder, f"shards/{number}.arrow", split), dropped=dropped)
-        )
-        splits.update({split: entries[-1].num_kept} if split else {})
-    num_images: dict[str, Counter] = {}
-    for rows, split, dropped in shards:
-        kept = [len(each.media) for number, each in enumerate(rows) if number not in dropped]
-        num_images.setdefault(split or "", Counter()).update(map(str, kept))
-    count = sum(entry.num_kept for entry in entries)
-    name = TOKENIZER if tokenizer else None
-    manifest = Manifest(
-        count, count, 0, {}, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries)
-    )
+        entry = write_shard(rows, folder, f"shards/{number}.arrow", split)
+        entries.append(replace(entry, dropped=dropped))
+        for index, each in enumerate(rows):
+            if index not in dropped:
+                counts.add(split, each.language, each.media_kinds)
+    fields = shard_fields(entries)
     if tokenizer:
         write_atomic(folder / TOKENIZER, tokenizer)
-    counts = {
-        "languages": dict(Counter(languages)),
-        "num_images": {split: dict(each) for split, each in num_images.items()},
-    }
-    write_manifest(folder, replace(manifest, **counts))
+    manifest = Manifest(
+        num_read=fields["num_rows"],
+        num_quarantined=0,
+        reasons={},
+        tokenizer=TOKENIZER if tokenizer else None,
+        source={},
+        settings={},
+        **fields,
+        **counts.fields(),
+    )
+    write_manifest(folder, manifest)
     return str(folder)
 
 
@@ -95,9 +94,8 @@ def make_set(folder, rows, test_rows=()):
     split = "train" if test_rows else None
     half = max(1, len(rows) // 2)
     shards = [(rows[:half], split, ()), (rows[half:], split, ()), (list(test_rows), "test", ())]
-    languages = [each.language for each in [*rows, *test_rows] if each.language]
     shards = [shard for shard in shards if shard[0]]
-    return PreparedSet.open(write_set(folder, shards, train_tokenizer(CAPTIONS, 60), languages))
+    return PreparedSet.open(write_set(folder, shards, train_tokenizer(CAPTIONS, 60)))
 
 
 def recipe_in(name, folder):

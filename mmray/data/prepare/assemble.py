@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from mmray.data.prepare.pack import read_chunk_record, record_path
 from mmray.data.rows import HELD_OUT_SPLITS
-from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, Manifest
+from mmray.data.store.manifest import RECORD_BATCH_ROWS, TOKENIZER, Manifest, RowCounts
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
 from mmray.data.text.tokenizer import train_tokenizer
@@ -308,13 +308,12 @@ class PrepareResult:
     """Shards without the dropped rows, and counts of rows.
 
     Attributes:
-        shards: The shards (files of the set), with the rows of each that are dropped.
+        shards: The shards (files of the set), with the rows of each that are dropped. Rows without
+            a split are training rows if others have one.
         quarantine: Name of the file that lists bad and dropped rows.
         reasons: Number of bad and dropped rows by reason, such as `truncated`.
         examples: Location and a sentence about one such row by reason.
-        languages: Number of kept rows by language.
-        num_images: Number of kept rows by (split, number of images).
-        media_kinds: Number of kept rows with audio or video by (split, kinds of media).
+        counts: Counts of the kept rows.
         column_types: Types of each kept column in the chunks, by its name.
     """
 
@@ -322,9 +321,7 @@ class PrepareResult:
     quarantine: str
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    languages: Counter[str] = field(default_factory=Counter)
-    num_images: Counter[tuple[str | None, int]] = field(default_factory=Counter)
-    media_kinds: Counter[tuple[str | None, str]] = field(default_factory=Counter)
+    counts: RowCounts = field(default_factory=RowCounts)
     column_types: dict[str, set[str | None]] = field(default_factory=dict)
 
 
@@ -333,7 +330,7 @@ def quarantine_rows(
     chunks: Sequence[int],
     packed: PackedRows,
     dedup: DedupResult,
-    file_name: str = QUARANTINE,
+    file_name: str,
 ) -> PrepareResult:
     """Write the rows that are left out of the set (bad, duplicate or contaminated) to a file, in
     source order.
@@ -351,7 +348,7 @@ def quarantine_rows(
         The shards without the dropped rows, and the counts of rows.
     """
     dropped = dedup.dropped
-    result = PrepareResult(list(_drop_rows(packed, dropped)), file_name)
+    result = PrepareResult(_drop_rows(packed, dropped), file_name)
     wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
     originals: list[pa.Array] = []  # keys of the rows `wanted`
     for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
@@ -380,31 +377,28 @@ def quarantine_rows(
                     entry["reason"], f"{entry['source']}: {entry['detail'][:160]}"
                 )
             shards = packed.shard_of[start : start + len(drops)].tolist()
-            columns = zip(shards, rows["num_images"], rows["media_kinds"], drops, strict=True)
-            for shard, number, kinds, is_dropped in columns:
-                if is_dropped:
-                    continue
-                split = packed.shards[shard].split
-                result.num_images[split, number] += 1
-                if kinds:
-                    result.media_kinds[split, kinds] += 1
+            columns = zip(shards, rows["language"], rows["kinds"], drops, strict=True)
+            for shard, language, kinds, is_dropped in columns:
+                if not is_dropped:
+                    result.counts.add(result.shards[shard].split, language, kinds)
             for name, kind in record["columns"].items():
                 result.column_types.setdefault(name, set()).add(kind)
-            languages = zip(rows["language"], drops, strict=True)
-            result.languages.update(
-                name for name, is_dropped in languages if name and not is_dropped
-            )
     return result
 
 
-def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> Iterator[Shard]:
-    """Yield the shards without the rows that are `dropped` [N]."""
+def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> list[Shard]:
+    """Return the shards without the rows that are `dropped` [N]."""
     in_shards = dropped[packed.by_shard]
+    shards = []
     end = 0
     for shard in packed.shards:
         start = end
         end = end + shard.num_rows
-        yield replace(shard, dropped=tuple(np.flatnonzero(in_shards[start:end]).tolist()))
+        rows = np.flatnonzero(in_shards[start:end]).tolist()
+        shards.append(replace(shard, dropped=tuple(rows)))
+    if any(shard.split for shard in shards if shard.num_kept):
+        shards = [replace(shard, split=shard.split or "train") for shard in shards]
+    return shards
 
 
 def _drop_reason(

@@ -48,7 +48,7 @@ PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
-_RECORD_VERSION = 14
+_RECORD_VERSION = 15
 _PACK_SETTINGS = (
     "image_side",
     "audio_rate",
@@ -127,7 +127,8 @@ class PrepareJob:
         return source
 
 
-# Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index.
+# Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index, `kinds`
+# are those of the media.
 RECORD_COLUMNS = (
     "line",
     "location",
@@ -137,8 +138,7 @@ RECORD_COLUMNS = (
     "text_digest",
     "shard",
     "language",
-    "num_images",
-    "media_kinds",
+    "kinds",
 )
 
 
@@ -393,8 +393,7 @@ class _ChunkPacker:
                 text_digest,
                 shard,
                 row.language,
-                sum(media.kind == "image" for media in row.media),
-                media_kinds(row),
+                row.media_kinds,
             )
         )
 
@@ -567,11 +566,3 @@ class _ChunkPacker:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def media_kinds(row: Row) -> str:
-    """Return the kinds of the media of a row with audio or video, such as `audio video`, else an
-    empty text.
-    """
-    kinds = sorted(media.kind for media in row.media)
-    return " ".join(kinds) if set(kinds) - {"image"} else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -48,8 +47,8 @@ from mmray.data.store.manifest import (
     SHARDS,
     TOKENIZER,
     Manifest,
-    fingerprint,
     read_manifest,
+    shard_fields,
     write_manifest,
 )
 from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file
@@ -407,34 +406,21 @@ def _build_manifest(
     """
     columns = existing.columns if existing else {}
     scores = {name: types for name, types in columns.items() if name != KEPT}
-    shards = [shard for shard in result.shards if shard.num_kept]
-    # rows without a split are training rows if others have one
-    if any(shard.split for shard in shards):
-        shards = [replace(shard, split=shard.split or "train") for shard in shards]
-    default_split = "train" if any(shard.split for shard in shards) else ""
-    splits: Counter[str] = Counter()
-    for shard in shards:
-        splits.update({shard.split: shard.num_kept} if shard.split else {})
+    shards = shard_fields([shard for shard in result.shards if shard.num_kept])
     spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
-    num_rows = sum(shard.num_kept for shard in shards)
     num_bad = result.reasons.total()
     return Manifest(
-        num_rows=num_rows,
-        num_read=num_rows + num_bad,
+        num_read=shards["num_rows"] + num_bad,
         num_quarantined=num_bad,
         reasons=dict(result.reasons.most_common()),
-        splits=dict(splits),
-        fingerprint=fingerprint(shards),
         tokenizer=None,
         source=_source_identity(job, chunks) | spec,
         settings=job.settings.model_dump(mode="json"),
-        shards=tuple(shards),
         box_names=source.box_names,
         class_names=source.class_names,
-        languages=dict(sorted(result.languages.items())),
-        num_images=_by_split(result.num_images, default_split),
-        media_kinds=_by_split(result.media_kinds, default_split),
         columns=scores | merge_types(result.column_types, source.has_types),
+        **shards,
+        **result.counts.fields(),
     )
 
 
@@ -558,16 +544,6 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
         return {"chunk": run_with_crash_limit(pack, out, name, item_name)}
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
-
-
-def _by_split(
-    counts: Counter[tuple[str | None, Any]], default_split: str
-) -> dict[str, dict[str, int]]:
-    """Return the counts of (split, value) by split, and then by value as text."""
-    by_split: dict[str, Counter[str]] = {}
-    for (split, value), count in sorted(counts.items(), key=lambda item: item[0][1]):
-        by_split.setdefault(split or default_split, Counter())[str(value)] += count
-    return {split: dict(values) for split, values in by_split.items()}
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ a killed command resumes.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -19,7 +18,6 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.prepare.pack import media_kinds
 from mmray.data.prepare.pipeline import SHARD_ROWS, PrepareProgress, create_folders
 from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -28,8 +26,9 @@ from mmray.data.store.manifest import (
     SHARDS,
     TOKENIZER,
     Manifest,
-    fingerprint,
+    RowCounts,
     read_manifest,
+    shard_fields,
     write_manifest,
 )
 from mmray.data.store.prepared_set import PreparedSet
@@ -310,40 +309,28 @@ def _copy(
         for number, group in enumerate(groups)
     ]
     entries: dict[int, Shard] = {}
-    languages: Counter[str] = Counter()
-    num_images: dict[str, Counter[str]] = {}
-    kinds: dict[str, Counter[str]] = {}
+    counts = RowCounts()
     done = 0
     with closing(map_tasks(work, items)) as results:
         for result in results:
             shard = Shard.from_json(result["shard"])
             entries[result["number"]] = shard
-            languages.update(result["languages"])
-            num_images.setdefault(shard.split or "", Counter()).update(result["num_images"])
-            kinds.setdefault(shard.split or "", Counter()).update(result["media_kinds"])
+            for language, kinds in result["rows"]:
+                counts.add(shard.split, language, kinds)
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
-    shards = tuple(entries[number] for number in range(len(groups)))
-    splits: Counter[str] = Counter()
-    for shard in shards:
-        splits.update({shard.split: shard.num_rows} if shard.split else {})
     before = prepared.manifest
     return replace(
         before,
-        num_rows=done,
         num_read=done,
         num_quarantined=0,
         reasons={},
-        splits=dict(splits),
-        fingerprint=fingerprint(shards),
         # another name: `mmray prepare` must not take the set for that of the source
         source=before.source | {"name": f"a selection of {before.source.get('name')}"} | identity,
-        shards=shards,
         num_same_text=0,
         leakage={},
-        languages=dict(sorted(languages.items())),
-        num_images={split: dict(counts) for split, counts in num_images.items()},
-        media_kinds={split: dict(counts) for split, counts in kinds.items() if counts},
+        **shard_fields([entries[number] for number in range(len(groups))]),
+        **counts.fields(),
     )
 
 
@@ -359,23 +346,17 @@ def _copy_task(item: dict[str, Any], set_address: str, manifest: Manifest, out: 
     prepared = PreparedSet(to_path(set_address), replace(manifest, shards=tuple(shards)))
     split = shards[0].split
     name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}-{digest[:8]}.arrow"
-    counts: dict[str, Counter[str]] = {
-        "languages": Counter(),
-        "num_images": Counter(),
-        "media_kinds": Counter(),
-    }
+    rows = []
     with open_shard(folder, name, split) as writer:
         for start in range(0, prepared.num_rows, _READ_ROWS):
             numbers = np.arange(start, min(start + _READ_ROWS, prepared.num_rows))
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
-                counts["languages"].update([row.language] if row.language else [])
-                images = sum(media.kind == "image" for media in row.media)
-                counts["num_images"][str(images)] += 1
-                counts["media_kinds"].update(filter(None, [media_kinds(row)]))
+                rows.append((row.language, row.media_kinds))
     for group in manifest.columns:
         _copy_columns(prepared, shards, group, folder, name)
-    result = {"number": item["number"], "shard": asdict(writer.entry()), "job": "select"} | counts
+    shard = asdict(writer.entry())
+    result = {"job": "select", "number": item["number"], "shard": shard, "rows": rows}
     write_atomic(record_file, orjson.dumps(result))
     return result
 

@@ -7,6 +7,7 @@ rename them.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -125,14 +126,59 @@ def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
     return split_names(several[0]) if several else ()
 
 
-def fingerprint(shards: Sequence[Shard]) -> str:
-    """Return a hex digest of the rows of some shards (files of a set).
+class RowCounts:
+    """Counts the rows of a set by language and by their media, for its manifest."""
+
+    def __init__(self) -> None:
+        self._languages: Counter[str] = Counter()
+        self._media: Counter[tuple[str, str]] = Counter()
+
+    def add(self, split: str | None, language: str | None, kinds: str) -> None:
+        """Count a row.
+
+        Args:
+            split: Its split; None: none.
+            language: Its language; None: unknown.
+            kinds: Sorted kinds of its media, such as `audio image image`.
+        """
+        self._languages.update([language] if language else [])
+        self._media[split or "", kinds] += 1
+
+    def fields(self) -> dict[str, Any]:
+        """Return `languages`, `num_images` and `media_kinds` of the manifest."""
+        num_images: dict[str, Counter[str]] = {}
+        media_kinds: dict[str, Counter[str]] = {}
+        for (split, kinds), count in sorted(self._media.items()):
+            images = kinds.split().count("image")
+            num_images.setdefault(split, Counter())[str(images)] += count
+            if "audio" in kinds or "video" in kinds:
+                media_kinds.setdefault(split, Counter())[kinds] += count
+        return {
+            "languages": dict(sorted(self._languages.items())),
+            "num_images": {split: dict(counts) for split, counts in num_images.items()},
+            "media_kinds": {split: dict(counts) for split, counts in media_kinds.items()},
+        }
+
+
+def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return the fields of a manifest that follow from the shards (files) of the set.
 
     Args:
         shards: The shards, in order; rows that are dropped from the set do not count.
+
+    Returns:
+        `num_rows`, `splits`, `fingerprint` and `shards`.
     """
     table = ShardTable.from_shards(shards)
-    return table.fingerprint(table.of_split(None))
+    splits: Counter[str] = Counter()
+    for shard in shards:
+        splits.update({shard.split: shard.num_kept} if shard.split else {})
+    return {
+        "num_rows": sum(shard.num_kept for shard in shards),
+        "splits": dict(splits),
+        "fingerprint": table.fingerprint(table.of_split(None)),
+        "shards": tuple(shards),
+    }
 
 
 def write_manifest(folder: AnyPath, manifest: Manifest) -> None:

@@ -131,6 +131,11 @@ class Row:
         """
         return all(media.checksum_ok for media in self.media)
 
+    @property
+    def media_kinds(self) -> str:
+        """Sorted kinds of its media, such as `audio image image`."""
+        return " ".join(sorted(media.kind for media in self.media))
+
     def with_text(self, number: int) -> Row:
         """Return this row with one of its texts and the span of it; without texts the row itself.
 

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 from mmray.config import Inputs
-from mmray.data.store.manifest import Manifest, fingerprint, write_manifest
+from mmray.data.store.manifest import Manifest, shard_fields, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.order import SamplePlan
@@ -31,7 +31,15 @@ def make_million(folder):
     for name in names:
         os.link(folder / whole.file, folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
-    manifest = Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards)
+    manifest = Manifest(
+        num_read=ROWS,
+        num_quarantined=0,
+        reasons={},
+        tokenizer=None,
+        source={},
+        settings={},
+        **shard_fields(shards),
+    )
     write_manifest(folder, manifest)
 
 
