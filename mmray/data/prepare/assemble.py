@@ -221,6 +221,25 @@ class PackedRows:
         """
         return np.argsort(self.shard_of, kind="stable")
 
+    def without(self, dropped: np.ndarray) -> list[Shard]:
+        """Return the shards without some rows; rows without a split are training rows if others
+        have one.
+
+        Args:
+            dropped: Whether each row is left out of the set, bool [N].
+        """
+        in_shards = dropped[self.by_shard]
+        shards = []
+        end = 0
+        for shard in self.shards:
+            start = end
+            end = end + shard.num_rows
+            rows = np.flatnonzero(in_shards[start:end]).tolist()
+            shards.append(replace(shard, dropped=tuple(rows)))
+        if any(shard.split for shard in shards if shard.num_kept):
+            shards = [replace(shard, split=shard.split or "train") for shard in shards]
+        return shards
+
 
 def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
     """Read the digests and shards of all rows that tasks have packed, to find duplicates.
@@ -348,7 +367,7 @@ def quarantine_rows(
         The shards without the dropped rows, and the counts of rows.
     """
     dropped = dedup.dropped
-    result = PrepareResult(_drop_rows(packed, dropped), file_name)
+    result = PrepareResult(packed.without(dropped), file_name)
     wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
     originals: list[pa.Array] = []  # keys of the rows `wanted`
     for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
@@ -384,21 +403,6 @@ def quarantine_rows(
             for name, kind in record["columns"].items():
                 result.column_types.setdefault(name, set()).add(kind)
     return result
-
-
-def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> list[Shard]:
-    """Return the shards without the rows that are `dropped` [N]."""
-    in_shards = dropped[packed.by_shard]
-    shards = []
-    end = 0
-    for shard in packed.shards:
-        start = end
-        end = end + shard.num_rows
-        rows = np.flatnonzero(in_shards[start:end]).tolist()
-        shards.append(replace(shard, dropped=tuple(rows)))
-    if any(shard.split for shard in shards if shard.num_kept):
-        shards = [replace(shard, split=shard.split or "train") for shard in shards]
-    return shards
 
 
 def _drop_reason(

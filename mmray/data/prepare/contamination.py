@@ -2,20 +2,17 @@
 of this set.
 
 Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two
-splits of one set, the training row counts as contaminated. Ray tasks hash one shard each. Hash
-files are stored in the set that is being prepared and named by the digest of the shard, so an
-unchanged shard is hashed once. If an index-only set was prepared without a check, the digest covers
-no images. Such a set is hashed each time, and the source is part of the name.
+splits of one set, the training row counts as contaminated. Hashes of both sets are stored in the
+set that is being prepared, so an unchanged shard is hashed once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,23 +23,22 @@ from PIL import Image
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.assemble import NO_ROW, DedupResult, PackedRows, first_occurrence
-from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
+from mmray.data.prepare.assemble import NO_ROW, PackedRows, first_occurrence
+from mmray.data.prepare.shard_arrays import array_file, shard_arrays
+from mmray.data.prepare.tasks import run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
-from mmray.data.store.manifest import Manifest
+from mmray.data.store.manifest import Manifest, shard_fields
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError, UsageError
-from mmray.storage.paths import AnyPath, list_names, open_output, to_path, write_atomic
-from mmray.storage.requests import iter_parallel, parallel_map
+from mmray.storage.paths import AnyPath, list_names, open_output, to_path
+from mmray.storage.requests import parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
 LEAKS = "leaks.jsonl"
 HASHES_DIR = "hashes"
-SAME_SET = -1
 EXACT = -1
 PHASH_DISTANCE = 7  # of 256 bits: images whose hashes differ in more are different images
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
@@ -60,30 +56,31 @@ IMAGE_HASH_DTYPE = np.dtype(
 )
 READ_BATCH_ROWS = 64
 PAIRS_PER_COMPARISON = 1 << 20
-# a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
-_ROW_BITS = 48
-_NO_MATCH = np.iinfo(np.int64).max
 
 
 class ContaminatedRow(NamedTuple):
     """A contaminated row, and the row that it matches with one of its images.
 
     Attributes:
-        row: Number of the row in this set.
-        set_index: Index of the other set; SAME_SET: another split of this set.
-        match: Number of the matching row in that set.
+        row: Number of the row in this set without its duplicates.
+        key: Its key.
+        image: Number of the matching image in the row.
+        other: The set that has the other row, which may be this one.
+        match: Number of the other row in that set.
+        match_key: Its key.
+        match_image: Number of the image in the other row.
         hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT: the
             images have the same bytes.
-        image: Number of the matching image in the row.
-        match_image: Number of the image in the other row that it matches.
     """
 
     row: int
-    set_index: int
-    match: int
-    hamming_distance: int
+    key: str
     image: int
+    other: PreparedSet
+    match: int
+    match_key: str
     match_image: int
+    hamming_distance: int
 
 
 def is_enabled(settings: Prepare) -> bool:
@@ -101,13 +98,22 @@ def validate(settings: Prepare, out: str) -> None:
         out: Address of the set that will be written.
 
     Raises:
-        UsageError: A package is missing, or `check_contamination` names `out` itself.
-        DataError: `check_contamination` names a folder that is not a prepared set.
+        UsageError: A package is missing, images are not read, or `check_contamination` names `out`
+            itself.
+        DataError: `check_contamination` names a folder that is not a prepared set, or a set whose
+            images were not read.
     """
-    if is_enabled(settings) and find_spec("imagehash") is None:
+    if not is_enabled(settings):
+        return
+    if find_spec("imagehash") is None:
         raise UsageError(
             "--check-contamination and --drop-overlap need the package imagehash: "
             "pip install 'mmray[leakage]'"
+        )
+    if settings.index_only and settings.check == "none":
+        raise UsageError(
+            "--check-contamination and --drop-overlap compare images, and --index-only with "
+            "--check none does not read them: use --check header"
         )
     for address in settings.check_contamination:
         if to_path(address) == to_path(out):
@@ -115,14 +121,18 @@ def validate(settings: Prepare, out: str) -> None:
                 f"--check-contamination {address} is the set that is being prepared: "
                 "name another one"
             )
-        PreparedSet.open(address)
+        if not PreparedSet.open(address).manifest.has_image_checksums:
+            raise DataError(
+                f"--check-contamination {address}: this set was prepared with --index-only --check "
+                "none, so its images may have changed: prepare it with --check header"
+            )
 
 
 def check_contamination(
     out: AnyPath,
     packed: PackedRows,
     image_folder: str,
-    dedup: DedupResult,
+    is_duplicate: np.ndarray,
     settings: Prepare,
     on_rows: Callable[[int, int], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
@@ -130,12 +140,12 @@ def check_contamination(
 
     Args:
         out: Folder of the set that is being prepared.
-        packed: Its rows, with digests, splits and shards.
+        packed: Its N rows, with digests, splits and shards.
         image_folder: Folder of the source, which has the images if the set only refers to them
             (index-only).
-        dedup: Rows that are dropped as duplicates and are not compared.
+        is_duplicate: Whether each row is dropped as a duplicate and not compared, bool [N].
         settings: The `prepare` section; `check_contamination` names the sets to compare with.
-        on_rows: Called with the number of rows hashed so far and the number to hash.
+        on_rows: Called with the number of rows of a set hashed so far and the number to hash.
 
     Returns:
         A description for each contaminated row by its number, and the summary for the manifest:
@@ -146,127 +156,100 @@ def check_contamination(
         DataError: A set cannot be read.
         ResourceError: Tasks die.
     """
-    others = [PreparedSet.open(address) for address in settings.check_contamination]
-    shard_row_of = np.argsort(packed.by_shard)  # row in the shards of each row of the source
-    checks = {"index_only": settings.index_only, "check": settings.check}
-    own = _undeduplicated_set(str(out), image_folder, packed.shards, checks)
-    _hash_shards(out, [own, *others], settings, on_rows)
-    own_hashes = _load_hashes(out, own)
-    own_hashes["row"] = packed.by_shard[own_hashes["row"]]
-    own_hashes = own_hashes[np.argsort(own_hashes["row"], kind="stable")]
-    other_hashes = [_load_hashes(out, each) for each in others]
-    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, packed, other_hashes)
+    own = PreparedSet(
+        out,
+        Manifest(
+            num_read=len(packed.keys),
+            num_quarantined=packed.num_bad,
+            reasons={},
+            tokenizer=None,
+            source={"address": image_folder},
+            settings=settings.model_dump(mode="json"),
+            **shard_fields(packed.without(is_duplicate)),
+        ),
+    )
+    others = {address: PreparedSet.open(address) for address in settings.check_contamination}
+    sets = [own, *others.values()]
+    wanted = {array_file(shard) for prepared in sets for shard in prepared.shards}
+    unwanted = set(list_names(out / HASHES_DIR)) - wanted
+    parallel_map(lambda name: (out / HASHES_DIR / name).unlink(), unwanted)
+    hashes = [_load_hashes(out, prepared, settings.max_pixels, on_rows) for prepared in sets]
+    contaminated = _find_contaminated_rows(sets, hashes)
+    _write_leaks(out, own, contaminated)
+    numbers = packed.by_shard[~is_duplicate[packed.by_shard]]  # by the number of a row in `own`
+    names = {id(prepared): address for address, prepared in others.items()}
+    by_set = Counter(names.get(id(each.other), "splits") for each in contaminated)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
-    names = (*settings.check_contamination, "splits")
-    by_set = Counter(names[each.set_index] for each in contaminated)  # SAME_SET is the last index
-    return _write_leaks(out, contaminated, shard_row_of, [*others, own]), {
+    descriptions = {int(numbers[each.row]): _describe(each, own) for each in contaminated}
+    return descriptions, {
         "exact": exact,
         "near": len(contaminated) - exact,
         "phash_distance": PHASH_DISTANCE,
         "dropped": settings.drop_overlap,
-        "found_in": {name: by_set[name] for name in names},
+        "found_in": {name: by_set[name] for name in (*others, "splits")},
     }
 
 
-def _undeduplicated_set(
-    address: str, image_folder: str, shards: Sequence[Shard], settings: dict[str, Any]
-) -> PreparedSet:
-    """Return all rows of these shards, including dropped ones."""
-    full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
-    count = sum(shard.num_rows for shard in full_shards)
-    source = {"address": image_folder}
-    return PreparedSet(
-        to_path(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards)
-    )
-
-
-def _hash_file(prepared: PreparedSet, shard: Shard) -> str:
-    """Return the hash file of a shard of the set, also named by the source if the digest covers no
-    images.
-    """
-    digest = shard.sha256
-    if not prepared.manifest.has_image_checksums:
-        digest = hashlib.sha256(
-            f"{prepared.manifest.source['address']} {digest}".encode()
-        ).hexdigest()
-    return f"{HASHES_DIR}/{digest[:32]}.npy"
-
-
-def _load_hashes(out: AnyPath, prepared: PreparedSet) -> np.ndarray:
+def _load_hashes(
+    out: AnyPath, prepared: PreparedSet, max_pixels: int, on_rows: Callable[[int, int], None]
+) -> np.ndarray:
     """Return the hashes of the images of a set, with the number of their row; 109 bytes each."""
-
-    def load(shard: Shard) -> np.ndarray:
-        data = (out / _hash_file(prepared, shard)).read_bytes()
-        hashes: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
-        hashes = hashes[~np.isin(hashes["row"], shard.dropped)]
-        hashes["row"] -= np.searchsorted(np.array(shard.dropped, np.int64), hashes["row"])
-        return hashes
-
-    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
+    compute = partial(_hash_rows, out=str(out), max_pixels=max_pixels)
+    parts = shard_arrays(prepared, out / HASHES_DIR, compute, on_rows)
     start = 0
-    shards = prepared.manifest.shards
-    for shard, hashes in zip(shards, iter_parallel(load, shards), strict=True):
+    for shard, hashes in zip(prepared.shards, parts, strict=True):
         hashes["row"] += start
         start += shard.num_kept
-        parts.append(hashes)
-    return np.concatenate(parts)
+    return np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *parts])
 
 
-def find_contaminated_rows(
-    own: np.ndarray,
-    kept: np.ndarray,
-    packed: PackedRows,
-    others: Sequence[np.ndarray],
+def _find_contaminated_rows(
+    sets: Sequence[PreparedSet], hashes: Sequence[np.ndarray]
 ) -> list[ContaminatedRow]:
-    """Return the rows with an image that is in another set or in another split, in source order.
+    """Return the rows of the first set with an image that is in another set or in another split.
 
-    A row is reported once, for the first set that contains one of its images.
+    A row is reported once, for the first set that has one of its images.
 
     Args:
-        own: Digest and perceptual hash of each image of the rows (records of IMAGE_HASH_DTYPE), in
-            source order.
-        kept: Whether each row is compared, bool [N].
-        packed: The N rows, of which the split is read.
-        others: The same records of the images of each other set.
-
-    Returns:
-        For each such row its number, the set or split and the row that it matches, the Hamming
-        distance of the perceptual hashes (EXACT if the images have the same bytes), and which of
-        their images match.
+        sets: The set that is being prepared, and the others.
+        hashes: Digest and perceptual hash of each image of these sets (IMAGE_HASH_DTYPE).
     """
-    is_contaminated = np.zeros(len(kept), bool)
+    own = sets[0]
+    is_found = np.zeros(own.num_rows, bool)
     # Held-out splits first, training last: the later row counts as contaminated.
-    splits = [shard.split or "train" for shard in packed.shards]
+    splits = [shard.split or "train" for shard in own.shards]
     names = sorted(
         set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name)
     )
-    priority = np.array([names.index(name) for name in splits], np.int64)[packed.shard_of]
-    own = own[kept[own["row"]]]
-    own_priority = priority[own["row"]]
-    # Each search: set index, images to search for, and images to search in.
-    searches = [(number, own, hashes) for number, hashes in enumerate(others)]
+    kept = [shard.num_kept for shard in own.shards]
+    priority = np.repeat([names.index(name) for name in splits], kept)[hashes[0]["row"]]
+    # Each search: the set to search in, images to search for, and images to search in.
+    searches = [(other, hashes[0], images) for other, images in zip(sets, hashes, strict=True)][1:]
     searches += [
-        (SAME_SET, own[own_priority == each], own[own_priority < each])
+        (own, hashes[0][priority == each], hashes[0][priority < each])
         for each in range(1, len(names))
     ]
     contaminated: list[ContaminatedRow] = []
-    for set_index, queries, references in searches:
-        queries = queries[~is_contaminated[queries["row"]]]
+    for other, queries, references in searches:
+        queries = queries[~is_found[queries["row"]]]
         index, distances = _matches(queries, references)
         hits = np.flatnonzero(index != NO_ROW)
         hits = hits[np.unique(queries["row"][hits], return_index=True)[1]]
-        is_contaminated[queries["row"][hits]] = True
+        found = queries[hits]
         matches = references[index[hits]]
+        is_found[found["row"]] = True
         contaminated += map(
             ContaminatedRow,
-            queries["row"][hits].tolist(),
-            repeat(set_index),
+            found["row"].tolist(),
+            own.keys(found["row"]),
+            found["image"].tolist(),
+            repeat(other),
             matches["row"].tolist(),
-            distances[hits].tolist(),
-            queries["image"][hits].tolist(),
+            other.keys(matches["row"]),
             matches["image"].tolist(),
+            distances[hits].tolist(),
         )
-    return sorted(contaminated)
+    return sorted(contaminated, key=lambda each: each.row)
 
 
 def _matches(queries: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -346,14 +329,10 @@ def nearest(
         Index in `references` and Hamming distance of each query, both int64 [N]; NO_ROW (-1) in
         both for a query without a match.
     """
-    index = np.full(len(queries), NO_ROW, np.int64)
-    distances = np.full(len(queries), NO_ROW, np.int64)
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
-    if not len(query_rows) or not len(reference_rows):
-        return index, distances
-    best = np.full(len(query_rows), _NO_MATCH, np.int64)
     query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)
     reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
+    found = [np.zeros((3, 0), np.int64)]  # query, Hamming distance and reference of each match
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
             left = queries[query_rows[query]]
@@ -361,15 +340,15 @@ def nearest(
             distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
             near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
-            np.minimum.at(
-                best, query[near], distance[near] << _ROW_BITS | reference_rows[candidate[near]]
-            )
-    match = best[group]
-    rows = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH]
-    match = match[match != _NO_MATCH]
-    index[rows] = match & ((1 << _ROW_BITS) - 1)
-    distances[rows] = match >> _ROW_BITS
-    return index, distances
+            found.append(np.stack([query, distance, reference_rows[candidate]])[:, near])
+    matches = np.concatenate(found, axis=1)
+    matches = matches[:, np.lexsort(matches[::-1])]
+    query, first = np.unique(matches[0], return_index=True)
+    best = np.full((2, len(query_rows)), NO_ROW, np.int64)
+    best[:, query] = matches[1:, first]
+    out = np.full((2, len(queries)), NO_ROW, np.int64)
+    out[:, queries["has_phash"]] = best[:, group]
+    return out[1], out[0]
 
 
 def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -405,112 +384,57 @@ def _candidate_pairs(
         start = stop
 
 
-def _write_leaks(
-    out: AnyPath,
-    contaminated: Sequence[ContaminatedRow],
-    shard_row_of: np.ndarray,
-    sets: Sequence[PreparedSet],
-) -> dict[int, str]:
-    """Write leaks.jsonl; return {row: description}. `sets` ends with this set, which has row n at
-    `shard_row_of[n]`.
+def _describe(row: ContaminatedRow, own: PreparedSet) -> str:
+    """Return a sentence for the quarantine."""
+    how = f"near-duplicate ({row.hamming_distance} of 256 bits differ) of"
+    if row.hamming_distance == EXACT:
+        how = "same image as"
+    place = "another split of this set" if row.other is own else str(row.other.folder)
+    return f"{how} row {row.match_key} of {place}"
 
-    Some records, of near and of exact matches, have thumbnails of both images.
+
+def _write_leaks(out: AnyPath, own: PreparedSet, contaminated: Sequence[ContaminatedRow]) -> None:
+    """Write leaks.jsonl. Some records, of near and of exact matches, have thumbnails of both
+    images.
     """
-    rows = shard_row_of[np.array([each.row for each in contaminated], np.int64)]
-    matches = np.array([each.match for each in contaminated], np.int64)
-    set_of = np.array([each.set_index for each in contaminated], np.int64)
-    keys = sets[-1].keys(rows)
-    match_keys: dict[int, str] = {}
-    matches[set_of == SAME_SET] = shard_row_of[matches[set_of == SAME_SET]]
-    for number in np.unique(set_of):
-        in_set = np.flatnonzero(set_of == number)
-        match_keys.update(zip(in_set.tolist(), sets[number].keys(matches[in_set]), strict=True))
-    exact = [number for number, each in enumerate(contaminated) if each.hamming_distance == EXACT]
-    near = [number for number, each in enumerate(contaminated) if each.hamming_distance != EXACT]
-    examples = set([*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES])
-    descriptions = {}
+    exact = [each for each in contaminated if each.hamming_distance == EXACT]
+    near = [each for each in contaminated if each.hamming_distance != EXACT]
+    examples = {each.row for each in [*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES]}
     with open_output(out / LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
-        for number, each in enumerate(contaminated):
-            other = None if each.set_index == SAME_SET else str(sets[each.set_index].folder)
-            bits = None if each.hamming_distance == EXACT else each.hamming_distance
+        for each in contaminated:
             line: dict[str, Any] = {
-                "key": keys[number],
-                "set": other,
-                "other": match_keys[number],
-                "bits": bits,
+                "key": each.key,
+                "set": None if each.other is own else str(each.other.folder),
+                "other": each.match_key,
+                "bits": None if each.hamming_distance == EXACT else each.hamming_distance,
             }
-            how = (
-                "same image as"
-                if bits is None
-                else (f"near-duplicate ({bits} of 256 bits differ) of")
-            )
-            descriptions[each.row] = (
-                f"{how} row {match_keys[number]} of {other or 'another split of this set'}"
-            )
-            if number in examples:
-                line["thumbnails"] = [None, None]
-                for index, (prepared, row, image) in enumerate(
-                    (
-                        (sets[-1], rows, each.image),
-                        (sets[each.set_index], matches, each.match_image),
-                    )
-                ):
-                    with suppress(OSError, ValueError):
-                        [stored] = prepared.read(row[[number]])
-                        data = stored.media[image].data
-                        line["thumbnails"][index] = subprocess_decoder.thumbnail(data)
+            if each.row in examples:
+                line["thumbnails"] = [
+                    _thumbnail(own, each.row, each.image, subprocess_decoder),
+                    _thumbnail(each.other, each.match, each.match_image, subprocess_decoder),
+                ]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-    return descriptions
 
 
-def _hash_shards(
-    out: AnyPath,
-    sets: Sequence[PreparedSet],
-    settings: Prepare,
-    on_rows: Callable[[int, int], None],
-) -> None:
-    """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
-    (out / HASHES_DIR).mkdir(parents=True, exist_ok=True)
-    wanted = {
-        _hash_file(each, shard): (each, shard) for each in sets for shard in each.manifest.shards
-    }
-    existing = {f"{HASHES_DIR}/{name}" for name in list_names(out / HASHES_DIR)}
-    parallel_map(lambda file: (out / file).unlink(), existing - wanted.keys())
-    job: dict[str, Any] = {
-        "out": str(out),
-        "max_pixels": settings.max_pixels,
-    }
-    items = [
-        job
-        | {
-            "file": file,
-            "set": str(each.folder),
-            "image_folder": each.manifest.source.get("address") or "",
-        }
-        | {"shard": asdict(shard)}
-        for file, (each, shard) in wanted.items()
-        if file not in existing or not each.manifest.has_image_checksums
-    ]
-    done = 0
-    total = sum(item["shard"]["num_rows"] for item in items)
-    on_rows(done, total)
-    with closing(map_tasks(_hash_task, items)) as results:
-        for result in results:
-            done += result["num_rows"]
-            on_rows(done, total)
+def _thumbnail(
+    prepared: PreparedSet, row: int, image: int, subprocess_decoder: SubprocessDecoder
+) -> str | None:
+    """Return a thumbnail of an image of a row; None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        [stored] = prepared.read(np.array([row]))
+        return subprocess_decoder.thumbnail(stored.media[image].data)
+    return None
 
 
-def _hash_task(item: dict[str, Any]) -> Result:
-    """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
-    shard = Shard.from_json(item["shard"])
-    out = to_path(item["out"])
-    prepared = _undeduplicated_set(item["set"], item["image_folder"], [shard], {})
+def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> np.ndarray:
+    """Return the image hashes of the rows of a shard. An unreadable row matches nothing."""
+    [shard] = prepared.shards
     name = str(prepared.folder / shard.file)
 
-    def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
+    def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> np.ndarray:
         parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
-        for start in range(0, shard.num_rows, READ_BATCH_ROWS):
-            numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
+        for start in range(0, prepared.num_rows, READ_BATCH_ROWS):
+            numbers = np.arange(start, min(start + READ_BATCH_ROWS, prepared.num_rows))
             rows = read_each(prepared, numbers, (BadRow,))
             for number, row in zip(numbers.tolist(), rows, strict=True):
                 if isinstance(row, Exception):
@@ -523,18 +447,16 @@ def _hash_task(item: dict[str, Any]) -> Result:
                     entry["sha256"] = np.frombuffer(sha256[:16], "<u8")
                     with suppress(BadImage):  # exact matching still uses its bytes
                         if subprocess_decoder is not None:
-                            subprocess_decoder.check(media.data, item["max_pixels"])
-                        image = Image.fromarray(decode(media.data, item["max_pixels"]))
+                            subprocess_decoder.check(media.data, max_pixels)
+                        image = Image.fromarray(decode(media.data, max_pixels))
                         entry["phash"], entry["colors"] = perceptual_hash(image)
                         entry["has_phash"] = True
                 parts.append(hashes)
-        hashes = np.concatenate(parts)
-        file = io.BytesIO()
-        np.save(file, hashes)
-        write_atomic(out / item["file"], file.getvalue())
+        return np.concatenate(parts)
 
     try:
-        run_with_crash_limit(hash_rows, out, item["file"], name)
+        return run_with_crash_limit(
+            hash_rows, to_path(out), f"{HASHES_DIR}/{array_file(shard)}", name
+        )
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error
-    return {"num_rows": shard.num_rows}

@@ -367,7 +367,7 @@ def _check_contamination(
         to_path(job.out),
         packed,
         job.source.address,
-        dedup,
+        dedup.dropped,
         settings,
         lambda *rows: progress(PrepareProgress("hash", *rows)),
     )

@@ -232,7 +232,7 @@ def _without_similar_rows(
         for number, (rows, _), is_similar in zip(shards, parts, similar_in, strict=True)
         if is_similar.any()
     }
-    return prepared.with_table(table.with_dropped(dropped))
+    return prepared.with_shards(table.with_dropped(dropped))
 
 
 def find_similar(
@@ -300,8 +300,7 @@ def _copy(
     groups = list(_groups(prepared))
     work = partial(
         _copy_task,
-        set_address=str(prepared.folder),
-        manifest=replace(prepared.manifest, shards=()),
+        source=prepared.with_shards(()),
         out=str(folder),
     )
     items = [
@@ -334,16 +333,17 @@ def _copy(
     )
 
 
-def _copy_task(item: dict[str, Any], set_address: str, manifest: Manifest, out: str) -> Result:
+def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
     """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
     shards = [Shard.from_json(each) for each in item["shards"]]
     folder = to_path(out)
     kept = "".join(f"{shard.sha256} {shard.dropped}\n" for shard in shards)
-    digest = hashlib.sha256(f"{kept}{manifest.columns}".encode()).hexdigest()[:16]
+    columns = source.manifest.columns
+    digest = hashlib.sha256(f"{kept}{columns}".encode()).hexdigest()[:16]
     record_file = folder / CHUNK_RECORDS / f"select-{item['number']:05d}-{digest}.json"
     if record_file.exists():
         return dict(orjson.loads(record_file.read_bytes()))
-    prepared = PreparedSet(to_path(set_address), replace(manifest, shards=tuple(shards)))
+    prepared = source.with_shards(tuple(shards))
     split = shards[0].split
     name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}-{digest[:8]}.arrow"
     rows = []
@@ -353,7 +353,7 @@ def _copy_task(item: dict[str, Any], set_address: str, manifest: Manifest, out: 
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
                 rows.append((row.language, row.media_kinds))
-    for group in manifest.columns:
+    for group in columns:
         _copy_columns(prepared, shards, group, folder, name)
     shard = asdict(writer.entry())
     result = {"job": "select", "number": item["number"], "shard": shard, "rows": rows}

@@ -143,13 +143,13 @@ class PreparedSet:
         """
         return self._with(captions=weights)
 
-    def with_table(self, table: ShardTable) -> PreparedSet:
-        """Return this set with another list of shards, such as one that drops more rows.
+    def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
+        """Return this set with other shards, such as some of them, or all with more dropped rows.
 
         Args:
-            table: The shards.
+            shards: The shards.
         """
-        return self._with(manifest=replace(self.manifest, shards=table))
+        return self._with(manifest=replace(self.manifest, shards=shards))
 
     @property
     def shards(self) -> tuple[Shard, ...]:

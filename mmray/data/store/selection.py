@@ -284,7 +284,7 @@ def drop_rows(
         done += int(table.num_kept[number])
         dropped[number] = rows
         on_rows(done, prepared.num_rows)
-    selected = prepared.with_table(table.with_dropped(dropped))
+    selected = prepared.with_shards(table.with_dropped(dropped))
     if not selected.num_rows:
         raise UsageError(
             f"{setting}: `{where}` selects none of the {prepared.num_rows:,} rows of "
@@ -326,4 +326,4 @@ def select_rows(
             f"cannot write the list of selected rows to {place}: {error}. Choose another "
             "--run.storage"
         ) from error
-    return prepared.with_table(file.open())
+    return prepared.with_shards(file.open())

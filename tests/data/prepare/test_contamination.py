@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Prepare
-from mmray.data.prepare import contamination
+from mmray.data.prepare import contamination, shard_arrays
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import NO_ROW
 from mmray.data.prepare.contamination import (
@@ -36,13 +36,13 @@ def in_process(monkeypatch):
 
     def tasks(work, items):
         items = json.loads(json.dumps(items))
-        hashed.extend(item["shard"]["file"] for item in items)
+        hashed.extend(item["file"] for item in items)
         yield from map(work, items)
 
     # the images of these tests have little but noise
     monkeypatch.setattr(contamination, "PHASH_DISTANCE", 20)
     monkeypatch.setattr(prepare_module, "map_tasks", run_here)
-    monkeypatch.setattr(contamination, "map_tasks", tasks)
+    monkeypatch.setattr(shard_arrays, "map_tasks", tasks)
     return hashed
 
 
@@ -122,47 +122,6 @@ def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
     assert "near-duplicate (" in faults["rows.jsonl:4"]
 
 
-def test_changed_images_without_checksums_are_hashed_again(tmp_path, two):
-    """Neither the rows nor the other set, both index-only and unchecked, have digests of their
-    images.
-    """
-    eval_set, index_only = (
-        tmp_path / "index",
-        LAX.model_copy(update={"index_only": True, "check": "none"}),
-    )
-    mine = make_source(
-        tmp_path / "mine", [encode(patches_image(number)) for number in range(40, 44)]
-    )
-    other = make_source(
-        tmp_path / "other", [encode(patches_image(number)) for number in range(50, 54)]
-    )
-    prepare(other, str(eval_set), index_only)
-    settings = index_only.model_copy(update={"check_contamination": (two[1], str(eval_set))})
-    assert prepare(mine, str(tmp_path / "out"), settings).leakage["exact"] == 0
-    (tmp_path / "mine" / "1.img").write_bytes(encode(patches_image(3)))
-    assert prepare(mine, str(tmp_path / "out"), settings).leakage["found_in"][two[1]] == 1
-    (tmp_path / "other" / "2.img").write_bytes(encode(patches_image(40)))
-    assert prepare(mine, str(tmp_path / "out"), settings).leakage["found_in"][str(eval_set)] == 1
-
-
-def test_class_folders_of_equal_names_are_no_duplicates(tmp_path, in_process):
-    """Two index-only, unchecked sets whose shards have equal digests."""
-    index_only = LAX.model_copy(update={"format": "folders", "index_only": True, "check": "none"})
-    for first, name in ((0, "a"), (10, "b")):
-        (tmp_path / name / "cat").mkdir(parents=True)
-        for number in range(3):
-            (tmp_path / name / "cat" / f"{number}.png").write_bytes(
-                encode(patches_image(first + number))
-            )
-    eval_set = prepare(str(tmp_path / "a"), str(tmp_path / "eval"), index_only)
-    settings = index_only.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})
-    manifest = prepare(str(tmp_path / "b"), str(tmp_path / "out"), settings)
-    assert [shard.sha256 for shard in manifest.shards] == [
-        shard.sha256 for shard in eval_set.shards
-    ]
-    assert (manifest.leakage["exact"], manifest.leakage["near"]) == (0, 0)
-
-
 def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
     images = [encode(patches_image(number)) for number in range(8)]
     images[6] = encode(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train
@@ -185,6 +144,14 @@ def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
             str(tmp_path / "out"),
             LAX.model_copy(update={"check_contamination": (str(tmp_path / "t"),)}),
         )
+    unread = LAX.model_copy(update={"index_only": True, "check": "none"})
+    prepare(source, str(tmp_path / "unread"), unread)
+    with pytest.raises(DataError, match=r"unread: .* prepare it with --check header"):
+        compared = LAX.model_copy(update={"check_contamination": (str(tmp_path / "unread"),)})
+        prepare(source, str(tmp_path / "out"), compared)
+    with pytest.raises(UsageError, match="use --check header"):
+        settings = unread.model_copy(update={"check_contamination": (eval_set,)})
+        prepare(source, str(tmp_path / "out"), settings)
     monkeypatch.setattr(contamination, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
         prepare(

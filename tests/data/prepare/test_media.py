@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.prepare import contamination
+from mmray.data.prepare import shard_arrays
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
@@ -150,7 +150,7 @@ def test_duplicates_have_the_same_images_and_the_same_conversation(tmp_path: Pat
 def test_contamination_covers_every_image_of_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contamination, "map_tasks", map_closable)
+    monkeypatch.setattr(shard_arrays, "map_tasks", map_closable)
     prepare(str(jsonl(tmp_path / "raw")), str(tmp_path / "eval"), LAX)
     folder = tmp_path / "train"
     folder.mkdir()

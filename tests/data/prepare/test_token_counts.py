@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from mmray.data.messages import message_text
+from mmray.data.prepare import shard_arrays
 from mmray.data.prepare import token_counts as module
 from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_counts
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
-from mmray.errors import ResourceError
+from mmray.errors import DataError, ResourceError
 from tests.made import png, row, write_set
 
 
@@ -45,7 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             yield work(item)
             shards.append(item["file"])
 
-    monkeypatch.setattr(module, "map_tasks", run)
+    monkeypatch.setattr(shard_arrays, "map_tasks", run)
     monkeypatch.setattr(module, "_COUNTERS", {})
     return shards
 
@@ -95,17 +96,12 @@ def test_killed_job_resumes_with_the_shards_that_are_missing(
     assert finished == 1 and len(counted) == 2
 
 
-def test_sizes_that_prepare_did_not_read_are_those_of_the_images(
-    tmp_path: Path, counted: list[str]
-) -> None:
+def test_set_without_the_sizes_of_its_images_is_refused(tmp_path: Path, counted: list[str]) -> None:
     rows = [row(number, png(number, 10)) for number in range(8)]
-    for each in rows:
-        each.media[0].width = each.media[0].height = 0
-    rows[6] = row(6, b"no image")
+    rows[2].media[0].width = 0
     prepared = PreparedSet.open(write_set(tmp_path, [(rows, None, ())]))
-    counts = token_counts(prepared, Words())
-    assert counts.tolist()[6] == NOT_COUNTED
-    assert np.array_equal(np.delete(counts, 6), np.delete(expected(prepared), 6))
+    with pytest.raises(DataError, match=r"row row-2 .* --check full"):
+        token_counts(prepared, Words())
 
 
 def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[str]) -> None:

@@ -12,7 +12,7 @@ import mmray
 from mmray import cli
 from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.prepare import token_counts as token_counts_module
+from mmray.data.prepare import shard_arrays
 from mmray.data.prepare.pipeline import prepare
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
@@ -94,7 +94,7 @@ def test_killed_run_resumes_with_equal_weights(
     """Without Ray; the worker process is killed after step 5."""
     monkeypatch.setattr(driver, "needs_ray", lambda _: False)
     monkeypatch.setattr(
-        token_counts_module, "map_tasks", lambda work, items: (work(item) for item in items)
+        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
     )
     (tmp_path / "faults").mkdir()
     monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))

@@ -8,7 +8,7 @@ import torch
 
 from mmray.config import Vlm as VlmConfig
 from mmray.config import VlmInputs
-from mmray.data.prepare import token_counts as module
+from mmray.data.prepare import shard_arrays
 from mmray.data.prepare.token_counts import token_counts
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
@@ -49,7 +49,9 @@ def losses(model, reader, plan, rows):
 
 
 def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, monkeypatch):
-    monkeypatch.setattr(module, "map_tasks", lambda work, items: (work(item) for item in items))
+    monkeypatch.setattr(
+        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
+    )
     weights = str(folder_of("qwen3_vl"))
     counts = token_counts(prepared, ProcessorCounter(weights))
     assert len(set(counts.tolist())) == 3
