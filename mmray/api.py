@@ -99,7 +99,7 @@ def train(
         DataError: the data cannot be used.
     """
     if torchrun_rank() > 0:
-        from mmray.training.torchrun import follow_driver
+        from mmray.training.local import follow_driver
 
         follow_driver()
         sys.exit()

@@ -284,16 +284,3 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
     )
     ray.get(actor.run.remote())
     return ray.get(actor.get_result.remote())
-
-
-def is_train_error(error: BaseException | None, name: str) -> bool:
-    """Return whether an error is of a type of Ray Train, compared by name.
-
-    These types move between modules in new Ray versions, so they cannot be imported.
-
-    Args:
-        error: An error, or None. Its class and the parents of the class are compared, but not its
-            cause.
-        name: Name of the type, such as `PreemptionError`.
-    """
-    return any(each.__name__ == name for each in type(error).__mro__)

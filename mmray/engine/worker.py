@@ -1,7 +1,7 @@
 """One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run
 the loop.
 
-training/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any
+training/ray_trainer.py calls `train_worker` in each Ray Train worker; torchrun can call it with any
 iterable of blocks.
 """
 

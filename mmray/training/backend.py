@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +21,8 @@ from mmray.data.vlm.reader import ConversationReader
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
+from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, is_out_of_memory
+from mmray.processes import ChildDied
 from mmray.storage.paths import AnyPath
 from mmray.training.resolve import ResolvedRun
 
@@ -30,13 +32,78 @@ if TYPE_CHECKING:
 
 
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
-# which ranks connect.
+# which ranks connect. Of Ray Train, that a worker does not respond.
 COLLECTIVE_ERRORS = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to "
-    "host|NCCL|Socket Timeout"
+    "host|NCCL|Socket Timeout|health check (has been hanging|timed out)"
     "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
     "caused pair closure"
 )
+
+
+class WorkerFailed(Exception):
+    """A worker failed, or did not start.
+
+    Args:
+        kind: Kind of the failure, such as `lost`, `device` or `raised` (see `supervisor.Failure`).
+        cause: The error of the worker.
+    """
+
+    def __init__(self, kind: str, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.kind = kind
+        self.cause = cause
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error means that a worker, or the connection to another one, was lost.
+
+    A process that exited by itself is not lost: an import failed, or user code called exit.
+
+    Args:
+        error: The error that a worker raised, or a ChildDied.
+    """
+    if isinstance(error, ChildDied):
+        return error.exit_code is None or error.exit_code < 0
+    # An error of mmray may quote NCCL.
+    return not isinstance(error, MmrayError) and _is_of_collective(error)
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    return COLLECTIVE_ERRORS.search(str(error)) is not None
+
+
+def select_cause(
+    errors: Iterable[BaseException], is_lost: Callable[[BaseException], bool] = is_lost
+) -> WorkerFailed:
+    """Return why a group of workers failed.
+
+    Other ranks' errors only follow from a failed device or a lack of memory; broken connections
+    follow from any error.
+
+    Args:
+        errors: What the workers raised, at least one.
+        is_lost: Returns whether an error means that a worker was lost, not that its code failed.
+
+    Returns:
+        The error of the first worker of those with the most important one; its kind is `device`,
+        `raised` or `lost`.
+    """
+
+    def order(error: BaseException) -> tuple[bool, ...]:
+        is_of_device = isinstance(error, (DeviceError, OutOfMemoryError))
+        return (
+            not is_of_device,
+            not isinstance(error, MmrayError),
+            is_lost(error),
+            not is_out_of_memory(error),
+            _is_of_collective(error),
+        )
+
+    cause = min(errors, key=order)
+    if isinstance(cause, DeviceError):
+        return WorkerFailed("device", cause)
+    return WorkerFailed("lost" if is_lost(cause) else "raised", cause)
 
 
 @dataclass(frozen=True)
@@ -61,11 +128,10 @@ class Attempt:
     resolved: ResolvedRun
     folder: AnyPath
     fencing_token: int
-    # with the number of workers and the device of the attempt; the workers get the run's config
     config: Config
     batch_shape: BatchShape
     checkpoint: AnyPath | None
-    bad_rows: set[int]  # rows that earlier attempts could not read
+    bad_rows: set[int]
 
     def worker_context(self, decoders: int | None) -> WorkerContext:
         """Return what each worker of the attempt (this start of the workers) needs.
@@ -233,7 +299,7 @@ class Backend(Protocol):
             False if the run would not fit without the node, which is then still used.
         """
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> WorkerFailed:
         """Find out why the workers failed.
 
         Args:
@@ -244,6 +310,3 @@ class Backend(Protocol):
             The kind of the failure and its error. Kinds are those of `Failure`, such as `lost` (a
             worker or node was lost), `device` (a GPU failed) or `raised` (code raised an error).
         """
-
-
-Cause = tuple[str, BaseException]

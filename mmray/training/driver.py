@@ -25,10 +25,9 @@ from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.training import RunReporter, run_dir, trackers, validate
 from mmray.training.backend import Backend
-from mmray.training.local import LocalBackend
+from mmray.training.local import LocalBackend, with_workers_of_torchrun
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
-from mmray.training.torchrun import with_workers_of_torchrun
 
 
 @dataclass

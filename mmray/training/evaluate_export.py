@@ -38,9 +38,8 @@ from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.resolve import eval_prepare_settings
+from mmray.training.resolve import eval_prepare_settings, held_out_rows
 from mmray.training.run_dir import RunDir, find_set
-from mmray.training.selected_rows import check_eval_selections, held_out_rows
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -357,7 +356,7 @@ def _evaluate(
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
-    check_eval_selections(config)
+    validate.check_eval_selections(config)
     if reasons := validate.evaluation_reasons(config, is_trained=True):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
@@ -425,30 +424,33 @@ def _score_on_ray(
     demand = resource_demand(config, with_data=False)
     on_gpu = "GPU" in demand.per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
-    coordinator = ray_trainer.start_coordinator(set())
-    num_received = 0
-
-    def poll() -> None:
-        nonlocal num_received
-        messages, _ = ray.get(coordinator.drain.remote(num_received))
-        num_received += len(messages)
-        for message in messages:
-            on_rows(message["rows"])
-
-    def send_rows(num_rows: int) -> None:
-        coordinator.push.remote({"rows": num_rows})
-
-    score = partial(_score, config, tokenizer_json, held_out, load, send_rows)
-    trainer = ray_trainer.torch_trainer(score, config, to_path(folder), demand)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
+    score = partial(_score, config, tokenizer_json, held_out, load)
     try:
-        queue_timeout_s = config.cluster.queue_timeout_s
-        return dict(ray_trainer.run_group(trainer, demand, queue_timeout_s, reporter.log, poll))
+        return dict(
+            ray_trainer.run_group(
+                _score_in_worker,
+                config,
+                to_path(folder),
+                demand,
+                reporter.log,
+                lambda message: on_rows(message["rows"]),
+                score=score,
+            )
+        )
     except ray.train.TrainingFailedError as error:
         raise TrainingError(f"the evaluation failed: {error}") from error
-    finally:
-        ray.kill(coordinator)
+
+
+def _score_in_worker(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The metrics, in the process group of Ray Train."""
+    import ray.train.torch
+
+    push = arguments["coordinator"].push.remote
+    device = ray.train.torch.get_device()
+    metrics: dict[str, Any] = arguments["score"](lambda rows: push({"rows": rows}), device)
+    return metrics
 
 
 def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
@@ -558,13 +560,8 @@ def _score(
     held_out: dict[str, PreparedSet],
     load: Callable[[], nn.Module],
     on_rows: Callable[[int], None],
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """The metrics, on `device` or (None) in a worker of Ray Train."""
-    if device is None:
-        import ray.train.torch
-
-        device = ray.train.torch.get_device()
     group = Group.current(device)
     model = load()
     check_evaluable(config, model)

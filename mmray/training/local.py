@@ -1,33 +1,42 @@
-"""One worker in a child process of this machine, without Ray: it starts in seconds, and is replaced
-if it dies. Under torchrun each of its other processes has one more (torchrun.py).
+"""Workers in processes of this machine, without Ray: they start in seconds, and lost ones are
+replaced.
+
+A run has one worker, a child process of the driver. Under torchrun (`torchrun --nproc-per-node 2 -m
+mmray train`) the process of rank 0 is the driver, and the process of each other rank starts a
+worker too, which connects to the driver and then serves it as the driver's own worker does. So
+restarts, hang detection, stops and files are those of every run.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from mmray.config import Config
-from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError
-from mmray.machine import cores
-from mmray.processes import ChildDied, ChildProcess
+from mmray.errors import MmrayError, ResourceError, UsageError
+from mmray.machine import LOOPBACK, cores, torchrun_world_size
+from mmray.processes import EXIT_TIMEOUT_S, ChildDied, ChildProcess, ConnectedProcess
 from mmray.training.backend import (
-    COLLECTIVE_ERRORS,
     Attempt,
-    Cause,
+    WorkerFailed,
     format_counts,
     resume_point,
+    select_cause,
 )
 from mmray.training.coordinator import Coordinator
-from mmray.training.local_worker import run_worker
-from mmray.training.torchrun import RankListener, RankProcess
+from mmray.training.local_worker import DriverAddress, run_worker, serve_driver
+from mmray.training.monitor import signal_handlers
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
@@ -43,19 +52,92 @@ TRAINING_CORES = 2
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
 
 
-class WorkerFailed(Exception):
-    """A worker process failed, or did not start.
+class RankProcess(ConnectedProcess):
+    """The worker process of a rank other than 0, as the driver sees it.
 
     Args:
-        kind: `raised` (the worker raised `cause`, or exited by itself), `device` (a GPU failed), or
-            `lost` (it was killed, or did not start).
-        cause: The error of the worker.
+        rank: The rank.
+        pid: Its process ID.
+        connection: Connection to it.
     """
 
-    def __init__(self, kind: str, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.kind = kind
-        self.cause = cause
+    def __init__(self, rank: int, pid: int, connection: Connection) -> None:
+        super().__init__(f"rank {rank}", connection)
+        self.process = psutil.Process(pid)
+
+    def close(self) -> None:
+        """Close the connection, with which the process ends."""
+        self.connection.close()
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL, and wait until it has ended."""
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            self.process.kill()
+            self.process.wait(EXIT_TIMEOUT_S)
+
+
+class RankListener:
+    """Accepts the connections of the workers of ranks 1 to N - 1 to the driver.
+
+    Args:
+        world_size: Number of ranks N.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        key = secrets.token_bytes(32)
+        self._listener = Listener((LOOPBACK, 0), backlog=world_size, authkey=key)
+        host, port = self._listener.address
+        self.address: DriverAddress = (str(host), int(port), key.hex())
+        self._connected: dict[int, RankProcess] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._accept, name="mmray-ranks", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+                rank, pid = connection.recv()
+                process = RankProcess(rank, pid, connection)
+            except (AuthenticationError, EOFError, OSError, psutil.NoSuchProcess):
+                continue  # no worker, or one that has ended
+            with self._changed:
+                if self._closed:
+                    process.close()
+                    continue
+                self._connected[rank] = process  # in place of one that has ended
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the workers of all ranks have connected.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+
+        Returns:
+            Whether they have.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: len(self._connected) == self._world_size - 1, timeout_s
+            )
+
+    def take(self) -> list[RankProcess]:
+        """Return the connected workers in the order of their ranks, for one attempt."""
+        with self._changed:
+            connected = sorted(self._connected.items())
+            self._connected = {}
+        return [process for _, process in connected]
+
+    def close(self) -> None:
+        """Close the connections of workers that no attempt has taken, also of those that connect
+        later; they end.
+        """
+        with self._changed:
+            self._closed = True
+            for process in self._connected.values():
+                process.close()
 
 
 class LocalBackend:
@@ -114,8 +196,8 @@ class LocalBackend:
     def exclude_node(self, config: Config, node: str) -> bool:
         return False  # this machine is the only one
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
-        return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> WorkerFailed:
+        return error if isinstance(error, WorkerFailed) else WorkerFailed("raised", error)
 
     def close(self) -> None:
         """End the processes that were started in advance for workers, if they were not used."""
@@ -238,7 +320,7 @@ class LocalWorkers:
             end_s = time.monotonic() + ERROR_WAIT_S
             for receiver in self._receivers:
                 receiver.join(max(0.0, end_s - time.monotonic()))
-            raise failure_of(self._errors, is_group=len(self._processes) > 1)
+            raise select_cause(self._errors)
         for process in self._processes:
             process.close()
         return self._outcome
@@ -284,56 +366,6 @@ class LocalWorkers:
             process.kill()
 
 
-def failure_of(errors: Sequence[Exception], is_group: bool) -> Exception:
-    """Return the error to raise after workers have failed.
-
-    Args:
-        errors: What the workers raised, and a ChildDied for each that died.
-        is_group: Whether the run has several workers: a broken collective then is an error that
-            follows from the loss of another one.
-
-    Returns:
-        An MmrayError, first that of a failed device or of a lack of memory; otherwise a
-        WorkerFailed, first that of an error in the code, because a broken connection follows from
-        it.
-    """
-
-    def is_broken(error: Exception) -> bool:
-        is_other = isinstance(error, (MmrayError, ChildDied))
-        return is_group and not is_other and COLLECTIVE_ERRORS.search(str(error)) is not None
-
-    def order(error: Exception) -> tuple[bool, ...]:
-        is_of_device = isinstance(error, (DeviceError, OutOfMemoryError))
-        is_loss = isinstance(error, ChildDied) or is_broken(error)
-        return not is_of_device, not isinstance(error, MmrayError), is_loss, is_broken(error)
-
-    cause = min(errors, key=order)
-    if isinstance(cause, ChildDied):
-        return worker_failed(cause)
-    if isinstance(cause, DeviceError):
-        return WorkerFailed("device", cause)
-    if isinstance(cause, MmrayError):
-        return cause
-    return WorkerFailed("lost" if is_broken(cause) else "raised", cause)
-
-
-def worker_failed(died: ChildDied) -> WorkerFailed:
-    """Return the failure of a worker process that ended without a result.
-
-    If it exited by itself, an import failed or user code called exit: it is not a lost process,
-    which would be replaced several times.
-
-    Args:
-        died: The end of the process, with its exit code (negative: killed by a signal).
-
-    Returns:
-        An error with the kind of the failure: `raised` (it exited by itself) or `lost` (it was
-        killed).
-    """
-    is_lost = died.exit_code is None or died.exit_code < 0
-    return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))
-
-
 def num_decode_processes(config: Config, device: str, workers: int) -> int:
     """Return the number of processes that read and decode rows for all workers on this machine.
 
@@ -346,3 +378,62 @@ def num_decode_processes(config: Config, device: str, workers: int) -> int:
     if config.data.worker_range is not None:
         return config.data.worker_range[1]
     return max(workers, cores() - workers * TRAINING_CORES) if device == "gpu" else workers
+
+
+def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) -> Config:
+    """Return the settings of a run with one worker in each process that torchrun started.
+
+    Args:
+        config: Settings of the run. What they request from Ray has no effect.
+        log: Called with a line and the word to print before it.
+
+    Raises:
+        UsageError: torchrun started processes on several machines.
+    """
+    workers = torchrun_world_size()
+    on_this_machine = int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_this_machine < workers:
+        raise UsageError(
+            f"torchrun started {on_this_machine} of {workers} processes on this machine, but mmray "
+            "trains on several machines with Ray only. Start Ray on them and one command, `mmray "
+            f"train ... --cluster.address HEAD:6379 --cluster.workers {workers}`"
+        )
+    log(
+        f"{workers} workers, one in each process; cluster.workers and what else `cluster` requests "
+        "from Ray have no effect",
+        "torchrun",
+    )
+    return config.with_cluster(
+        workers=workers, address=None, resources_per_worker={}, wait_for_nodes=False
+    )
+
+
+def follow_driver() -> None:
+    """Run the worker of this rank, which is not 0, until the driver in rank 0's process has ended.
+
+    A worker that was killed, as by the driver after a failure, is replaced.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM arrived before the worker was connected to the driver.
+            Later the driver handles the signal: it lets the workers end with a checkpoint.
+    """
+    connected = threading.Event()
+    signalled = threading.Event()
+
+    def on_signal(*_: Any) -> None:
+        if not connected.is_set():
+            raise KeyboardInterrupt
+        signalled.set()
+
+    with signal_handlers(on_signal):
+        while not signalled.is_set():
+            connected.clear()
+            child = ChildProcess("worker", serve_driver)
+            try:
+                child.result(lambda _: connected.set())
+                child.close()
+                return
+            except ChildDied:
+                continue
+            finally:
+                child.kill()  # otherwise Python waits at exit for a child that is not connected

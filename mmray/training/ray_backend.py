@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup
 from mmray.cluster import placement
 from mmray.cluster.capacity import NODE_ID, Demand, fits, num_workers_that_fit
 from mmray.cluster.ray_internals import (
-    is_train_error,
     list_as_waiting,
     version_warning,
     waiting_priorities,
@@ -37,7 +36,6 @@ from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import BatchShape
 from mmray.errors import (
-    DeviceError,
     MmrayError,
     OutOfMemoryError,
     ResourceError,
@@ -47,20 +45,20 @@ from mmray.errors import (
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath
 from mmray.training.backend import (
-    COLLECTIVE_ERRORS,
     Attempt,
-    Cause,
+    WorkerFailed,
     format_counts,
+    is_lost,
     resume_point,
+    select_cause,
 )
-from mmray.training.local import WorkerFailed
 from mmray.training.ray_trainer import (
     run_in_thread,
     start_coordinator,
     torch_trainer,
+    train_loop_per_worker,
 )
 from mmray.training.trackers import RayMetrics
-from mmray.training.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
@@ -181,31 +179,15 @@ class RayBackend:
         self._excluded |= {node}
         return True
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
-        # of Ray Train's preemption watcher, which is off by default
-        if is_train_error(error, "PreemptionError"):
-            return "preempted", TrainingError("a node was preempted")
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> WorkerFailed:
         if isinstance(error, WorkerFailed):  # of `RayWorkers.waits_for_resources`
-            return error.kind, error.cause
-        if not isinstance(error, ray.train.WorkerGroupError):
-            return "lost", TrainingError(
-                f"Ray Train failed: {getattr(error, 'controller_failure', error)}"
-            )
-        failures = [root_cause(each) for each in error.worker_failures.values()]
-        raised = [each for each in failures if not is_worker_lost(each)]
-        oom_killed = next(
-            (each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None
-        )
-        if oom_killed is not None and not raised:
-            return "lost", _host_oom_error(oom_killed, monitor.batch_shape)
-        # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors
-        # only follow from it.
-        mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
-        mmray_errors.sort(key=lambda each: not isinstance(each, (DeviceError, OutOfMemoryError)))
-        cause = next(iter([*mmray_errors, *raised, *failures]), error)
-        if raised:
-            return "device" if isinstance(cause, DeviceError) else "raised", cause
-        return "preempted" if monitor.preempted else "lost", cause
+            return error
+        failed = cause_in_group(error)
+        if isinstance(failed.cause, ray.exceptions.OutOfMemoryError):
+            return WorkerFailed("lost", _host_oom_error(failed.cause, monitor.batch_shape))
+        if failed.kind == "lost" and monitor.preempted:
+            return WorkerFailed("preempted", failed.cause)
+        return failed
 
 
 class RayWorkers:
@@ -279,7 +261,7 @@ class RayWorkers:
         if self._stop_requested:
             self.request_stop()
         loop_config = self._loop_config | {"coordinator": self._coordinator}
-        trainer = self._build_trainer(train_loop_config=loop_config)
+        trainer = self._build_trainer(loop_config=loop_config)
         return dict(run_in_thread(partial(trainer.fit_in, self._group), poll))
 
     def _is_reserved(self) -> bool:
@@ -418,19 +400,28 @@ def root_cause(error: BaseException) -> BaseException:
 def is_worker_lost(error: BaseException) -> bool:
     """Return whether an error means that a worker was lost, not that its code failed.
 
-    True also for a broken collective, which is what the peers of a lost worker report.
+    Args:
+        error: The error of a worker, from `root_cause`.
+    """
+    if type(error) is ray.exceptions.RayError:  # a task's error that cannot be pickled
+        return False
+    return isinstance(error, ray.exceptions.RayError) or is_lost(error)
+
+
+def cause_in_group(error: BaseException) -> WorkerFailed:
+    """Return why a worker group of Ray Train failed.
 
     Args:
-        error: The error that made the worker fail, not the one of Ray Train around it.
+        error: The error of `fit`.
+
+    Returns:
+        The error of a worker with its kind: `lost` (also if the group did not start), `device` or
+        `raised`.
     """
-    if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
-        # it may quote NCCL running out of memory; RayError: of a task's error that cannot be
-        # pickled
-        return False
-    lost = isinstance(error, ray.exceptions.RayError) or is_train_error(
-        error, "WorkerHealthCheckTimeoutError"
-    )
-    return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
+    if not isinstance(error, ray.train.WorkerGroupError):
+        reason = getattr(error, "controller_failure", error)
+        return WorkerFailed("lost", TrainingError(f"Ray Train failed: {reason}"))
+    return select_cause(map(root_cause, error.worker_failures.values()), is_worker_lost)
 
 
 def _host_oom_error(error: BaseException, batch_shape: BatchShape) -> OutOfMemoryError:

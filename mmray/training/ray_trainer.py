@@ -1,4 +1,5 @@
-"""Ray Train's trainer for a loop: its options, its process group, and the thread in which it runs.
+"""Ray Train's trainer for a loop: its options, its process group, the thread in which it runs, and
+the loop of a training worker, which connects engine/worker.py to Ray.
 
 The process group of torch.distributed is a backend of its own, because Ray's `TorchConfig` imports
 torch in the driver and in Ray Train's controller: 400 MiB in each of two processes on the head for
@@ -7,19 +8,23 @@ every run, also while it waits. Here only the workers import it.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import ray
+import ray.exceptions
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
@@ -33,9 +38,14 @@ from mmray.cluster.capacity import Demand
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.cluster.waiting import ResourceWait, is_reserved, reserve
 from mmray.config import Config
+from mmray.data.stream.actors import rank_blocks
+from mmray.data.stream.stream import RankBlocks
+from mmray.engine.heartbeat import Heartbeat, describe_process
+from mmray.engine.worker_context import DriverHandle
+from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
-from mmray.training.coordinator import Coordinator
+from mmray.training.coordinator import IMPORTING, Coordinator
 
 JOIN_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -207,39 +217,6 @@ class ReservedTrainer(DataParallelTrainer):
         return run_train_controller(self._group, **arguments)
 
 
-def run_group(
-    trainer: ReservedTrainer,
-    demand: Demand,
-    queue_timeout_s: float,
-    log: Callable[[str, str], None],
-    poll: Callable[[], None],
-) -> Any:
-    """Wait for the resources of a worker group, log what it waits for, and run it to its end.
-
-    Args:
-        trainer: The trainer, from `torch_trainer`.
-        demand: The resources of its workers.
-        queue_timeout_s: Seconds to wait for them.
-        log: Called with a line and the word to print before it, such as `waiting`.
-        poll: Called several times per second. Its errors are raised at once.
-
-    Returns:
-        What rank 0 returned.
-
-    Raises:
-        ResourceError: The workers did not get their resources in time.
-    """
-    wait = ResourceWait(demand, queue_timeout_s, log)
-    group = reserve(demand)
-    try:
-        while not is_reserved(group):
-            wait.poll()
-            poll()
-        return run_in_thread(partial(trainer.fit_in, group), poll)
-    finally:
-        ray.util.remove_placement_group(group)
-
-
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
     """Return the options of Ray's RunConfig with which Ray writes its files to a folder.
 
@@ -259,8 +236,8 @@ def torch_trainer(
     config: Config,
     folder: AnyPath,
     demand: Demand,
+    loop_config: dict[str, Any],
     name: str | None = None,
-    **trainer_options: Any,
 ) -> ReservedTrainer:
     """Build Ray Train's trainer for a loop, without retries.
 
@@ -270,8 +247,8 @@ def torch_trainer(
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources and labels, which Ray Train sends to the
             autoscaler.
+        loop_config: The argument of the loop.
         name: Name of Ray's run; None: a random one.
-        trainer_options: Further arguments of the trainer, such as `train_loop_config`.
     """
     no_retries: Any = {
         "max_failures": 0,
@@ -295,7 +272,7 @@ def torch_trainer(
         run_config=RunConfig(
             name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")
         ),
-        **trainer_options,
+        train_loop_config=loop_config,
     )
 
 
@@ -316,3 +293,169 @@ def start_coordinator(bad_rows: set[int]) -> Any:
         .options(num_cpus=0, scheduling_strategy=driver_node)
         .remote(bad_rows)
     )
+
+
+def run_group(
+    loop: Callable[[dict[str, Any]], Any],
+    config: Config,
+    folder: AnyPath,
+    demand: Demand,
+    log: Callable[[str, str], None],
+    on_message: Callable[[dict[str, Any]], None],
+    **arguments: Any,
+) -> Any:
+    """Wait for the resources of a worker group, log what it waits for, and run it to its end.
+
+    Args:
+        loop: The `train_loop_per_worker`. Its argument has `arguments`, and as `coordinator` the
+            handle of an actor, whose method `push` sends a message, a dict, to the driver.
+        config: Settings of the run; the limits of time are read.
+        folder: Ray Train writes its small files to the subfolder `ray`.
+        demand: The resources of the workers.
+        log: Called with a line and the word to print before it, such as `waiting`.
+        on_message: Called with each message.
+        arguments: What the loop needs.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        ResourceError: The workers did not get their resources in time.
+    """
+    coordinator = start_coordinator(set())
+    loop_config = arguments | {"coordinator": coordinator}
+    trainer = torch_trainer(loop, config, folder, demand, loop_config)
+    wait = ResourceWait(demand, config.cluster.queue_timeout_s, log)
+    group = reserve(demand)
+    num_received = 0
+
+    def poll() -> None:
+        nonlocal num_received
+        messages, _ = ray.get(coordinator.drain.remote(num_received))
+        num_received += len(messages)
+        for message in messages:
+            on_message(message)
+
+    try:
+        while not is_reserved(group):
+            wait.poll()
+        return run_in_thread(partial(trainer.fit_in, group), poll)
+    finally:
+        ray.util.remove_placement_group(group)
+        ray.kill(coordinator)
+
+
+class RankOutput(io.TextIOBase):
+    """Standard output of a rank, whose lines are also sent to the driver for its console.
+
+    Args:
+        stream: The standard output of the process, Ray's log file.
+        label: Label of the lines, such as `rank 1`.
+        push: Called with a message for the driver.
+    """
+
+    def __init__(self, stream: TextIO, label: str, push: Callable[[dict[str, Any]], Any]) -> None:
+        self._stream = stream
+        self._label = label
+        self._push = push
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._push({"note": line, "label": self._label})
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train one rank, in the process group that Ray Train has created.
+
+    Args:
+        arguments: `context` (WorkerContext: settings, folder and data of the run), `resume_point`
+            (ResumePoint: first step and checkpoint), `coordinator` (handle of the actor that passes
+            messages to the driver) and `decoders` (DecoderLimits: how many processes may read and
+            decode rows for a rank).
+
+    Returns:
+        Fields of result.json, such as `status` and `steps`.
+
+    Raises:
+        DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.
+    """
+    coordinator = arguments["coordinator"]
+    context = arguments["context"]
+    start = arguments["resume_point"]
+    rank = ray.train.get_context().get_world_rank()
+    stop = threading.Event()
+    must_yield = threading.Event()
+    streams: list[RankBlocks] = []  # that of this rank, once it has started
+
+    def send_heartbeat(record: dict[str, Any]) -> bool:
+        """Send a heartbeat, and read the driver's requests; none if it does not answer."""
+        try:
+            stop_requested, stacks_requested, yield_requested = ray.get(
+                coordinator.heartbeat.remote(record), timeout=5
+            )
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+        if stop_requested:
+            stop.set()
+        if yield_requested:
+            must_yield.set()
+            for stream in streams:
+                stream.update_pool()  # the rank may be evaluating
+        else:
+            must_yield.clear()
+        return bool(stacks_requested)
+
+    node = ray.get_runtime_context().get_node_id()
+    heartbeat = Heartbeat(send_heartbeat, describe_process(rank, node), context.folder)
+    driver = DriverHandle(
+        report=coordinator.push.remote if rank == 0 else (lambda _: None),
+        stop_requested=stop.is_set,  # the ranks agree on it in the next step
+        count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
+        heartbeat=heartbeat,
+    )
+    try:
+        # Before the imports, so that the decode actors start meanwhile.
+        blocks = rank_blocks(
+            context.reader,
+            start,
+            rank,
+            ray.train.get_context().get_local_world_size(),
+            context.config.data.block_mb,
+            arguments["decoders"],
+            lambda text: coordinator.push.remote({"note": text, "label": "data"}),
+            must_yield.is_set,
+        )
+        streams.append(blocks)
+        output = RankOutput(sys.stdout, f"rank {rank}", coordinator.push.remote)
+        with heartbeat.running(start.step), closing(blocks), redirect_stdout(output):
+            driver.stage(IMPORTING)
+            # Imported here: the driver and Ray Train's controller import this module without torch,
+            # which takes 2 s of CPU time and 400 MiB in each.
+            from ray.train.torch import get_device
+
+            from mmray.engine.worker import train_worker
+
+            device = get_device()
+            return train_worker(context, start, blocks, device, driver)
+    except Exception as error:
+        if is_device_error(error):
+            raise DeviceError.from_error(error, _device_of(rank), node) from None
+        if not isinstance(error, MmrayError):
+            # a traceback is not sent to the driver, a note is
+            error.add_note(traceback.format_exc())
+        raise
+
+
+def _device_of(rank: int) -> str:
+    """Return the rank, GPU and node of this worker, for the message of an error."""
+    worker = ray.get_runtime_context()
+    gpus = ", ".join(worker.get_accelerator_ids().get("GPU", [])) or "none"
+    node = worker.get_node_id()
+    return f"rank {rank}, GPU {gpus}, node {node[:8]} at {ray.util.get_node_ip_address()}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Batch, Config, Prepare, Towers, Vlm
-from mmray.config.data import FULL_SHUFFLE, Mixture
+from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
 from mmray.data.media.decode import EXTRA_HINT, is_available
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
@@ -23,6 +23,7 @@ from mmray.data.store.cache import AUTO
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import with_region_labels
+from mmray.data.store.selection import select_rows
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
@@ -35,9 +36,8 @@ from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import check_eval_sets
-from mmray.storage.paths import RemotePath, to_path
+from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
-from mmray.training.selected_rows import held_out_rows, training_rows
 
 
 @dataclass(frozen=True)
@@ -433,3 +433,76 @@ def batch_on_device(config: Config) -> Batch:
         if config.cluster.accelerator == "gpu" and can_probe and not given
         else batch
     )
+
+
+def training_rows(
+    prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
+) -> PreparedSet:
+    """Return the rows of a set that the run trains on, with the captions that it uses.
+
+    Args:
+        prepared: The set.
+        config: Settings of the run: `data.where` and `data.captions`.
+        folder: Folder that all nodes can read, for the list of the selected rows.
+        reporter: Receives progress, the number of selected rows and the shares of captions.
+
+    Raises:
+        UsageError: The expression does not fit the columns of the set, or selects no row.
+        DataError: A shard has no values of a column.
+    """
+    selected = _select(prepared, "data.where", config.data.where, folder, reporter)
+    given = parse_captions(config.data.captions or "")
+    columns = prepared.manifest.text_columns
+    weights = {name: weight for name, weight in given.items() if name in columns}
+    if not weights:
+        return selected
+    total = sum(weights.values())
+    shares = [f"{name} {100 * weight / total:.3g} %" for name, weight in weights.items()]
+    reporter.log(f"{', '.join(shares)} of {prepared.folder}", "captions")
+    return selected.with_captions(weights)
+
+
+def held_out_rows(
+    prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
+) -> PreparedSet:
+    """Return the rows of a set that a run evaluates.
+
+    These are the rows that `data.eval_where` selects; None: all. If the set stores captions from
+    several columns of its source, only those of `data.eval_captions` are used; None: of the first
+    column.
+
+    Args:
+        prepared: The set.
+        config: Settings of the run.
+        folder: Folder that all nodes can read, into which the list of selected rows is written.
+        reporter: Receives progress, the number of selected rows, and the column of the captions.
+
+    Raises:
+        UsageError: The expression does not fit the columns of the set, or selects no row.
+        DataError: A shard has no values of a column.
+    """
+    selected = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
+    columns = prepared.manifest.text_columns
+    if not columns:
+        return selected
+    given = next(iter(parse_captions(config.data.eval_captions or "")), None)
+    column = given if given in columns else columns[0]
+    reporter.log(f"column {column} of {prepared.folder}, for evaluation", "captions")
+    return selected.with_captions({column: 1.0})
+
+
+def _select(
+    prepared: PreparedSet, setting: str, where: str | None, folder: AnyPath, reporter: RunReporter
+) -> PreparedSet:
+    if where is None:
+        return prepared
+    selected = select_rows(
+        prepared,
+        where,
+        folder,
+        setting,
+        lambda done, total: reporter.prepare_progress(PrepareProgress("select", done, total)),
+    )
+    rows = f"{selected.num_rows:,} of {prepared.num_rows:,} rows of {prepared.folder}"
+    reporter.log(f"{rows}: {where}", "selected")
+    return selected

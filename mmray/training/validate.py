@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,22 @@ from mmray.builtin import (
     HF_IMAGE_TYPES,
     HF_TEXT_TYPES,
     HF_VIDEO_TYPES,
+    KEEP_ALL,
     KINDS,
     POSITIONS_AFTER_PAD,
     SAMPLE_VLM,
 )
-from mmray.config.data import Mixture
+from mmray.config.data import Mixture, parse_captions
 from mmray.config.model import Lora, model_section
 from mmray.config.model_kinds import Towers, Vlm
 from mmray.config.recipes import RECIPES
+from mmray.data.store.manifest import Manifest, read_manifest, text_columns
+from mmray.data.store.row_columns import column_types
+from mmray.data.store.selection import check_names, check_where
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
 from mmray.storage.paths import to_path
-from mmray.training.selected_rows import check_selections
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -60,6 +63,85 @@ def validate_settings(config: Config) -> None:
     for address in filter(None, [*sources, config.data.cache, config.run.storage]):
         to_path(address)  # raises UsageError for an address that cannot be opened
     check_selections(config)
+
+
+def check_selections(config: Config) -> None:
+    """Check the expressions and the captions of a run against the columns of its sets, before Ray
+    starts.
+
+    Of a raw source, which is prepared later, the names in `prepare.keep` and `prepare.columns` are
+    checked.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: An expression is invalid, or a set has no column of a name.
+        DataError: The manifest of a set is damaged.
+    """
+    _check_selection("", Mixture.parse(config.data.train).addresses, config)
+    check_eval_selections(config)
+
+
+def check_eval_selections(config: Config) -> None:
+    """Check `data.eval_where` and `data.eval_captions`, as `check_selections` does.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        UsageError: An expression is invalid, or a set has no column of a name.
+        DataError: The manifest of a set is damaged.
+    """
+    trained_on = Mixture.parse(config.data.train).addresses
+    evaluated_on = [each.address for each in config.data.eval_sets if each.address]
+    _check_selection("eval_", evaluated_on or trained_on[:1], config)
+
+
+def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> None:
+    """Check `data.where` and `data.captions`, or those with a prefix, of the sets at addresses."""
+    where = getattr(config.data, f"{prefix}where")
+    captions = getattr(config.data, f"{prefix}captions")
+    if where is None and captions is None:
+        return
+    manifests: dict[str, Manifest | None] = {}  # None: a raw source
+    for address in addresses:
+        path = to_path(address)
+        manifest = read_manifest(path)
+        # Opening one that does not exist raises an error, or finds where it was moved.
+        if manifest is not None or path.exists():
+            manifests[address] = manifest
+    if where is not None:
+        _check_where(f"data.{prefix}where", where, manifests, config)
+    if captions is not None and manifests.keys() == set(addresses):
+        _check_captions(f"data.{prefix}captions", captions, manifests, config)
+
+
+def _check_where(
+    setting: str, where: str, manifests: Mapping[str, Manifest | None], config: Config
+) -> None:
+    for address, manifest in manifests.items():
+        if manifest is not None:
+            check_where(where, column_types(manifest.columns), address, setting)
+        else:
+            kept = config.prepare.keep
+            check_names(where, None if kept == (KEEP_ALL,) else kept, address, setting)
+
+
+def _check_captions(
+    setting: str, captions: str, manifests: Mapping[str, Manifest | None], config: Config
+) -> None:
+    """Raise UsageError if no set has a column of `data.captions`."""
+    known: list[str] = []
+    for manifest in manifests.values():
+        known += text_columns(config.prepare.columns) if manifest is None else manifest.text_columns
+    for name in parse_captions(captions):
+        if name not in known:
+            hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
+            raise UsageError(
+                f"{setting}: {', '.join(manifests)} has no column of captions `{name}`; "
+                f"{suggest(name, known) if known else hint}"
+            )
 
 
 def unsupported_reasons(config: Config) -> list[str]:

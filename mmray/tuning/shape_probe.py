@@ -22,15 +22,16 @@ from mmray.errors import (
     first_line,
     is_out_of_memory,
 )
-from mmray.processes import Channel, ChildDied, ChildProcess
+from mmray.processes import Channel, ChildProcess
 from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training import RunReporter
+from mmray.training.backend import WorkerFailed, select_cause
 from mmray.training.driver import check_classes
-from mmray.training.local import WorkerFailed, check_gpus, resolve_on_this_machine
+from mmray.training.local import check_gpus, resolve_on_this_machine
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
@@ -214,14 +215,12 @@ def measure_in_groups(
     """Measure batch shapes (global batch and micro-batch) in worker groups.
 
     A group that runs out of memory is followed by another one, which measures smaller batch shapes.
-    A worker that is lost for another reason (its node, preemption, NCCL) counts as out of memory
-    only if another one is lost at the same batch shape.
 
     Args:
         task: The batch shapes to measure, and what was measured before.
         run: Starts a new worker group that times the shapes of the task it is given, passes each
             message of the workers to its second argument, and returns the measurements. It raises
-            OutOfMemoryError, or WorkerFailed if a worker was lost or raised an error.
+            WorkerFailed if a worker was lost or raised an error.
         reporter: Receives log lines.
 
     Returns:
@@ -231,34 +230,24 @@ def measure_in_groups(
         OutOfMemoryError: Not even a micro-batch of one row fits.
         Exception: Another error that a worker raised.
     """
-    unexplained = set[tuple[int, int] | None]()
     while True:
         watch = _GroupWatch(task, reporter)
         try:
             measurements = run(task, watch.on_message)
-        except (OutOfMemoryError, WorkerFailed) as error:
-            task = watch.task
+        except WorkerFailed as error:
             trying = watch.trying
-            cause = error.cause if isinstance(error, WorkerFailed) else error
-            is_lost = isinstance(error, WorkerFailed) and error.kind == "lost"
-            reason = first_line(cause)
+            reason = first_line(error.cause)
             shape = "start of the workers"
             if trying is not None:
                 shape = f"global batch of {trying[0]} in micro-batches of {trying[1]}"
-            if not is_out_of_memory(cause):  # SIGKILL is a sign of it, see describe_signal
-                if not is_lost:
-                    raise cause from None
-                if trying not in unexplained:
-                    unexplained.add(trying)
-                    text = f"{shape}: {reason}; not known to be out of memory, measuring again"
-                    reporter.log(text, "workers")
-                    continue
-                reason += ", twice at this shape, which counts as out of memory"
-            if trying is None or trying[1] == 1:
-                raise cause from None
-            task = task.add(Failure(*trying, reason))
-            reporter.log(f"{shape}: {reason}; measuring shapes that need less memory", "memory")
-            continue
+            # SIGKILL is a sign of it, see describe_signal.
+            if is_out_of_memory(error.cause) and trying is not None and trying[1] > 1:
+                task = watch.task.add(Failure(*trying, reason))
+                reporter.log(f"{shape}: {reason}; measuring shapes that need less memory", "memory")
+                continue
+            if error.kind != "lost":
+                raise error.cause from None
+            raise TrainingError(f"{shape}: {reason}. Rerun the same command") from error
         # Without failures, all global batches have fewer rows than workers.
         if not measurements.visits and measurements.failures:
             raise OutOfMemoryError(measurements.failure(max(task.global_rows), 1))
@@ -291,12 +280,8 @@ def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
     child = ChildProcess("worker", _run_worker, task)
     try:
         return child.result(on_message)
-    except ChildDied as died:
-        raise WorkerFailed("lost", TrainingError(str(died))) from None
-    except MmrayError:
-        raise
     except Exception as error:  # noqa: BLE001 - raised with its kind
-        raise WorkerFailed("raised", error) from None
+        raise select_cause([error]) from None
     finally:
         child.kill()
 

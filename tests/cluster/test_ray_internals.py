@@ -8,11 +8,6 @@ import sys
 import psutil
 import pytest
 import ray
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckTimeoutError,
-)
-from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster import placement, ray_internals
 from mmray.cluster.placement import (
@@ -115,17 +110,6 @@ def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):
     assert [len(bundles) for bundles, _ in sent] == [2, 1, 1, 0]
     assert sent[0] == ([{"CPU": 1.0, "GPU": 1.0}] * 2, {"mmray/role": "train"})
     assert placement.EXPIRES_S > 2 * placement.REFRESH_S + placement.REQUEST_TIMEOUT_S
-
-
-def test_errors_of_ray_train_are_recognized():
-    late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
-    assert ray_internals.is_train_error(late.controller_failure, "WorkerGroupStartupTimeoutError")
-    assert not ray_internals.is_train_error(None, "WorkerGroupStartupTimeoutError")
-    assert ray_internals.is_train_error(
-        WorkerHealthCheckTimeoutError("no response"), "WorkerHealthCheckTimeoutError"
-    )
-    assert issubclass(PreemptionError, BaseException)
-    assert ray_internals.is_train_error(PreemptionError.__new__(PreemptionError), "PreemptionError")
 
 
 def test_only_the_process_that_started_then_is_killed():

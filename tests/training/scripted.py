@@ -10,6 +10,7 @@ import ray.exceptions
 from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError
+from mmray.training.backend import WorkerFailed
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir
 from mmray.training.supervisor import Supervisor
@@ -106,11 +107,11 @@ class ScriptedBackend:
         self.excluded.append(node)
         return self.excludes_nodes
 
-    def find_cause(self, error: BaseException, monitor: Any) -> tuple[str, BaseException]:
+    def find_cause(self, error: BaseException, monitor: Any) -> WorkerFailed:
         """The cause of a RuntimeError is the error that the worker raised."""
         cause = error.__cause__ or error
         kind = "device" if isinstance(cause, DeviceError) else "lost"
-        return ("raised" if isinstance(cause, OutOfMemoryError) else kind), cause
+        return WorkerFailed("raised" if isinstance(cause, OutOfMemoryError) else kind, cause)
 
 
 def supervised(folder: Any, lease: Any, backend: ScriptedBackend, **settings: Any) -> Supervisor:

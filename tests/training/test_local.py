@@ -206,7 +206,7 @@ def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeyp
 )
 def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
     ended = {-11: "SIGSEGV", None: "closed its connection"}.get(code, f"exited with code {code}")
-    failed = local.worker_failed(ChildDied("worker", code))
+    failed = backend.select_cause([ChildDied("worker", code)])
     assert failed.kind == kind and ended in str(failed.cause)
 
 

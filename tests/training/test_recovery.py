@@ -24,10 +24,10 @@ from mmray.errors import (
     is_device_error,
 )
 from mmray.storage.requests import TransientStorageError
-from mmray.training.local import WorkerFailed
+from mmray.training.backend import WorkerFailed
 from mmray.training.monitor import AttemptMonitor, RunProgress
 from mmray.training.ray_backend import RayBackend
-from mmray.training.recovery import (
+from mmray.training.supervisor import (
     EVENTS,
     Failure,
     Restart,

@@ -41,8 +41,9 @@ from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
 from mmray.processes import describe_exit
 from mmray.sweep_files import TrialRow
-from mmray.training.local import WorkerFailed
-from mmray.tuning import shape_group, shape_probe, shape_worker
+from mmray.training.backend import WorkerFailed
+from mmray.training.ray_backend import cause_in_group
+from mmray.tuning import shape_probe, shape_worker
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit
 from mmray.tuning.shape_probe import best_recipe, measure_in_groups, plan_task, probe_shapes
 from mmray.tuning.shape_worker import measure_shapes
@@ -177,21 +178,17 @@ def run_failing(*failures: tuple[int, Exception]) -> tuple[list[ShapeTask], list
     return tasks, [text for _, text in reporter.notes]
 
 
-def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_shape() -> None:
-    tasks, (note,) = run_failing((8, lost("its node died")))
-    assert [task.failures for task in tasks] == [(), ()] and "measuring again" in note
-    tasks, notes = run_failing(
-        (8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error"))
-    )
-    reason = "NCCL error, twice at this shape, which counts as out of memory"
-    assert [task.failures for task in tasks] == [(), (), (), (Failure(16, 8, reason),)]
-    assert reason in notes[2]
-    with pytest.raises(TrainingError, match="node died"):
-        run_failing((0, lost("its node died")), (0, lost("its node died")))
+def test_lost_worker_that_is_not_known_to_be_out_of_memory_ends_the_measurement() -> None:
+    with pytest.raises(TrainingError, match="micro-batches of 8: its node died"):
+        run_failing((8, lost("its node died")))
 
 
 @pytest.mark.parametrize(
-    "error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")]
+    "error",
+    [
+        lost(describe_exit(-signal.SIGKILL)),
+        WorkerFailed("raised", OutOfMemoryError("8 rows do not fit")),
+    ],
 )
 def test_next_group_continues_below_the_size_that_ran_out_of_memory(error: Exception) -> None:
     tasks, _ = run_failing((8, error))
@@ -199,20 +196,13 @@ def test_next_group_continues_below_the_size_that_ran_out_of_memory(error: Excep
     assert tasks[1].visits == (Visit(16, 1, 0.1, 1.0),)
 
 
-def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> None:
+def test_worker_killed_by_the_memory_monitor_is_the_cause_and_not_its_peer() -> None:
     killed = ray.exceptions.OutOfMemoryError(
         "Task was killed due to the node running low on memory.\nMemory: 9 GB"
     )
     failures = {0: RuntimeError("Connection closed by peer"), 1: killed}
-    error = shape_group._find_cause(ray.train.WorkerGroupError("failed", failures))
-    assert (
-        isinstance(error, WorkerFailed)
-        and isinstance(error.cause, OutOfMemoryError)
-        and error.kind == "lost"
-    )
-    assert str(error) == (
-        "a worker was lost (Task was killed due to the node running low on memory.)"
-    )
+    failed = cause_in_group(ray.train.WorkerGroupError("failed", failures))
+    assert (failed.kind, failed.cause) == ("lost", killed)
 
 
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
