@@ -28,7 +28,6 @@ from mmray.machine import torchrun_rank
 from mmray.report.sweep import SweepRecord
 from mmray.run import Run
 from mmray.storage.paths import AnyPath, remove_tree, to_path
-from mmray.submitted_jobs import SubmittedJob, find_job, jobs, submit  # noqa: F401 - of this API
 
 if TYPE_CHECKING:
     from ray.tune import ResultGrid

@@ -52,10 +52,6 @@ from mmray.errors import UsageError
             r"optimizer.lr_multipliers.0: string should match pattern .*\(got 'image\.\*'\)",
         ),
         (
-            "train: {compile: cudagraphs}",
-            "train.compile: a CUDA graph overwrites its outputs .*; use `inductor`",
-        ),
-        (
             "train: {compile: inductr}",
             r"train.compile: input should be .*'inductor'.* \(got 'inductr'\)",
         ),

@@ -161,21 +161,10 @@ def _evaluate_run(
     command: EvaluateCommand, interpolate: float, console: ConsoleReporter
 ) -> dict[str, float]:
     """Evaluate a run, and return its metrics."""
+    options = vars(command) | {"interpolate": interpolate}
+    del options["json"], options["evaluate"]
     with console.show_progress("evaluating"):
-        return api.evaluate(
-            command.run,
-            command.data,
-            split=command.split,
-            where=command.where,
-            captions=command.captions,
-            step=command.step,
-            address=command.address,
-            workers=command.workers,
-            accelerator=command.accelerator,
-            interpolate=interpolate,
-            reporter=console,
-            **dict(command.evaluate),
-        )
+        return api.evaluate(**options, reporter=console, **dict(command.evaluate))
 
 
 def _evaluate_weights(

@@ -45,16 +45,7 @@ def score(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(ScoreCommand, argv, "mmray score")
     with console.show_progress("loading the weights"):
-        api.score(
-            command.data,
-            command.weights,
-            name=command.name,
-            embeddings=command.embeddings,
-            captions=command.captions,
-            batch=command.batch,
-            address=command.address,
-            reporter=console,
-        )
+        api.score(**vars(command), reporter=console)
     where = f"--data.where '{command.name} > 0.25'"
     console.log(f"mmray train --data.train {shell_path(command.data)} {where}", "next")
     return 0

@@ -42,13 +42,6 @@ def select(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(SelectCommand, argv, "mmray select")
     with console.show_progress("selecting"):
-        api.select(
-            command.source,
-            command.out,
-            where=command.where,
-            deduplicate=command.deduplicate,
-            address=command.address,
-            reporter=console,
-        )
+        api.select(**vars(command), reporter=console)
     console.log(f"mmray train --data.train {shell_path(command.out)}", "next")
     return 0

@@ -19,7 +19,7 @@ class ShowCommand:
     texts and token counts; histograms; repeated images; quarantined rows.
     """
 
-    set: SetPath
+    prepared: SetPath
     """Folder of the prepared set, or its address (s3://...)."""
     out: str | None = None
     """File to write; None: show.html in the folder of the set."""
@@ -48,15 +48,7 @@ def show(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(ShowCommand, argv, "mmray show")
     with console.show_progress("reading"):
-        record = api.show(
-            command.set,
-            command.out,
-            split=command.split,
-            rows=command.rows,
-            seed=command.seed,
-            tokenizer=command.tokenizer,
-            reporter=console,
-        )
+        record = api.show(**vars(command), reporter=console)
     table = record.table[:MAX_LINES]
     columns = ("key", "media", "tokens", "text")
     names = [name for name in columns if any(row.get(name) for row in table)]

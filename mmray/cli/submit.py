@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from mmray import api
 from mmray.cli.args import parse_args, write_json
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import rows_table
@@ -82,14 +81,15 @@ def submit(argv: Sequence[str], console: ConsoleReporter) -> int:
     command = parse_args(SubmitCommand, words[:start], "mmray submit")
     if start == len(words):
         raise UsageError(f"mmray submit: give a command, one of {', '.join(SUBMITTED)}")
-    from mmray.cluster.jobs import untracked_modules
+    from mmray.cluster import jobs  # importing Ray's client takes a second
 
-    if untracked := untracked_modules(Path.cwd()):
+    if untracked := jobs.untracked_modules(Path.cwd()):
         text = f"{', '.join(untracked[:5])}: not tracked by git, so not uploaded (`git add` them)"
         console.log(text, "warning")
-    job = api.submit(words[start:], address=command.address)
-    console.log(f"{job.name}: {job.command}", "job")
-    return 0 if command.detach else job.follow(_show)
+    client = jobs.connect(command.address)
+    name = jobs.submit(client, words[start:], Path.cwd())
+    console.log(f"{name}: mmray {' '.join(words[start:])}", "job")
+    return 0 if command.detach else jobs.follow(client, name, _show)
 
 
 def status(argv: Sequence[str], console: ConsoleReporter) -> int:
@@ -106,7 +106,9 @@ def status(argv: Sequence[str], console: ConsoleReporter) -> int:
         ResourceError: the cluster cannot be reached.
     """
     command = parse_args(StatusCommand, argv, "mmray status")
-    rows = api.jobs(address=command.address)
+    from mmray.cluster import jobs
+
+    rows = jobs.list_jobs(jobs.connect(command.address))
     if command.json == "-":
         console.print_raw(json.dumps({"jobs": rows}, indent=2))
         return 0
@@ -140,7 +142,10 @@ def logs(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: there is no such job, or the cluster cannot be reached.
     """
     command = parse_args(LogsCommand, argv, "mmray logs")
-    return api.find_job(command.run, address=command.address).follow(_show)
+    from mmray.cluster import jobs
+
+    client = jobs.connect(command.address)
+    return jobs.follow(client, jobs.find_job(client, command.run).name, _show)
 
 
 def _show(text: str) -> None:

@@ -89,7 +89,8 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
         base = trials.restore_length(command.settings, recipe)
         console.print_raw(to_yaml(base).rstrip())
         return 0
-    axes = search_space.parse_axes((*command.space, *listed))
+    options = vars(command) | {"space": search_space.parse_axes((*command.space, *listed)) or None}
+    del options["settings"]
     sections = {
         section: getattr(command.settings, section) for section in api.Sections.__annotations__
     }
@@ -97,13 +98,7 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
     with console.show_progress("starting"):
         sweep = api.tune(
             recipe,
-            space=axes or None,
-            goal=command.goal,
-            samples=command.samples,
-            search=command.search,
-            scheduler=command.scheduler,
-            budget=command.budget,
-            concurrency=command.concurrency,
+            **options,
             reporter=console,
             **cast(api.Sections, sections),
         )

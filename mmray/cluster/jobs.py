@@ -286,23 +286,19 @@ class _LogFollower:
             self.show(rest)
 
 
-def cluster_status(client: JobSubmissionClient) -> list[Job]:
+def list_jobs(client: JobSubmissionClient) -> list[dict[str, Any]]:
     """Return the jobs that run or wait, and the last ended ones.
 
     Args:
         client: Client of the cluster.
+
+    Returns:
+        The fields of each Job, such as `name` and `status`, and its age in seconds, `age_s`; None:
+        it has not started.
     """
     submitted = _submitted_jobs(client)
     active = [details for details in submitted if details.status not in ENDED]
     ended = [details for details in submitted if details.status in ENDED]
-    return [_to_job(client, details) for details in active + ended[:NUM_LISTED_FILES]]
-
-
-def as_rows(jobs: Sequence[Job], now_s: float) -> list[dict[str, Any]]:
-    """Return jobs as rows of a table, with the age in seconds.
-
-    Args:
-        jobs: The jobs.
-        now_s: Present time in seconds since the epoch.
-    """
+    jobs = [_to_job(client, details) for details in active + ended[:NUM_LISTED_FILES]]
+    now_s = time.time()
     return [vars(job) | {"age_s": now_s - job.start_s if job.start_s else None} for job in jobs]

@@ -169,17 +169,6 @@ class Train(Section, settings_prefix="train"):
         (), description="Your own `package.module:Class`, called after each step."
     )
 
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _refuse_cuda_graphs(cls, value: object) -> object:
-        if value == "cudagraphs":
-            raise ValueError(
-                "a CUDA graph overwrites its outputs at the next replay, but accumulation keeps "
-                "those of the first "
-                "micro-batch; use `inductor`"
-            )
-        return value
-
     @model_validator(mode="after")
     def _check_length(self) -> Train:
         given = [name for name in ("steps", "samples", "epochs") if getattr(self, name) is not None]

@@ -215,6 +215,11 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "placements")
 
 
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; other tensors unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -314,7 +314,7 @@ class Trainer:
         metrics["train/grad_norm"] = result.grad_norm
         metrics["train/skipped_steps"] = self.progress.skipped
         metrics["batch/micro"] = self.batch_shape.micro_batch_size
-        metrics |= padding_fractions(token_counts, spec.group_by_length)
+        metrics |= padding_fractions(token_counts)
         return metrics | spec.static_metrics | reduced
 
     def _evaluate(self) -> Metrics:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmray.engine import precision
 from mmray.engine.batch import BatchShape
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import Group, to_local
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.optimizer import build_optimizer, lr_at
 from mmray.engine.parallel import strategy
@@ -163,14 +163,12 @@ def probe_memory(
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
     moments = tree_leaves(state.optimizer.state_dict()["state"])
-    gradients = [strategy.to_local(weight) for weight in weights if weight.requires_grad]
+    gradients = [to_local(weight) for weight in weights if weight.requires_grad]
     # Of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest.
     sizes = {
-        "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
+        "parameters": sum(to_local(weight).nbytes for weight in weights),
         "gradients": sum(gradient.nbytes for gradient in gradients),
-        "optimizer": sum(
-            strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)
-        ),
+        "optimizer": sum(to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
         "activations": activations,  # of two devices (`branches`), those of the first
     }
     table = {f"memory/{name}_gib": value / GIB for name, value in sizes.items()}

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer
 
 from mmray import plugins
-from mmray.engine.collectives import is_dtensor
+from mmray.engine.collectives import is_dtensor, to_local
 from mmray.errors import UsageError, suggest
 from mmray.models.protocol import find_blocks
 
@@ -435,8 +435,8 @@ class ExponentialMovingAverage:
         # torch's AveragedModel copies the step count to the device each time, which makes the host
         # wait.
         torch._foreach_lerp_(
-            [_local(average) for average in self._averages.values()],
-            [_local(weight) for weight in self._weights.values()],
+            [to_local(average) for average in self._averages.values()],
+            [to_local(weight) for weight in self._weights.values()],
             share,
         )
         self.num_updates += 1
@@ -454,10 +454,10 @@ class ExponentialMovingAverage:
     def _swap(self) -> None:
         # One weight at a time, so that memory for one is enough.
         for name, average in self._averages.items():
-            weight = _local(self._weights[name])
+            weight = to_local(self._weights[name])
             current = weight.clone()
-            weight.copy_(_local(average))
-            _local(average).copy_(current)
+            weight.copy_(to_local(average))
+            to_local(average).copy_(current)
 
     def state_dict(self, model_state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the averages by `module.NAME`, and the number of updates as `n_averaged`, as
@@ -481,9 +481,4 @@ class ExponentialMovingAverage:
         """
         self.num_updates = int(state["n_averaged"])
         for name, average in self._averages.items():
-            _local(average).copy_(_local(state[f"module.{name}"]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+            to_local(average).copy_(to_local(state[f"module.{name}"]))

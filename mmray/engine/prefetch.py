@@ -35,7 +35,6 @@ class TokenCounts(NamedTuple):
     Attributes:
         real: Tokens of the captions.
         padded: The same with padding.
-        padded_unbucketed: With the padding that there would be if rows were not grouped by length.
         samples: Samples of audio.
         padded_samples: The same with padding.
         frames: Frames of video.
@@ -44,7 +43,6 @@ class TokenCounts(NamedTuple):
 
     real: int
     padded: int
-    padded_unbucketed: int
     samples: int = 0
     padded_samples: int = 0
     frames: int = 0
@@ -84,7 +82,7 @@ class LocalBatch:
         return sum(self.sizes)
 
 
-def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) -> LocalBatch:
+def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
     """Build a rank's batch from the micro-batches of the stream, without padding and unreadable
     rows.
 
@@ -92,8 +90,6 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool (False for rows
             to remove), `key` (hash of the row's key) and `pos` int64 [B] (position in the sample
             order).
-        group_by_length: Whether the stream has put rows with captions of similar length together.
-            Then the padding that there would be otherwise is computed, too.
 
     Returns:
         The micro-batches (one without a valid row gets a dummy row), the keys of the rows, the
@@ -106,7 +102,7 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     if is_flat(micro_batches[0]):
         tokens = sum(int(micro_batch["num_tokens"].sum()) for micro_batch in micro_batches)
         padded = sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
-        counts = TokenCounts(tokens, max(tokens, padded), max(tokens, padded))
+        counts = TokenCounts(tokens, max(tokens, padded))
         return LocalBatch(micro_batches, is_dummy, keys, sizes, counts)
     if not bool(valid.all()):
         micro_batches = [_without_invalid_rows(micro_batch) for micro_batch in micro_batches]
@@ -118,15 +114,9 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     ]
     tokens = sum(int(mask.sum()) for mask in masks)
     padded = sum(mask.numel() for mask in masks)
-    unbucketed = padded
-    if group_by_length and masks:
-        order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
-        lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
-        unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
     counts = TokenCounts(
         tokens,
         padded,
-        unbucketed,
         sum(int(each["num_samples"].sum()) for each in real if "audio" in each),
         sum(each["audio"].numel() for each in real if "audio" in each),
         sum(int(each["num_frames"].sum()) for each in real if "video" in each),
@@ -252,7 +242,7 @@ def _checked_batches(
             actual = np.sort(actual)
             expected = np.sort(expected)
         check_positions(actual, expected, step, rank)
-        yield make_local_batch(micro_batches, group_by_length)
+        yield make_local_batch(micro_batches)
 
 
 def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:

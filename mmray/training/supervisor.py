@@ -290,7 +290,6 @@ class Supervisor:
             if start_step >= self.resolved.steps:
                 # workers would have no step to take, and the stream no rows
                 return outcome_of(meta)
-            check_rows(checkpoint, meta, self.resolved.batch_shape.global_batch_size)
         elif self.config.run.resume == "must":
             raise UsageError(
                 f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
@@ -485,33 +484,6 @@ class Supervisor:
         result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result
-
-
-def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
-    """Check that a checkpoint can be resumed with the sample order of the present version.
-
-    After step n the order has taken n x global_rows rows. Older versions of mmray took fewer in the
-    last step of an epoch, so a resume from their checkpoints would skip or repeat rows.
-
-    Args:
-        checkpoint: Folder of the checkpoint, for the message.
-        meta: Content of its meta.json; `step` and `rows_consumed` are read.
-        global_rows: Rows of a step over all workers.
-
-    Raises:
-        UsageError: The checkpoint consumed another number of rows.
-    """
-    step = meta["step"]
-    rows_consumed = meta["rows_consumed"]
-    if rows_consumed != step * global_rows:
-        raise UsageError(
-            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but "
-            f"{step:,} steps of "
-            f"{global_rows:,} rows take {step * global_rows:,}. An older mmray wrote it, whose "
-            "last step of an "
-            "epoch was smaller: start a new run with another --run.name, or without a name and "
-            "--run.resume never"
-        )
 
 
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:

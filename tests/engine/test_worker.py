@@ -53,7 +53,6 @@ def test_worker_records_probed_micro_batch_and_trains_with_it(
     assert [[line[name] for name in same] for line in lines] == [
         [line[name] for name in same] for line in auto_lines
     ]
-    assert ("batch/padding_unbucketed" in lines[0]) == group_by_length
     assert runs.same_weights(fixed["model"], auto["model"])
 
 

@@ -112,7 +112,7 @@ def ended(client, job_id, within_s=300):
     )
 
 
-def test_submitted_commands_keep_their_exit_codes(head, data, tmp_path, monkeypatch):
+def test_submitted_commands_keep_their_exit_codes(client, data, tmp_path, monkeypatch):
     """`mmray submit` has the exit code and the last message of its command; recipe files that are
     not tracked are uploaded.
     """
@@ -134,10 +134,10 @@ def test_submitted_commands_keep_their_exit_codes(head, data, tmp_path, monkeypa
         5: "empty.jsonl has no rows",
         0: "model:",
     }
-    submitted = {code: api.submit(words, address=head.url) for code, words in commands.items()}
-    for code, job in submitted.items():
+    names = {code: jobs.submit(client, words, ROOT) for code, words in commands.items()}
+    for code, name in names.items():
         shown = []
-        assert (job.follow(shown.append), code) == (code, code), "".join(shown)
+        assert (jobs.follow(client, name, shown.append), code) == (code, code), "".join(shown)
         log = "".join(shown)
         assert texts[code] in log and log.count("Running entrypoint") == 1
         assert code == 3 or "Traceback" not in log
@@ -185,7 +185,8 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=faults, steps=100)))
     seen = {}
     with LostConnection(head, monkeypatch) as connection:
-        first = api.submit(["train", str(recipe)], address=connection.url)
+        connected = jobs.connect(connection.url)
+        first = jobs.submit(connected, ["train", str(recipe)], ROOT)
         shown = []
 
         def show(text):
@@ -193,14 +194,14 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
             if connection.num_refused == 0 and "printed at step 1" in text:
                 connection.lose()
             if connection.num_refused == 2:
-                seen["jobs"] = api.jobs(address=head.url)
+                seen["jobs"] = jobs.list_jobs(client)
                 seen["metrics"] = scrape(head)
                 seen["torch"] = processes_with_torch(head)
                 seen["runs"] = train_runs(head)
                 connection.num_refused += 1
                 raise KeyboardInterrupt
 
-        assert first.follow(show) == INTERRUPTED == 130
+        assert jobs.follow(connected, first, show) == INTERRUPTED == 130
     log = "".join(shown)
     stopped = json.loads((tmp_path / "run" / "result.json").read_text())
     assert stopped["status"] == "stopped" and stopped["steps"] > 0
@@ -210,7 +211,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
         printed = re.findall(rf"^rank {rank} +printed at step (\d+)$", log, re.M)
         assert printed == [str(step + 1) for step in range(stopped["steps"])], log
     assert not re.search("raylet|Ignoring upload|worker processes", log), log
-    (job,) = [each for each in seen["jobs"] if each["name"] == first.name]
+    (job,) = [each for each in seen["jobs"] if each["name"] == first]
     assert (job["status"], job["run"]) == ("running", str(tmp_path / "run"))
     assert job["command"] == f"mmray train {recipe}"
     assert seen["metrics"] == dict.fromkeys(CPU_METRICS, "run")
@@ -382,22 +383,22 @@ def left_behind(head, within_s=60):
         time.sleep(0.5)
 
 
-def test_a_recipe_file_trains_everywhere_unchanged(head, data, tmp_path, monkeypatch):
+def test_a_recipe_file_trains_everywhere_unchanged(head, client, data, tmp_path, monkeypatch):
     """In one process, under torchrun, as a job with two workers, and in a sweep."""
     monkeypatch.chdir(ROOT)
     recipe = str(tmp_path / "tiny.yaml")
     tiny = config(data, tmp_path / "runs", None, steps=2, checkpoint_every=0)
     Path(recipe).write_text(to_yaml(tiny))
     words = ["tune", recipe, "--goal", "loss", "--space", "optimizer.lr=2e-3"]
-    sweep = api.submit([*words, "--run.storage", str(tmp_path / "sweep")], address=head.url)
-    two = api.submit(["train", recipe, "--run.name", "two"], address=head.url)
+    sweep = jobs.submit(client, [*words, "--run.storage", str(tmp_path / "sweep")], ROOT)
+    two = jobs.submit(client, ["train", recipe, "--run.name", "two"], ROOT)
     api.train(recipe, run={"name": "one"}, cluster={"workers": 1}, reporter=Silent())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", "-m", "mmray", "train", recipe]
     subprocess.run([*torchrun, "--run.name", "torchrun"], check=True, timeout=300)
-    for job in (two, sweep):
+    for name in (two, sweep):
         shown = []
-        assert job.follow(shown.append) == 0, "".join(shown)[-4000:]
+        assert jobs.follow(client, name, shown.append) == 0, "".join(shown)[-4000:]
     assert marks(tmp_path / "runs" / "one") == marks(tmp_path / "runs" / "two")
     assert marks(tmp_path / "runs" / "torchrun") == marks(tmp_path / "runs" / "two")
     assert len(marks(tmp_path / "runs" / "two")) == 2

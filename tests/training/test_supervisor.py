@@ -167,14 +167,6 @@ def test_result_names_best_checkpoint(make, tmp_path):
     assert result_of(tmp_path)["best"] == {"step": 1, "metric": "recall_at_1/mean", "score": 0.5}
 
 
-def test_checkpoint_with_other_rows_than_its_steps_is_refused(make, tmp_path):
-    save(tmp_path, 2, rows=70)  # 64, and the last 6 of an epoch
-    with pytest.raises(
-        UsageError, match=r"step-2: its 2 steps took 70 rows, but 2 steps of 64 rows take 128"
-    ):
-        make(finish).train()
-
-
 @pytest.mark.parametrize("step", [3, 5])
 def test_run_with_all_steps_in_its_checkpoint_finishes_without_workers(make, tmp_path, step):
     """The driver was killed before it wrote result.json, or `train.steps` (3) was lowered."""

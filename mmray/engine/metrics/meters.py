@@ -41,7 +41,7 @@ class Meter:
         precision: Precision of training, which determines the peak FLOP/s of a GPU.
         devices: Number of devices of a worker.
         compiles: Whether the model has compiled blocks, whose number of graphs is then a metric.
-        token_counts: Sums of TokenCounts (engine/prefetch.py) over the steps, float64 [7].
+        token_counts: Sums of TokenCounts (engine/prefetch.py) over the steps, float64 [6].
         flops_of_row: Floating point operations of a forward and a backward of one row, counted in
             the first step; None before.
     """
@@ -51,7 +51,7 @@ class Meter:
     precision: Precision
     devices: int = 1
     compiles: bool = False
-    token_counts: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
     flops_of_row: float | None = None
 
     def compute(self) -> Metrics:
@@ -115,22 +115,19 @@ def reduce_over_ranks(
     return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
 
 
-def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
+def padding_fractions(token_counts: list[float]) -> Metrics:
     """Return the fractions of caption tokens, samples and frames that are padding.
 
     Args:
         token_counts: Sums of TokenCounts (engine/prefetch.py) over rows.
-        group_by_length: Whether micro-batches group rows of similar length.
 
     Returns:
-        `batch/padding` of captions and, if grouped, `batch/padding_unbucketed` (without grouping);
-        `batch/padding_audio` and `batch/padding_video`; each 0 to 1. Those without tokens, samples
-        or frames are omitted.
+        `batch/padding` of captions, `batch/padding_audio` and `batch/padding_video`, each 0 to 1.
+        Those without tokens, samples or frames are omitted.
     """
-    tokens, padded, unbucketed, samples, padded_samples, frames, padded_frames = token_counts
+    tokens, padded, samples, padded_samples, frames, padded_frames = token_counts
     pairs = {
         "batch/padding": (tokens, padded),
-        "batch/padding_unbucketed": (tokens, unbucketed if group_by_length else 0),
         "batch/padding_audio": (samples, padded_samples),
         "batch/padding_video": (frames, padded_frames),
     }

@@ -43,16 +43,11 @@ class DeviceDefaults:
         precision: Value of `train.precision` `auto`.
         compile: Value of `train.compile` `auto`.
         tf32: Whether float32 matrix products and convolutions use TF32.
-        cudnn_benchmark: Whether cuDNN measures which algorithm is fastest.
-        expandable_segments: Whether torch's allocator has expandable segments, because batches with
-            captions of different lengths fragment fixed ones.
     """
 
     precision: str
     compile: str
     tf32: bool
-    cudnn_benchmark: bool
-    expandable_segments: bool
 
 
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
@@ -62,15 +57,13 @@ def device_defaults(capability: Capability | None) -> DeviceDefaults:
         capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
 
     Returns:
-        Precision, backend of torch.compile, and whether TF32, cuDNN's benchmark mode and expandable
-        segments of torch's allocator are on.
+        Precision, backend of torch.compile, and whether TF32 is on.
     """
     if capability is None:
-        return DeviceDefaults("fp32", "none", False, False, False)
-    ampere = capability >= (8, 0)  # the first with bf16 and TF32
-    return DeviceDefaults(
-        "bf16" if ampere else "fp16", "inductor" if ampere else "none", ampere, True, True
-    )
+        return DeviceDefaults("fp32", "none", tf32=False)
+    if capability < (8, 0):
+        return DeviceDefaults("fp16", "none", tf32=False)
+    return DeviceDefaults("bf16", "inductor", tf32=True)
 
 
 def capability_of(device: torch.device) -> Capability | None:
@@ -168,19 +161,17 @@ def configure_torch(train: Train, device: torch.device) -> str:
     Returns:
         A line for the console about the GPU and its settings; empty for a CPU.
     """
-    defaults = device_defaults(capability_of(device))
     if device.type != "cuda":
         return ""
-    torch.backends.cudnn.benchmark = defaults.cudnn_benchmark and not train.deterministic
+    defaults = device_defaults(capability_of(device))
+    torch.backends.cudnn.benchmark = not train.deterministic
     # a user who chooses fp32 gets all its digits
     tf32 = defaults.tf32 and train.precision != "fp32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # by default convolutions use TF32, whatever the precision of matmul
     torch.backends.cudnn.allow_tf32 = tf32
-    if (
-        defaults.expandable_segments
-        and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    ):
+    # Batches with captions of different lengths fragment fixed segments.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         with warnings.catch_warnings():
             # torch 2.11 does not have the replacement yet
             warnings.simplefilter("ignore", FutureWarning)

@@ -367,11 +367,6 @@ def _replicated(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.ndim == 0]
 
 
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
     """Return a function that returns the memory addresses of a module's unsharded weights.
 

@@ -194,8 +194,8 @@ def test_grouping_by_length_pads_clips_less(prepared: PreparedSet) -> None:
     for is_grouped in (False, True):
         blocks = [reader.read_block(plan_of(), np.arange(8))]
         [micro_batches] = iter_micro_batches(blocks, 8, 2, is_grouped, extra=reader.extra_columns)
-        batch = make_local_batch(micro_batches, is_grouped)
-        fractions = padding_fractions(list(batch.token_counts), is_grouped)
+        batch = make_local_batch(micro_batches)
+        fractions = padding_fractions(list(batch.token_counts))
         shares.append([fractions["batch/padding_audio"], fractions["batch/padding_video"]])
         rows.append(sorted(batch.keys.tolist()))
     assert rows[0] == rows[1]

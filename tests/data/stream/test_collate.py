@@ -43,21 +43,16 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
     share, plain_share = padding_share(sorted_), padding_share(plain)
-    logged = {
-        "batch/padding": pytest.approx(share),
-        "batch/padding_unbucketed": pytest.approx(plain_share),
-    }
-    assert padding_fractions(counts_of(sorted_, True), group_by_length=True) == logged
-    plain_logged = {"batch/padding": pytest.approx(plain_share)}
-    assert padding_fractions(counts_of(plain, False), group_by_length=False) == plain_logged
+    for steps, expected in ((sorted_, share), (plain, plain_share)):
+        assert padding_fractions(counts_of(steps)) == {"batch/padding": pytest.approx(expected)}
     # a single micro-batch has no order to change
     expected = {4: (0.14, 0.32), 5: (0.18, 0.34), 16: (0.43, 0.43)}
     assert (share, plain_share) == pytest.approx(expected[micro], abs=0.005)
 
 
-def counts_of(steps, group_by_length):
+def counts_of(steps):
     """Tokens and padding of these steps."""
-    counts = [make_local_batch(micros, group_by_length).token_counts for micros in steps]
+    counts = [make_local_batch(micros).token_counts for micros in steps]
     return [sum(column) for column in zip(*counts, strict=True)]
 
 

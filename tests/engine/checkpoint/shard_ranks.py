@@ -25,8 +25,8 @@ from mmray.engine import memory_probe
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
-from mmray.engine.collectives import Group
-from mmray.engine.parallel.strategy import shard, to_local
+from mmray.engine.collectives import Group, to_local
+from mmray.engine.parallel.strategy import shard
 from mmray.engine.run_state import EMA_KEY
 from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError

@@ -15,7 +15,7 @@ import torch
 from mmray.config import Config, ImageTower, Inputs, TextTower, Train, TwoTower
 from mmray.engine import run_state
 from mmray.engine.checkpoint import state_io
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import Group, to_local
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.worker import build_model
@@ -61,10 +61,10 @@ def main(rank: int, folder: str, scenario: str) -> None:
         result |= {"peak of load": status("VmHWM") - before, "read": sum(reads)}
     weights = list(model.parameters())
     result["full"] = sum(weight.nbytes for weight in weights)
-    result["shard"] = sum(strategy.to_local(weight).nbytes for weight in weights)
+    result["shard"] = sum(to_local(weight).nbytes for weight in weights)
     result["block"] = max(sum(w.nbytes for w in block.parameters()) for block in find_blocks(model))
     result["sum"] = sum(
-        float(strategy.to_local(weight.detach()).double().square().sum()) for weight in weights
+        float(to_local(weight.detach()).double().square().sum()) for weight in weights
     )
     torch.save(result, f"{folder}/rank-{rank}.pt")
     group.barrier()

@@ -22,8 +22,8 @@ from mmray.engine.parallel.device_defaults import (
 )
 from mmray.engine.precision import select_precision
 
-OLDER = DeviceDefaults("fp16", "none", False, True, True)
-AMPERE = DeviceDefaults("bf16", "inductor", True, True, True)
+OLDER = DeviceDefaults("fp16", "none", False)
+AMPERE = DeviceDefaults("bf16", "inductor", True)
 GPU = torch.device("cuda", 0)
 GPUS = [  # name, compute capability, GiB, defaults
     ("V100", (7, 0), 16, OLDER),
