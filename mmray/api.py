@@ -391,7 +391,7 @@ def evaluate(
 
         folder = to_path(_folder(run))
         saved = evaluate_export.load_run_config(folder).evaluate.without_interval
-        return evaluate_export.evaluate_run(
+        [metrics] = evaluate_export.evaluate_run(
             folder,
             None if data is None else str(data),
             split,
@@ -401,10 +401,11 @@ def evaluate(
             EvalSettings.model_validate(dict(saved) | settings),
             where,
             captions,
-            interpolate,
+            [interpolate],
             workers=workers,
             accelerator=accelerator,
         )
+    return metrics
 
 
 def evaluate_weights(

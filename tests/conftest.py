@@ -249,14 +249,10 @@ def forked_children():
 
 @pytest.fixture
 def without_ray(monkeypatch, forked_children):
-    """Prepare, train and evaluate without Ray, which other tests may have started, in forked
+    """Run commands of one worker without Ray, which other tests may have started, in forked
     processes.
     """
-    for module in ("cluster.connect", "training.driver", "training.evaluate_export"):
-        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
-    from mmray.data.prepare import tasks
-
-    monkeypatch.setattr(tasks, "_map_on_ray", tasks._map_in_processes)
+    monkeypatch.setattr("mmray.cluster.connect.is_connected", lambda: False)
 
 
 @pytest.fixture(scope="session")

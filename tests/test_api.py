@@ -65,7 +65,7 @@ def calls(monkeypatch, tmp_path):
     outcome = SimpleNamespace(path=trained, already_done=True, result={"steps": 9})
     keep("training.driver.train", outcome)
     keep("data.prepare.pipeline.prepare", Manifest(9, 9, 0, {}, {}, "ab", None, {}, {}, ()))
-    keep("training.evaluate_export.evaluate_run", {"loss": 1.0})
+    keep("training.evaluate_export.evaluate_run", [{"loss": 1.0}])
     keep("training.evaluate_export.export_run", tmp_path)
     return received
 
@@ -279,7 +279,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
     assert calls == [
         ([f"{tmp_path}/a", out, Prepare(holdout=0.1, columns=("image=url",)), True], {}),
         (
-            [run, str(tmp_path), None, "best", None, settings, None, None],
+            [run, str(tmp_path), None, "best", None, settings, None, None, [1.0]],
             {"workers": 2, "accelerator": "cpu"},
         ),
         ([run, out, 5, False], {}),

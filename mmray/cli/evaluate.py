@@ -85,15 +85,9 @@ def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid or the evaluation failed; has the exit status.
     """
     if weights := flag_values("--weights", argv):
-        metrics, json_file = _evaluate_weights(weights[-1], argv, console)
-    elif flag_values("--interpolate", argv):
-        return _evaluate_interpolated(argv, console)
+        _evaluate_weights(weights[-1], argv, console)
     else:
-        command = parse_evaluate(argv)
-        metrics = _evaluate_run(command, 1.0, console)
-        json_file = command.json
-    console.print(*scores_tables(metrics))
-    write_json(json_file, {"metrics": metrics})
+        _evaluate_run(argv, console)
     return 0
 
 
@@ -121,56 +115,62 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     return command
 
 
-def _evaluate_interpolated(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Evaluate weights between start and end of a run; print a table with a line for each share."""
-    command = parse_evaluate(argv)
-    by_share = {}
-    for share in parse_shares(command.interpolate or ""):
-        by_share[share] = _evaluate_run(command, share, console)
-    console.print(interpolation_table(by_share))
-    rows = [{"share": share, "metrics": metrics} for share, metrics in by_share.items()]
-    write_json(command.json, {"interpolate": rows})
-    return 0
-
-
 def parse_shares(text: str) -> list[float]:
     """Parse the value of `--interpolate`, the factors of the trained weights.
 
     Args:
-        text: Numbers from 0 to 1, separated by commas.
+        text: Such as `0,0.5,1`.
 
     Raises:
-        UsageError: A part is not such a number, or is given twice.
+        UsageError: A part is no number.
     """
-    shares: list[float] = []
-    for part in text.split(","):
-        try:
-            share = float(part)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1 or share in shares:
-            raise UsageError(
-                f"--interpolate {text}: {part.strip()!r} must be a number from 0 (the start) to 1 "
-                "(the end), given once; write them as 0,0.25,0.5,0.75,1"
-            )
-        shares.append(share)
-    return shares
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--interpolate {text}: write factors from 0 (the start) to 1 (the end), such as "
+            "0,0.25,0.5,0.75,1"
+        ) from None
 
 
-def _evaluate_run(
-    command: EvaluateCommand, interpolate: float, console: ConsoleReporter
-) -> dict[str, float]:
-    """Evaluate a run, and return its metrics."""
-    options = vars(command) | {"interpolate": interpolate}
-    del options["json"], options["evaluate"]
+def _evaluate_run(argv: Sequence[str], console: ConsoleReporter) -> None:
+    """Evaluate a run, or several interpolations of its weights; print the metrics."""
+    command = parse_evaluate(argv)
+    shares = [1.0] if command.interpolate is None else parse_shares(command.interpolate)
+    from mmray.storage.paths import to_path
+    from mmray.training.evaluate_export import evaluate_run
+
     with console.show_progress("evaluating"):
-        return api.evaluate(**options, reporter=console, **dict(command.evaluate))
+        found = evaluate_run(
+            to_path(command.run),
+            command.data,
+            command.split,
+            command.step,
+            command.address,
+            console,
+            command.evaluate,
+            command.where,
+            command.captions,
+            shares,
+            workers=command.workers,
+            accelerator=command.accelerator,
+        )
+    if command.interpolate is None:
+        _show(found[0], command.json, console)
+        return
+    by_share = dict(zip(shares, found, strict=True))
+    console.print(interpolation_table(by_share))
+    rows = [{"share": share, "metrics": metrics} for share, metrics in by_share.items()]
+    write_json(command.json, {"interpolate": rows})
 
 
-def _evaluate_weights(
-    weights: str, argv: Sequence[str], console: ConsoleReporter
-) -> tuple[dict[str, float], str | None]:
-    """Evaluate pretrained weights; return their metrics and the file of --json."""
+def _show(metrics: dict[str, float], json_file: str | None, console: ConsoleReporter) -> None:
+    console.print(*scores_tables(metrics))
+    write_json(json_file, {"metrics": metrics})
+
+
+def _evaluate_weights(weights: str, argv: Sequence[str], console: ConsoleReporter) -> None:
+    """Evaluate pretrained weights; print the metrics."""
     command, config = parse_evaluate_weights(weights, argv)
     with console.show_progress("evaluating"):
         metrics = api.evaluate_weights(
@@ -186,7 +186,7 @@ def _evaluate_weights(
             reporter=console,
             **dict(command.evaluate),
         )
-    return metrics, command.json
+    _show(metrics, command.json, console)
 
 
 def parse_evaluate_weights(

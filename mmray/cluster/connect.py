@@ -55,6 +55,11 @@ INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
 CONNECT_TIMEOUT_S = 5.0
 
 
+def is_connected() -> bool:
+    """Return whether this process is connected to a Ray cluster; Ray is not imported."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
 def needs_ray(cluster_config: Cluster) -> bool:
     """Return whether a run needs Ray; otherwise a process of this machine can be its worker.
 
@@ -64,9 +69,7 @@ def needs_ray(cluster_config: Cluster) -> bool:
     Args:
         cluster_config: The `cluster` section.
     """
-    return ("ray" in sys.modules and sys.modules["ray"].is_initialized()) or asks_for_cluster(
-        cluster_config
-    )
+    return is_connected() or asks_for_cluster(cluster_config)
 
 
 def asks_for_cluster(cluster_config: Cluster) -> bool:

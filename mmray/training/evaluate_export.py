@@ -5,7 +5,7 @@ Workers evaluate, so the driver needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -260,9 +260,9 @@ def evaluate_run(
     settings: EvalSettings | None = None,
     where: str | None = None,
     captions: str | None = None,
-    interpolate: float = 1.0,
+    shares: Sequence[float] = (1.0,),
     **cluster: Any,
-) -> dict[str, float]:
+) -> list[dict[str, float]]:
     """Evaluate a checkpoint of a run.
 
     Args:
@@ -276,12 +276,12 @@ def evaluate_run(
         where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
             `data` is given.
         captions: Column of captions; None: `data.eval_captions` of the run, unless `data` is given.
-        interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
-            which the run started.
+        shares: Shares of the checkpoint's weights to evaluate, 0 to 1; the rest is of
+            `model.weights`, from which the run started.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
-        Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
+        For each share, metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
 
     Raises:
         UsageError: There is no such checkpoint, the model cannot be evaluated as configured, or the
@@ -291,8 +291,9 @@ def evaluate_run(
         TrainingError: A worker failed.
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
-    if interpolate != 1:
-        _check_interpolation(config, interpolate)
+    for share in shares:
+        if share != 1:
+            _check_interpolation(config, share)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     given = {"eval_where": where, "eval_captions": captions}
@@ -304,7 +305,7 @@ def evaluate_run(
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
         # On one machine the workers of a training cluster would only share its devices.
         config = config.with_cluster(workers=max(1, min(config.cluster.max_workers, count_gpus())))
-    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, interpolate)
+    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, shares)
 
 
 def evaluate_pretrained(
@@ -338,9 +339,9 @@ def evaluate_pretrained(
     """
     config, tokenizer_json = with_tokenizer(config, reporter.log)
     config = config.replace(data=config.data.replace(eval_where=where, eval_captions=captions))
-    return _evaluate(
-        config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter
-    )
+    folder = to_path(config.run.storage)
+    [metrics] = _evaluate(config, folder, None, tokenizer_json, data, split, reporter)
+    return metrics
 
 
 def _evaluate(
@@ -351,8 +352,8 @@ def _evaluate(
     data: str | None,
     split: str | None,
     reporter: RunReporter,
-    interpolate: float = 1.0,
-) -> dict[str, float]:
+    shares: Sequence[float] = (1.0,),
+) -> list[dict[str, float]]:
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
@@ -361,7 +362,7 @@ def _evaluate(
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))
-    load = partial(_load_interpolated, config, checkpoint, interpolate)
+    loads = [partial(_load_interpolated, config, checkpoint, share) for share in shares]
     on_ray = needs_ray(config.cluster)
     with ray_session(config.cluster, log=reporter.log) if on_ray else nullcontext():
         if on_ray:
@@ -375,10 +376,10 @@ def _evaluate(
             name: held_out_rows(each, config, folder, reporter)
             for name, each in _open_held_out(config, folder, split, reporter).items()
         }
-        total = num_evaluated_rows(config, held_out)
+        total = len(shares) * num_evaluated_rows(config, held_out)
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())
-        part = f"{interpolate:g} x " if interpolate != 1 else ""
+        part = f"{', '.join(f'{share:g}' for share in shares)} x " if [*shares] != [1] else ""
         of_weights = f"{part}{checkpoint or model.weights}"
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
@@ -390,12 +391,12 @@ def _evaluate(
             reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
 
         if on_ray:
-            return _score_on_ray(config, tokenizer_json, held_out, load, folder, reporter, on_rows)
+            return _score_on_ray(config, tokenizer_json, held_out, loads, folder, reporter, on_rows)
         config = resolve_on_this_machine(config)
         on_gpu = config.cluster.accelerator == "gpu"
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
         device = torch.device("cuda" if on_gpu else "cpu")
-        return _score(config, tokenizer_json, held_out, load, on_rows, device)
+        return _score(config, tokenizer_json, held_out, loads, on_rows, device)
 
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
@@ -409,11 +410,11 @@ def _score_on_ray(
     config: Config,
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    load: Callable[[], nn.Module],
+    loads: Sequence[Callable[[], nn.Module]],
     folder: AnyPath,
     reporter: RunReporter,
     on_rows: Callable[[int], None],
-) -> dict[str, float]:
+) -> list[dict[str, float]]:
     import ray.train
 
     from mmray.cluster.placement import alive_nodes
@@ -426,30 +427,29 @@ def _score_on_ray(
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
-    score = partial(_score, config, tokenizer_json, held_out, load)
+    score = partial(_score, config, tokenizer_json, held_out, loads)
     try:
-        return dict(
-            ray_trainer.run_group(
-                _score_in_worker,
-                config,
-                to_path(folder),
-                demand,
-                reporter.log,
-                lambda message: on_rows(message["rows"]),
-                score=score,
-            )
+        metrics: list[dict[str, float]] = ray_trainer.run_group(
+            _score_in_worker,
+            config,
+            to_path(folder),
+            demand,
+            reporter.log,
+            lambda message: on_rows(message["rows"]),
+            score=score,
         )
+        return metrics
     except ray.train.TrainingFailedError as error:
         raise TrainingError(f"the evaluation failed: {error}") from error
 
 
-def _score_in_worker(arguments: dict[str, Any]) -> dict[str, Any]:
+def _score_in_worker(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """The metrics, in the process group of Ray Train."""
     import ray.train.torch
 
     push = arguments["coordinator"].push.remote
     device = ray.train.torch.get_device()
-    metrics: dict[str, Any] = arguments["score"](lambda rows: push({"rows": rows}), device)
+    metrics: list[dict[str, float]] = arguments["score"](lambda rows: push({"rows": rows}), device)
     return metrics
 
 
@@ -558,19 +558,21 @@ def _score(
     config: Config,
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    load: Callable[[], nn.Module],
+    loads: Sequence[Callable[[], nn.Module]],
     on_rows: Callable[[int], None],
     device: torch.device,
-) -> dict[str, Any]:
+) -> list[dict[str, float]]:
+    """The metrics of each model."""
     group = Group.current(device)
-    model = load()
-    check_evaluable(config, model)
     evaluator = build_evaluator(config, held_out, tokenizer_json, on_rows)
+    objective = objectives.build(config.objective)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
     assert loss_batch_size is not None, "resolved when the run started"
-    with precision.select_precision(config.train.precision, group.device).autocast():
-        return dict(
-            evaluator.score(
-                model.to(group.device), group, objectives.build(config.objective), loss_batch_size
-            )
-        )
+    metrics = []
+    for load in loads:
+        model = load()
+        check_evaluable(config, model)
+        with precision.select_precision(config.train.precision, group.device).autocast():
+            scores = evaluator.score(model.to(group.device), group, objective, loss_batch_size)
+        metrics.append(dict(scores))
+    return metrics

@@ -61,11 +61,7 @@ class StartingTwice(Silent):
             self.refusal = str(refused.value)
 
 
-def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(
-    data, tmp_path, monkeypatch, forked_children
-):
-    """Without Ray, which takes no part in this."""
-    monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
+def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_path, without_ray):
     faults = ("tests.training.faults:FullDiskAtStepSix", "tests.training.faults:Slowly")
     wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(
         workers=1, cpus_per_worker=1

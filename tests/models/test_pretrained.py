@@ -643,9 +643,9 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
         config, lambda text, _: logged.append(text)
     )
     assert logged == [] and config.model.vocab_size == ROWS
-    load = partial(evaluate_export.load_model, config, None)
-    scores = evaluate_export._score(
-        config, tokenizer_json, {"": held_out}, load, progress.append, torch.device("cpu")
+    loads = [partial(evaluate_export.load_model, config, None)]
+    [scores] = evaluate_export._score(
+        config, tokenizer_json, {"": held_out}, loads, progress.append, torch.device("cpu")
     )
     assert (
         sum(progress) == 7 == scores["rows"]

@@ -82,9 +82,7 @@ def test_same_command_reports_finished_run(unkilled, local_ray, data):
     assert again.already_done and again.result["steps"] == STEPS
 
 
-def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, monkeypatch, forked_children):
-    """Without Ray, which takes no part in this."""
-    monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
+def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, without_ray):
     rows = [row(number, b"broken" if number % 2 == 0 else None) for number in range(50)]
     make_set(tmp_path / "set", rows)
     wanted = config(tmp_path / "set", tmp_path, "bad").with_cluster(workers=1, cpus_per_worker=1)
@@ -104,9 +102,8 @@ def run_command(*words):
     assert ended.value.code == 0
 
 
-def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, capfd, monkeypatch):
-    """Without Ray; tests/cluster/test_object_store.py evaluates on it."""
-    monkeypatch.setattr("mmray.training.evaluate_export.needs_ray", lambda _: False)
+def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, capfd, without_ray):
+    """tests/cluster/test_object_store.py evaluates on Ray."""
     outcome, _ = unkilled
     make_set(tmp_path / "set", HELD_OUT)
     run_command(

@@ -4,7 +4,6 @@ shard.
 
 from __future__ import annotations
 
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 import orjson
 
 from mmray import errors
+from mmray.cluster import connect
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
@@ -60,11 +60,7 @@ def map_tasks(
     """
     if not items:
         return
-    run: Any = (
-        _map_on_ray
-        if "ray" in sys.modules and sys.modules["ray"].is_initialized()
-        else _map_in_processes
-    )
+    run: Any = _map_on_ray if connect.is_connected() else _map_in_processes
     with closing(run(partial(_run_item, work), items, runs_model)) as results:
         for result in results:
             if "error" in result:

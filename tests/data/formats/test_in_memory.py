@@ -74,11 +74,10 @@ def test_rows_in_memory_are_prepared(build, tmp_path):
     assert not (tmp_path / "set.rows").exists()
 
 
-def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path, monkeypatch, forked_children):
-    """The worker is no actor of Ray, because that takes no part in this."""
+def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path, without_ray):
+    """Rows of Ray Data, prepared and trained in processes."""
     import ray.data
 
-    monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
     rows = [{"image": pixels(noisy(n)), "text": text} for n, text in enumerate(TEXTS)]
     dataset = ray.data.from_items(rows, override_num_blocks=3)
     mmray.prepare(dataset, tmp_path / "set", reporter=Silent())

@@ -89,10 +89,9 @@ def test_folder_of_weights_is_evaluated_and_exported_without_training(
 
 
 def test_killed_run_resumes_with_equal_weights(
-    calm, folder_of, prepared, tmp_path, monkeypatch, forked_children
+    calm, folder_of, prepared, tmp_path, monkeypatch, without_ray
 ):
-    """Without Ray; the worker process is killed after step 5."""
-    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
+    """The worker process is killed after step 5."""
     monkeypatch.setattr(
         shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
     )
