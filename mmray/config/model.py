@@ -60,7 +60,11 @@ class Inputs(Section, settings_prefix="model.inputs"):
         "`[{}]`; empty: none.",
     )
     max_boxes: int = Field(
-        0, ge=0, le=1024, description="Maximum number of boxes per image, largest first."
+        0,
+        ge=0,
+        le=1024,
+        description="Maximum number of boxes per image, largest first, for the region head of "
+        "`fusion` (`region_text`); 0: none.",
     )
 
     @field_validator("language_token")

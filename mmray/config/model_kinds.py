@@ -242,12 +242,16 @@ class Fusion(PairModel):
     objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
 
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
-    regions: bool = Field(
-        False, description="Region head that scores boxes against label texts (`region_text`)."
-    )
     region_labels: tuple[str, ...] = Field(
         (), description="Names of the box labels 0, 1, ...; empty: the set's."
     )
+
+    @property
+    def regions(self) -> bool:
+        """Whether the model has a region head, which scores boxes against label texts
+        (`region_text`): if `inputs.max_boxes` is not 0.
+        """
+        return self.inputs.max_boxes > 0
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
         """Return functions that check the labels of the data against the classes and region names.

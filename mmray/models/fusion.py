@@ -53,11 +53,13 @@ class Fusion(PairHeads, TwoTower):
         widths = {"image": image.width}
         cross = CrossEncoder(spec.cross, widths, self.text.tower.width, num_positions)
         self.add_heads(spec, cross)
-        self.region_head = RegionHead(image.width, spec.embed_dim) if spec.regions else None
-        # `{}`: without a tokenizer
-        placeholder_ids = [[n % vocab_size] for n in range(len(spec.region_labels))]
-        token_ids = None if architecture is None else architecture.get("labels", placeholder_ids)
-        self.label_texts = LabelTexts(spec.region_labels, token_ids) if spec.regions else None
+        self.region_head = None
+        self.label_texts = None
+        if spec.inputs.max_boxes:
+            self.region_head = RegionHead(image.width, spec.embed_dim)
+            ids = [[n % vocab_size] for n in range(len(spec.region_labels))]  # without a tokenizer
+            token_ids = None if architecture is None else architecture.get("labels", ids)
+            self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Embed images and captions, and compute the outputs of the configured heads.

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.models.protocol import Architecture
 
-# objective: setting of `fusion` or `towers`, with its value if it has such a head, and if not
+# objective: head of `fusion` or `towers`, and the flags with which the model has it, and has not
 HEADS = {
-    "matching": ("matching", "True", "False"),
-    "clip_matching": ("matching", "True", "False"),
-    "classification": ("classes", "N", "0"),
-    "region_text": ("regions", "True", "False"),
+    "matching": ("matching", "--model.matching True", "--model.matching False"),
+    "clip_matching": ("matching", "--model.matching True", "--model.matching False"),
+    "classification": ("classes", "--model.classes N", "--model.classes 0"),
+    "region_text": ("regions", "--model.inputs.max-boxes 32", "--model.inputs.max-boxes 0"),
 }
 
 
@@ -254,7 +254,7 @@ def transform_reasons(config: Config) -> list[str]:
     if train.deterministic and has_regions and config.cluster.accelerator != "cpu":
         reasons.append(
             "train.deterministic: on a GPU the gradient of regions (roi_align) is not "
-            "deterministic; set --model.regions False, or --cluster.accelerator cpu"
+            "deterministic; set --model.inputs.max-boxes 0, or --cluster.accelerator cpu"
         )
     recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
     unknown = [name for name in recomputed if name not in model.branches]
@@ -354,15 +354,10 @@ def objective_reasons(config: Config) -> list[str]:
     kind = model.kind
     terms = config.objective.terms
     reasons = list[str]()
-    if ("region_text" in terms or getattr(model, "regions", False)) and not model.inputs.max_boxes:
-        reasons.append(
-            "objective region_text needs boxes in the batches; set "
-            "--model.inputs.max-boxes, for example 32"
-        )
     if not model.objectives:
         return reasons
     for term in terms:
-        head, value, _ = HEADS.get(term, ("", "", ""))
+        head, flag, _ = HEADS.get(term, ("", "", ""))
         if ":" not in term and term not in model.objectives:
             kinds = [known for known in KINDS if term in model_section(known).objectives]
             reasons.append(
@@ -371,7 +366,7 @@ def objective_reasons(config: Config) -> list[str]:
                 "--model.kind"
             )
         elif head and not getattr(model, head):
-            reasons.append(f"objective {term} needs a head; set --model.{head} {value}")
+            reasons.append(f"objective {term} needs a head; set {flag}")
         elif term == "sigmoid" and model.logit_bias is None:
             reasons.append(
                 "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
@@ -383,7 +378,7 @@ def objective_reasons(config: Config) -> list[str]:
         return reasons  # weights without gradient may be frozen, or trained by the user's objective
     for term, (head, _, off) in HEADS.items():
         if term in model.objectives and getattr(model, head) and term not in terms:
-            advice = f"add `+ {term}` to --objective.kind, or set --model.{head} {off}"
+            advice = f"add `+ {term}` to --objective.kind, or set {off}"
             reasons.append(f"model.{head}: no objective trains it; {advice}")
     if "contrastive" not in model.objectives:
         return reasons

@@ -17,7 +17,7 @@ from tests.made import CAPTIONS, make_set, png, row
 from tests.training.runs import lines, same_weights
 
 STEPS = 6
-REGIONS = {"regions": True, "region_labels": ("", "a", "red")}
+REGIONS = {"region_labels": ("", "a", "red")}
 OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification + region_text"}
 KINDS = ("clip", "siglip", "fusion")
 

@@ -55,9 +55,7 @@ def spec_of(image: str = "convnet", **changes: object) -> Fusion:
 
 def region_model(**changes: object) -> nn.Module:
     torch.manual_seed(0)
-    spec = spec_of(
-        **{"inputs": BOXED, "regions": True, "region_labels": LABELS, "classes": 0} | changes
-    )
+    spec = spec_of(**{"inputs": BOXED, "region_labels": LABELS, "classes": 0} | changes)
     model = build(spec, VOCAB)
     model.label_texts.tokenize(ENCODER)
     return model.eval()
@@ -167,16 +165,14 @@ def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
     assert not model.region_head.project.weight.grad.any()
     again = LabelTexts(LABELS, model.architecture()["labels"])
     torch.testing.assert_close(again.tokens(), model.label_texts.tokens())
-    spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
+    spec = spec_of(inputs=BOXED, region_labels=LABELS)
     with pytest.raises(UsageError, match="names are not tokenized"):
         build(spec, VOCAB)(batch)
     assert build(spec, VOCAB, {})(batch)["region_logits"].shape == (2, 3, 4)
 
 
 def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
-    spec = spec_of(
-        inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS
-    )
+    spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), region_labels=LABELS)
     torch.manual_seed(1)
     model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
     model.label_texts.tokenize(ENCODER)

@@ -48,7 +48,6 @@ def config_of(source: Path, storage: Path) -> settings.Config:
             text=settings.TextTower(width=32, depth=1, heads=2),
             cross=settings.CrossAttention(width=16, depth=1, heads=2),
             embed_dim=32,
-            regions=True,
         ),
         objective=settings.Objective(kind="contrastive + matching + region_text"),
         prepare=settings.Prepare(holdout=0.2, duplicates="keep", max_bad_fraction=0.0),

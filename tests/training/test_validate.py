@@ -52,7 +52,10 @@ def fsdp(**train):
     return {"workers": 2, "train": {"parallel": "fsdp"} | train}
 
 
-REGIONS = {"recipe": "fusion", "model": {"regions": True}}
+REGIONS = {
+    "recipe": "fusion",
+    "model": {"inputs": recipes.load("fusion").model.inputs.replace(max_boxes=2)},
+}
 RESNET = {"recipe": "resnet50-bert"}
 VLM = {"recipe": "vlm", "workers": 2}
 
@@ -106,7 +109,7 @@ VLM = {"recipe": "vlm", "workers": 2}
         ),
         (
             REGIONS | {"train": {"deterministic": True}},
-            "(roi_align) is not deterministic; set --model.regions False, or --cluster",
+            "(roi_align) is not deterministic; set --model.inputs.max-boxes 0, or --cluster",
         ),
         (
             RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}},
@@ -115,13 +118,9 @@ VLM = {"recipe": "vlm", "workers": 2}
         (RESNET | {"model": {"image": ImageTower(name="resnet50")}}, "model.batch_norm: `frozen`"),
         (
             {"recipe": "fusion", "objective": {"kind": "matching + region_text"}},
-            "set --model.regions True",
+            "set --model.inputs.max-boxes 32",
         ),
         (REGIONS, "add `+ region_text` to --objective.kind"),
-        (
-            REGIONS | {"objective": {"kind": "matching + region_text"}},
-            "set --model.inputs.max-boxes",
-        ),
         (
             {"evaluate": {"num_generations": 5}},
             "evaluate.num_generations: model.kind `two_tower` generates no text",
@@ -337,7 +336,7 @@ OBJECTIVES = (
         ("fusion", {"classes": 3}, ["contrastive + matching + classification"]),
         (
             "fusion",
-            {"regions": True, "region_labels": ("a", "b")},
+            {"inputs": INPUTS.replace(max_boxes=2), "region_labels": ("a", "b")},
             ["contrastive + matching + region_text"],
         ),
     ],
@@ -346,9 +345,10 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
     towers = {"image": ImageTower(name="vit", **VIT), "text": TEXT, "embed_dim": 8}
     if kind == "fusion":
         spec = Fusion(
-            **towers, cross=CrossAttention(width=16, depth=1, heads=2), vocab_size=20, **settings
+            **{"inputs": INPUTS} | towers | settings,
+            cross=CrossAttention(width=16, depth=1, heads=2),
+            vocab_size=20,
         )
-        spec = spec.replace(inputs=INPUTS.replace(max_boxes=2 * spec.regions))
     else:
         spec = TwoTower(**towers, inputs=INPUTS, vocab_size=20, **settings)
     model = build(spec, 20)

@@ -1,4 +1,4 @@
-"""Names of box labels for models that classify boxes over label texts (`model.regions`)."""
+"""Names of box labels for models that classify boxes over label texts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def with_region_labels(
     address = train_sets[0].folder
     if not labels:
         raise UsageError(
-            f"model.regions: {address} has no names of its box labels; set the names of labels "
+            f"model.region_labels: {address} has no names of its box labels; name labels "
             "0, 1, ... with --model.region-labels"
         )
     last = max(labels)
     if last >= MAX_LABELS:
         raise UsageError(
-            f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 "
-            f"and are fewer than {MAX_LABELS:,}: renumber them in the source"
+            f"model.region_labels: {address} has a box label {last} ({labels[last]}); they count "
+            f"from 0 and are fewer than {MAX_LABELS:,}: renumber them in the source"
         )
     _merge_label_names([*train_sets, *eval_sets])
     return model.replace(region_labels=tuple(labels.get(label, "") for label in range(last + 1)))
@@ -55,7 +55,7 @@ def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
         for label, name in each.manifest.box_names.items():
             if labels.setdefault(int(label), name) != name:
                 raise UsageError(
-                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and "
+                    f"model.region_labels: label {label} is `{labels[int(label)]}` in one set and "
                     f"`{name}` in {each.folder}; use the same label numbers in both sources"
                 )
     return labels

@@ -216,7 +216,7 @@ class Embedder:
             DataError: The image is unreadable, or a box is outside the part of it that the model
                 gets.
         """
-        self._require_head("region_head", "model.regions True")
+        self._require_head("region_head", "model.inputs.max_boxes")
         height, width = _decode_image(0, image).shape[:2]
         pixels = self._pixels(0, [image])
         model_boxes = boxes_on_square(boxes, (width, height), self.inputs)[None].to(self.device)

@@ -17,7 +17,7 @@ from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from tests.made import make_set, row
 
-MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)
+MODEL = Fusion(inputs=Inputs(max_boxes=4))
 
 
 def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSet:
@@ -42,7 +42,7 @@ def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
 
 def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
     one = named(tmp_path / "one", {"1": "cat"})
-    with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
+    with pytest.raises(UsageError, match=r"label 1 is `cat` in one set and `dog` in .*/other"):
         with_region_labels(MODEL, [one], [named(tmp_path / "other", {"1": "dog"})])
     with pytest.raises(UsageError, match=r"with --model\.region-labels$"):
         with_region_labels(MODEL, [named(tmp_path / "nameless", {})], [])
@@ -62,7 +62,7 @@ def test_box_label_without_name_ends_the_run(
         "valid": np.array([True]),
         "pos": np.array([0]),
     }
-    model = Fusion(inputs=Inputs(max_boxes=4), regions=True, region_labels=("", "cat"))
+    model = Fusion(inputs=Inputs(max_boxes=4), region_labels=("", "cat"))
     config = SimpleNamespace(model=model, data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(row_ids_at=lambda positions: positions)
     passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
