@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from mmray import objectives
-from mmray.bench.spawn import describe_machine, select_device, spawn_workers
+from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.spawn import select_device, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, StepTimer
 from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import PADDING, SamplePlan
@@ -133,15 +134,11 @@ def _measure(
             }
         row["loop_vs_padded"] = round(row["loop_samples_per_s"] / row["padded_samples_per_s"], 4)
         rows.append(row)
-    ratios = [row["loop_vs_padded"] for row in rows]
     lengths = [len(row.input_ids) for row in bench.rows]
     return {
         "batch": f"{global_rows} rows per step; packed up to {bench.max_tokens:,} tokens, or in "
         f"padded micro-batches of {micro} rows",
-        "ratios": {"loop_vs_padded": statistics.median(ratios)},
-        "spread": {
-            "loop_vs_padded": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}
-        },
+        **summarize_ratios({"loop_vs_padded": [row["loop_vs_padded"] for row in rows]}),
         "rows": rows,
         "notes": [
             f"rows of {min(lengths)} to {max(lengths)} tokens, {tokens_of_row:.0f} on average"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mmray.bench.results import describe_machine, summarize_ratios
 from mmray.data.images.decode import MAX_PIXELS
 from mmray.data.messages import conversations_of
 from mmray.data.store.prepared_set import PreparedSet
@@ -61,16 +62,9 @@ def bench_encoding(
         own["rows_per_s"] / other["rows_per_s"]
         for own, other in zip(*results.values(), strict=True)
     ]
-    # Not above: the process of the reader imports this module, and no torch.
-    import torch
-
-    from mmray.bench.spawn import describe_machine
-
-    spread = {"min": min(pairs), "max": max(pairs), "pairs": len(pairs)}
     return {
-        "machine": describe_machine(torch.device("cpu")),
-        "ratios": {"reader_vs_processor": statistics.median(pairs)},
-        "spread": {"reader_vs_processor": spread},
+        "machine": describe_machine(),
+        **summarize_ratios({"reader_vs_processor": pairs}),
         "rows": [
             {"arm": arm}
             | {name: round(statistics.median(each[name] for each in runs), 1) for name in runs[0]}

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from mmray.bench.baselines import (
     TunedDataset,
     rows_per_s,
 )
-from mmray.bench.spawn import describe_machine
+from mmray.bench.results import describe_machine, summarize_ratios
 from mmray.cluster.connect import ray_session
-from mmray.config import Cluster, Inputs, Prepare
+from mmray.config import Cluster, Data, Inputs, Prepare
 from mmray.data.media.decode import EXTRA_HINT, is_available
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
@@ -43,6 +43,7 @@ from mmray.machine import cores
 GLOBAL_ROWS = 256
 CONSUMERS = 2
 SIDE = 224
+BLOCK_MB = Data().block_mb
 PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
@@ -79,7 +80,6 @@ def bench_loader(
     rounds: int = 2,
     window_s: float = 3.0,
     workers: int = 0,
-    block_mb: float = 24.0,
     gpu_rate: float | None = None,
     modality: str = "image",
 ) -> dict[str, Any]:
@@ -94,13 +94,12 @@ def bench_loader(
         window_s: Approximate seconds of each measurement.
         workers: Decode actors of the stream (processes that read and decode rows), and DataLoader
             workers in total; 0: one per core.
-        block_mb: Size in MB of a block of the stream, the rows that are read together.
         gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
         modality: `image`; `audio` or `video` for clips of synthetic files.
 
     Returns:
         `machine` (dict), `ratios` (medians of the ratios of two loaders' rates by name), `spread`
-        ({median, min, max, pairs} by ratio), `rows` (per loader: `arm`, its name, `images_per_s`
+        ({min, max, pairs} by ratio), `rows` (per loader: `arm`, its name, `images_per_s`
         (of clips `clips_per_s` and `hours_per_s`) and `first_batch_s`, medians) and `notes` (texts
         about the bottleneck of images).
 
@@ -114,9 +113,9 @@ def bench_loader(
     first_s: dict[str, list[float]] = defaultdict(list)
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
         if modality == "image":
-            loaders = _build_loaders(data, images, window_s, actors, block_mb, notify)
+            loaders = _build_loaders(data, images, window_s, actors, notify)
         else:
-            loaders = _build_clip_loaders(modality, images, window_s, actors, block_mb, notify)
+            loaders = _build_clip_loaders(modality, images, window_s, actors, notify)
         for number in range(rounds):
             rates.append({})
             for name in loaders if number % 2 == 0 else reversed(loaders):
@@ -126,14 +125,15 @@ def bench_loader(
                 warmup = STREAM_WARMUP_ARRIVALS if is_stream else WARMUP_ARRIVALS
                 rate = rows_per_s(arrivals, warmup)
                 if rate == 0:
-                    raise UsageError(
-                        f"{name}: too few blocks to measure a rate; raise --window-s "
-                        "or lower --block-mb"
-                    )
+                    raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} {unit}/s")
-    spread = loader_ratios(rates, RATIOS if modality == "image" else CLIP_RATIOS)
+    ratios = {
+        name: [each[loader] / each[base] for each in rates]
+        for name, (loader, base) in (RATIOS if modality == "image" else CLIP_RATIOS).items()
+        if loader in loaders
+    }
     medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
     rows = []
     for name, rate in medians.items():
@@ -146,8 +146,7 @@ def bench_loader(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "machine": describe_machine(device) | {"data_workers": actors},
-        "ratios": {name: each["median"] for name, each in spread.items()},
-        "spread": spread,
+        **summarize_ratios(ratios),
         "rows": rows,
         "notes": bottlenecks(medians, gpu_rate, actors) if modality == "image" else [],
     }
@@ -169,7 +168,7 @@ def _check_arguments(data: str | None, images: int, workers: int, modality: str)
 
 
 def _build_loaders(
-    data: str | None, images: int, window_s: float, actors: int, block_mb: float, notify: Notify
+    data: str | None, images: int, window_s: float, actors: int, notify: Notify
 ) -> dict[str, RunWindow]:
     """Prepare the images and start the processes; return the loaders by name."""
     cache = _cache()
@@ -186,7 +185,7 @@ def _build_loaders(
         )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    runs = _LoaderRuns(len(files), GLOBAL_ROWS, EXPECTED_RATE, window_s, actors, block_mb)
+    runs = _LoaderRuns(len(files), GLOBAL_ROWS, EXPECTED_RATE, window_s, actors)
     row_readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
         for name, each in sets.items()
@@ -204,7 +203,7 @@ def _build_loaders(
 
 
 def _build_clip_loaders(
-    modality: str, clips: int, window_s: float, actors: int, block_mb: float, notify: Notify
+    modality: str, clips: int, window_s: float, actors: int, notify: Notify
 ) -> dict[str, RunWindow]:
     """Write and prepare the clips and start the processes; return the loaders by name."""
     cache = _cache()
@@ -217,7 +216,7 @@ def _build_clip_loaders(
     sets = {name: _prepare(source, cache / folder.name, each) for name, each in settings.items()}
     tokenizer_json = load_tokenizer("trained", sets["clips"].tokenizer_json)
     rate = EXPECTED_CLIP_RATE[modality]
-    runs = _LoaderRuns(clips, CLIP_GLOBAL_ROWS, rate, window_s, actors, block_mb)
+    runs = _LoaderRuns(clips, CLIP_GLOBAL_ROWS, rate, window_s, actors)
     inputs = clip_loader.clip_inputs(modality)
     readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
@@ -245,7 +244,6 @@ class _LoaderRuns:
         rate: Expected rows/s of a decode actor, which determines the steps of a stream window.
         window_s: Seconds of a window.
         actors: Decode actors of the stream, and DataLoader workers in total.
-        block_mb: Size of a block of the stream in MB.
     """
 
     def __init__(
@@ -255,7 +253,6 @@ class _LoaderRuns:
         rate: float,
         window_s: float,
         actors: int,
-        block_mb: float,
     ) -> None:
         self.workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
         ray.get([actor.__ray_ready__.remote() for actor in self.workers])
@@ -267,7 +264,6 @@ class _LoaderRuns:
         )
         self.window_s = window_s
         self.actors = actors
-        self.block_mb = block_mb
         self.workers_per_consumer = max(1, actors // CONSUMERS)
 
     def reader(self, reader: RowReader) -> RunWindow:
@@ -286,9 +282,7 @@ class _LoaderRuns:
         start = ResumePoint(replace(self.plan, steps=self.steps), 0)  # it ends with the window
         decoders = self.workers_per_consumer
         limits = DecoderLimits(decoders, decoders, decoders)
-        return partial(
-            self._run, CONSUMERS, "stream", reader, start, CONSUMERS, self.block_mb, limits
-        )
+        return partial(self._run, CONSUMERS, "stream", reader, start, CONSUMERS, BLOCK_MB, limits)
 
     def _run(self, processes: int, method: str, *arguments: Any) -> list[list[Arrival]]:
         calls = [getattr(each, method).remote(*arguments) for each in self.workers[:processes]]
@@ -348,28 +342,3 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
                 f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors"
             )
     return lines
-
-
-def loader_ratios(
-    rounds: Sequence[Mapping[str, float]], loaders: Mapping[str, tuple[str, str]]
-) -> dict[str, dict[str, float]]:
-    """Return the ratios of the rates of two loaders, paired by round.
-
-    Args:
-        rounds: Images/s by loader of each round.
-        loaders: (loader, baseline) by name of the ratio.
-
-    Returns:
-        {median, min, max, pairs} by name; a ratio without a common round is omitted.
-    """
-    out = {}
-    for name, (loader, base) in loaders.items():
-        pairs = [
-            each[loader] / each[base] for each in rounds if each.get(loader) and each.get(base)
-        ]
-        if pairs:
-            spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
-            out[name] = {key: round(value, 4) for key, value in spread.items()} | {
-                "pairs": len(pairs)
-            }
-    return out

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise
@@ -44,7 +45,7 @@ BUSY_FRACTION = 0.5  # of the cores, before the measurements
 # Below the first value a figure is poor, below the second it is bad.
 DECODES_PER_S = (200.0, 80.0)
 MB_PER_S = (300.0, 50.0)
-CLOCK_S = (0.5, 5.0)  # above
+CLOCK_S = (-0.5, -5.0)  # differences, negated
 
 
 class NodeReport(NamedTuple):
@@ -199,47 +200,35 @@ def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
     place = f"node {node_id[:8]}"
     is_busy = report.busy_cores > BUSY_FRACTION * report.num_cores
     busy = f"{report.busy_cores:.1f} of {report.num_cores} cores were busy before the measurements"
-    if is_busy:
-        fix = "repeat when the node is idle: the rates below are too low"
-        yield Finding("warning", f"{place} load", busy, fix)
-    else:
-        yield Finding("ok", f"{place} load", busy)
-    gpus = f"torch can use {report.gpus_of_torch}, Ray counts {report.gpus_of_ray}"
-    if report.gpus_of_torch < report.gpus_of_ray:
+    fix = "repeat when the node is idle: the rates below are too low"
+    yield _finding("warning" if is_busy else "ok", f"{place} load", busy, fix)
+    if report.gpus_of_ray:
+        gpus = f"torch can use {report.gpus_of_torch}, Ray counts {report.gpus_of_ray}"
         fix = "update the driver, or use the image for its CUDA version"
-        yield Finding("error", f"{place} GPUs", gpus, fix)
-    elif report.gpus_of_ray:
-        yield Finding("ok", f"{place} GPUs", gpus)
-    shm = check_shm(report.shm_gib, report.memory_gib)
-    yield Finding(shm.level, f"{place} {shm.name}", shm.observed, shm.fix)
-    disk = report.disk
-    yield Finding(disk.level, f"{place} {disk.name}", disk.observed, disk.fix)
-    skew_s = abs(report.clock_s)
+        lacks_gpus = report.gpus_of_torch < report.gpus_of_ray
+        yield _finding("error" if lacks_gpus else "ok", f"{place} GPUs", gpus, fix)
+    for finding in (check_shm(report.shm_gib, report.memory_gib), report.disk):
+        yield replace(finding, name=f"{place} {finding.name}")
     fix = "synchronize the clocks (chrony): times in logs and leases of runs use them"
-    observed = f"differs from the driver's by {skew_s:.2f} s"
-    if skew_s <= CLOCK_S[0]:
-        yield Finding("ok", f"{place} clock", observed)
-    else:
-        level: Level = "error" if skew_s > CLOCK_S[1] else "warning"
-        yield Finding(level, f"{place} clock", observed, fix)
+    observed = f"differs from the driver's by {abs(report.clock_s):.2f} s"
+    yield _finding(_level(-abs(report.clock_s), CLOCK_S), f"{place} clock", observed, fix)
     fix = "use faster cores for data nodes" + (", when the node is idle" if is_busy else "")
-    yield rate(f"{place} decoding", report.decodes_per_s, "JPEGs/s a core", DECODES_PER_S, fix)
+    yield _rate(f"{place} decoding", report.decodes_per_s, "JPEGs/s a core", DECODES_PER_S, fix)
 
 
-def rate(name: str, value: float, unit: str, limits: tuple[float, float], fix: str) -> Finding:
-    """Return whether a measured rate is good (`ok`), poor (`warning`) or bad (`error`).
-
-    Args:
-        name: Name of the check.
-        value: The rate.
-        unit: Its unit for the text, such as `MB/s`.
-        limits: A rate below the first is poor, below the second bad.
-        fix: Advice for the user if it is poor or bad.
-    """
-    observed = f"{value:,.0f} {unit}"
+def _level(value: float, limits: tuple[float, float]) -> Level:
+    """Return `warning` for a value below the first limit, `error` below the second."""
     if value >= limits[0]:
-        return Finding("ok", name, observed)
-    return Finding("warning" if value >= limits[1] else "error", name, observed, fix)
+        return "ok"
+    return "warning" if value >= limits[1] else "error"
+
+
+def _finding(level: Level, name: str, observed: str, fix: str) -> Finding:
+    return Finding(level, name, observed, "" if level == "ok" else fix)
+
+
+def _rate(name: str, value: float, unit: str, limits: tuple[float, float], fix: str) -> Finding:
+    return _finding(_level(value, limits), name, f"{value:,.0f} {unit}", fix)
 
 
 def _storage(storage: str, nodes: list[Node]) -> Finding:
@@ -269,14 +258,14 @@ def _links(node_ids: list[str]) -> Iterator[Finding]:
         except ray.exceptions.RayError as error:
             yield Finding("error", f"transfer {name}", f"failed: {_last_line(error)}", fix)
             continue
-        yield rate(f"transfer {name}", mb_per_s, "MB/s", MB_PER_S, fix)
+        yield _rate(f"transfer {name}", mb_per_s, "MB/s", MB_PER_S, fix)
     try:
         mb_per_s = _measure_collective(node_ids)
     except ray.exceptions.RayError as error:
         yield Finding("error", "all-reduce", f"failed: {_last_line(error)}", fix)
         return
     name = f"all-reduce of {len(node_ids)} nodes (gloo)"
-    yield rate(name, mb_per_s, f"MB/s for {COLLECTIVE_MB} MB", MB_PER_S, fix)
+    yield _rate(name, mb_per_s, f"MB/s for {COLLECTIVE_MB} MB", MB_PER_S, fix)
 
 
 def receive(reference: list[Any]) -> float:

@@ -5,7 +5,6 @@ torch.distributed.
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,29 +57,6 @@ def select_device(config: Config) -> torch.device:
             "lower --cluster.workers"
         )
     return torch.device("cuda", 0)
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine of a measurement.
-
-    Args:
-        device: The device that is measured.
-
-    Returns:
-        `cpu` (model), `cores` (available), `device` (name of the GPU, or `cpu`), `load_1min` (load
-        average), `python` and `torch` (versions).
-    """
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0].strip() if names else platform.processor() or platform.machine(),
-        "cores": cores(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "load_1min": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:

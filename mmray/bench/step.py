@@ -33,14 +33,15 @@ from mmray.bench.hand_loops import (
     fast_kernels,
     train_by_hand,
 )
-from mmray.bench.spawn import describe_machine, select_device, spawn_workers
+from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.spawn import select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
 from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
-from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
@@ -137,7 +138,6 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
         `loop` and `best`), `rows` (a dict per round) and `notes` (texts).
     """
     rows = time_pairs(bench, pairs, window_s)
-    ratios = {name: [row[name] for row in rows] for name in RATIOS}
     loop = "accumulated" if "accumulated_samples_per_s" in rows[0] else "loop"
     flops_of_row = bench.flops_of_row()
     peak = bench.peak_flops()
@@ -153,11 +153,7 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
     )
     return {
         "micro": bench.micro,
-        "ratios": {name: statistics.median(values) for name, values in ratios.items()},
-        "spread": {
-            name: {"min": min(values), "max": max(values), "pairs": len(values)}
-            for name, values in ratios.items()
-        },
+        **summarize_ratios({name: [row[name] for row in rows] for name in RATIOS}),
         "tflops": {name: rate / 1e12 for name, rate in flops.items()},
         "mfu": {name: rate / peak if peak else None for name, rate in flops.items()},
         "rows": rows,
@@ -172,31 +168,35 @@ class StepTimer:
     Args:
         devices: Devices whose kernels must have finished before a time is taken.
         total_until: Record only the total of all steps until this one; None: record each step.
+        warmup_steps: Number of first steps that are not recorded.
         times_s: Filled with the seconds.
+        metrics: The newest logged metrics.
     """
 
     devices: tuple[torch.device, ...]
-    total_until: int | None = None  # measure the total until this step; None: measure each step
+    total_until: int | None = None
+    warmup_steps: int = WARMUP_STEPS
     times_s: list[float] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
     _last_s: float = 0.0
 
-    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+    def on_step(self, step: int, metrics: Metrics | None = None) -> None:
         """Record the time since the last recorded step, after the device has finished all kernels.
 
-        The first WARMUP_STEPS (3) steps are not recorded. With `total_until` only the total from
-        the end of the warm-up to that step is recorded.
+        With `total_until` only the total from the end of the warm-up to that step is recorded.
 
         Args:
-            step: Number of steps taken, from 1.
-            metrics: Unused.
+            step: Number of steps taken; a call with 0 starts the clock if there is no warm-up.
+            metrics: Metrics of the step; None if the step was not logged.
         """
-        if self.total_until is not None and step not in (WARMUP_STEPS, self.total_until):
+        self.metrics = metrics or self.metrics
+        if self.total_until is not None and step not in (self.warmup_steps, self.total_until):
             return
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # wait for queued kernels
         now_s = time.perf_counter()
-        if step > WARMUP_STEPS:
+        if step > self.warmup_steps:
             self.times_s.append(now_s - self._last_s)
         self._last_s = now_s
 

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.spawn import WorkerFailed, describe_machine, select_device, spawn_workers
+from mmray.bench.results import describe_machine
+from mmray.bench.spawn import WorkerFailed, select_device, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
@@ -145,13 +146,11 @@ class ProfiledTimer(StepTimer):
 
     Attributes:
         last_timed_step: Step after which the profile starts.
-        metrics: Metrics of that step.
         peak_gib: Peak memory of all devices until then.
         communication_share: Fraction of the profiled time in which a collective ran.
     """
 
     last_timed_step: int = 0
-    metrics: Metrics = field(default_factory=dict)
     peak_gib: float | None = None
     communication_share: float = 0.0
     _profile: Any = None
@@ -164,9 +163,8 @@ class ProfiledTimer(StepTimer):
             step: Number of steps taken, from 1.
             metrics: Logged metrics of the step, with `memory/peak_gib` at `last_timed_step`.
         """
-        super().on_step(step)
+        super().on_step(step, metrics)
         if step == self.last_timed_step:
-            self.metrics = metrics or {}
             # the metric is of the first
             others = [device for device in self.devices[1:] if device.type == "cuda"]
             bytes_of_others = sum(torch.cuda.max_memory_allocated(device) for device in others)

@@ -2,7 +2,7 @@
 
 Decoding is replaced by a sleep, and ranks are threads of a few processes, so that one machine can
 run many of them. Measured are the rate and the CPU time of each kind of process. The processes of
-ranks and decode actors import this module, so it imports torch only in the driver.
+ranks and decode actors import this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import ray
 
+from mmray.bench.results import describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster
@@ -53,10 +54,6 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
         blocks), CPU milliseconds per block in each kind of process (`decoder_ms`, `rank_ms`,
         `head_ms`, `raylet_ms`), and `head_cores` (CPU cores that the head uses).
     """
-    import torch
-
-    from mmray.bench.spawn import describe_machine
-
     plan = SamplePlan(
         num_rows=10**8,
         global_rows=BLOCK_ROWS * consumers,
@@ -97,7 +94,7 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
         f"blocks of {BLOCK_ROWS} rows of {SIDE} pixels; decoding is a sleep of {decode_s} s",
         "ms: CPU time of a block, by process; head: gcs_server, the driver does nothing",
     ]
-    return {"machine": describe_machine(torch.device("cpu")), "rows": [row], "notes": notes}
+    return {"machine": describe_machine(), "rows": [row], "notes": notes}
 
 
 def _counts(groups: list[Any]) -> list[int]:

@@ -53,8 +53,6 @@ class LoaderCommand:
     """Seconds per window."""
     workers: int = 0
     """Decode actors of the stream, and DataLoader workers over both consumers; 0: one per core."""
-    block_mb: float = 24.0
-    """Size of a stream block in MB."""
     gpu_rate: float | None = None
     """Images/s that a device consumes; prints how many decode actors feed it."""
     consumers: int = 0
@@ -103,9 +101,7 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     command_type, run = BENCHES[what]
     command = parse_args(command_type, rest, f"mmray bench {what}")
-    require_positive(
-        command, "pairs", "images", "rounds", "steps", "window_s", "block_mb", "gpu_rate"
-    )
+    require_positive(command, "pairs", "images", "rounds", "steps", "window_s", "gpu_rate")
     with console.show_progress("measuring"):
         result, table = run(command, console)
     machine = result["machine"]

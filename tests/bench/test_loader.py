@@ -23,7 +23,7 @@ from mmray.bench.baselines import (
     TunedDataset,
     rows_per_s,
 )
-from mmray.bench.loader import RATIOS, bench_loader, bottlenecks, loader_ratios
+from mmray.bench.loader import RATIOS, bench_loader, bottlenecks
 from mmray.cli.bench import bench
 from mmray.config import Inputs
 from mmray.console.reporter import ConsoleReporter
@@ -114,17 +114,6 @@ def test_rate_excludes_warmup_arrivals():
     assert rows_per_s([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
 
 
-def test_ratios_pair_loaders_within_a_round():
-    rounds = [
-        {"a": 10.0, "b": 5.0},
-        {"a": 30.0, "b": 10.0},
-        {"a": 4.0, "b": 4.0},
-        {"a": 7.0, "b": 0.0},
-    ]
-    measured = loader_ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
-    assert measured == {"a_vs_b": {"median": 2.0, "min": 1.0, "max": 3.0, "pairs": 3}}
-
-
 def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs():
     assert bottlenecks(RATES, 2000.0, 4) == [
         "original: the bottleneck is reading and decoding on the CPU",
@@ -173,7 +162,7 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
     loaders = {name: lambda: [arrivals(0.1, count=1)] for name in RATES}
     monkeypatch.setattr(loader, "_build_loaders", lambda *_: loaders)
     monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
-    with pytest.raises(UsageError, match=r"reader original: too few blocks .* lower --block-mb"):
+    with pytest.raises(UsageError, match=r"reader original: too few blocks .* raise --window-s"):
         bench_loader(lambda _: None, gpu_rate=1000.0)
     with pytest.raises(UsageError, match="--workers -3: must be 0"):
         bench_loader(lambda _: None, workers=-3)
@@ -188,12 +177,11 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
 def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = {"GLOBAL_ROWS": 16, "SIDE": 96, "PREPARED_SIDE": 48, "MIN_STEPS": WARMUP_ARRIVALS + 4}
+    sizes |= {"BLOCK_MB": 0.25}
     for name, size in sizes.items():
         monkeypatch.setattr(loader, name, size)
     notes = []
-    result = bench_loader(
-        notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25
-    )
+    result = bench_loader(notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0)
     by_loader = {each["arm"]: each for each in result["rows"]}
     assert list(by_loader) == list(RATES) and list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(

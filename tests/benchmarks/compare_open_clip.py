@@ -34,7 +34,7 @@ from open_clip_train import params, train
 from torch import Tensor
 
 from mmray import objectives
-from mmray.bench import spawn, synthetic_images
+from mmray.bench import results, synthetic_images
 from mmray.cli.args import parse_config
 from mmray.engine import optimizer
 from mmray.engine.collectives import Group
@@ -392,7 +392,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Run both projects; return what --json writes."""
-    machine = spawn.describe_machine(torch.device(args.device))
+    machine = results.describe_machine(torch.device(args.device))
     source = args.data
     if source is None:
         photos = synthetic_images.synthetic_photos(GENERATED_ROWS)

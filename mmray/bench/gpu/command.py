@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -18,6 +17,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import orjson
+
+from mmray.storage.paths import write_atomic
 
 TOTAL_S = 480.0  # of a command, whatever its stages
 # The stages by value, and their shares of TOTAL_S. Time that a stage leaves is for the next. On an
@@ -184,17 +187,7 @@ def write_json(file: Path, value: Any) -> None:
         file: The file, which is replaced.
         value: JSON data; NaN and infinity are written as null.
     """
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    temporary = file.with_suffix(".new")
-    temporary.write_text(json.dumps(finite(value), indent=1))
-    temporary.replace(file)
+    write_atomic(file, orjson.dumps(value, option=orjson.OPT_INDENT_2))
 
 
 def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:

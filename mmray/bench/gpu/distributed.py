@@ -43,8 +43,8 @@ def nccl(device: torch.device) -> Iterator[Case]:
         Name of the case, and a function that runs it and returns its values by name.
     """
     yield "process group", partial(process_group, device)
-    yield "ddp", partial(ddp, device)
-    yield "fsdp", partial(fsdp, device)
+    yield "ddp", partial(compare_gradients, device, strategy._replicate)
+    yield "fsdp", partial(compare_gradients, device, partial(shard, device))
     yield "checkpoint staging", partial(staging, device)
 
 
@@ -92,14 +92,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ddp(device: torch.device) -> dict[str, float]:
-    """Check that accumulated gradients of DDP equal those of the module alone.
+def compare_gradients(
+    device: torch.device, wrap: Callable[[nn.Module], nn.Module]
+) -> dict[str, float]:
+    """Check that accumulated gradients of a wrapped module equal those of the module alone.
 
     Call `process_group(device)` first: it starts a group of this process alone, with NCCL on a GPU
     and Gloo on a CPU.
 
     Args:
         device: The device to check.
+        wrap: Wraps a module with DDP or FSDP2.
 
     Returns:
         {"from_module": largest difference, relative to the largest gradient}.
@@ -108,32 +111,14 @@ def ddp(device: torch.device) -> dict[str, float]:
         AssertionError: The difference is above the tolerance.
     """
     expected = gradients(device, model_of(device))
-    model = strategy._replicate(model_of(device))
+    found = gradients(device, wrap(model_of(device)))
     largest = expected.abs().max()
-    return compare(
-        TOLERANCE,
-        from_module=(gradients(device, model) / largest, expected / largest),
-    )
+    return compare(TOLERANCE, from_module=(found / largest, expected / largest))
 
 
-def fsdp(device: torch.device) -> dict[str, float]:
-    """Check that accumulated gradients of FSDP2 equal those of the module alone.
-
-    Call `process_group(device)` first: it starts a group of this process alone, with NCCL on a GPU
-    and Gloo on a CPU.
-
-    Args:
-        device: The device to check.
-
-    Returns:
-        {"from_module": largest difference}.
-
-    Raises:
-        AssertionError: The difference is above the tolerance.
-    """
-    expected = gradients(device, model_of(device))
-    model = strategy.shard(model_of(device), Group.current(device), None)
-    return compare(TOLERANCE, from_module=(gradients(device, model), expected))
+def shard(device: torch.device, model: nn.Module) -> nn.Module:
+    """Return a model with FSDP2 over this process alone."""
+    return strategy.shard(model, Group.current(device), None)
 
 
 def staging(device: torch.device) -> dict[str, float]:

@@ -14,7 +14,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb, print_exc
@@ -27,7 +26,7 @@ from mmray.bench.gpu.distributed import nccl
 from mmray.bench.gpu.kernels import kernels
 from mmray.bench.gpu.train_command import run
 from mmray.bench.gpu.workload import GLOBAL_ROWS, TINY, TINY_GLOBAL_ROWS, Case, recipe, rows_of
-from mmray.bench.spawn import describe_machine
+from mmray.bench.results import describe_machine
 from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
 from mmray.config import Batch, recipes
 from mmray.engine.batch import BatchShape
@@ -36,7 +35,6 @@ from mmray.errors import first_line
 from mmray.machine import free_memory
 
 ROUNDS = 2  # of each measurement of a rate
-SMALLER = {"llava": 2}  # rows of a micro-batch; others take 16
 
 
 def environment(device: torch.device) -> Iterator[Case]:
@@ -146,27 +144,6 @@ def checks(device: torch.device) -> Iterator[Case]:
                 yield f"{name} {kind}", partial(check, kind, device)
 
 
-@dataclass
-class StepLog(StepTimer):
-    """Callback of a training loop that records the seconds of each step, from the first.
-
-    Attributes:
-        metrics: The newest logged metrics.
-    """
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        """Record the time since the last step, from the first step on, and keep the newest metrics.
-
-        Args:
-            step: Number of steps taken; a call with 0 starts the clock.
-            metrics: Metrics of the step; None if the step was not logged.
-        """
-        super().on_step(WARMUP_STEPS + step)
-        self.metrics = metrics or self.metrics
-
-
 def models(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) in which the model of every recipe takes two steps.
 
@@ -184,9 +161,9 @@ def models(device: torch.device) -> Iterator[Case]:
         if backend != "none":
             torch.compiler.reset()
         settings = {"precision": precision, "compile": backend, "log_every": 1}
-        rows = SMALLER.get(name, 16) if device.type == "cuda" else 4
+        rows = 16 if device.type == "cuda" else 4
         bench = build_bench(recipe(name, device, **settings), Group(device=device), rows)
-        log = StepLog((device,))
+        log = StepTimer((device,), warmup_steps=0)
         log.on_step(0)
         bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, log)
         first_s, second_s = log.times_s[-2:]
@@ -242,7 +219,7 @@ def memory(device: torch.device) -> Iterator[Case]:
     def run(name: str) -> dict[str, Any]:
         bench = build(name)
         micro = micros[name]
-        log = StepLog((device,))
+        log = StepTimer((device,), warmup_steps=0)
         bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, log)
         row = {
             "micro_after": log.metrics["batch/micro"],
