@@ -36,7 +36,6 @@ from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
 from mmray.training.ray_trainer import ray_storage, run_in_thread
 from mmray.tuning.concurrency import apply_trial_resources
-from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value
 from mmray.tuning.rungs import REDUCTION
 from mmray.tuning.suggestions import build_optuna, tune_space
@@ -67,7 +66,6 @@ NAME = "trial"
 
 def run_trials_on_ray_tune(
     state: SweepState,
-    request: SweepRequest,
     resources: TrialResources,
     num_rungs: int,
     names: Sequence[str] | None,
@@ -80,7 +78,6 @@ def run_trials_on_ray_tune(
 
     Args:
         state: The running sweep, with a row for each trial.
-        request: Recipe, search space, goal, searcher and scheduler.
         resources: Number of trials at a time, and the resources of each.
         num_rungs: Number of rungs up to which the trials train.
         names: Trials to train, such as `t001`; None: the trials that Optuna suggests.
@@ -88,6 +85,7 @@ def run_trials_on_ray_tune(
     Raises:
         TrainingError: Ray Tune itself failed. The error of a trial is in its row instead.
     """
+    request = state.plan.request
     scratch = state.folder.path / "ray"
     remove_tree(scratch)
     trainable = tune.with_parameters(
@@ -108,7 +106,7 @@ def run_trials_on_ray_tune(
     tuner = tune.Tuner(
         tune.with_resources(trainable, _DRIVER_RESOURCES),
         param_space=param_space,
-        tune_config=_tune_config(state, request, resources.num_concurrent, names, callback.name),
+        tune_config=_tune_config(state, resources.num_concurrent, names, callback.name),
         run_config=tune.RunConfig(
             name=sweep_name,
             **ray_storage(scratch),
@@ -179,12 +177,12 @@ def _replay_trial(params: dict[str, Any], rungs: dict[str, Sequence[Rung]], fold
 
 def _tune_config(
     state: SweepState,
-    request: SweepRequest,
     max_concurrent: int,
     names: Sequence[str] | None,
     name_trial: Callable[[Any], str],
 ) -> tune.TuneConfig:
     """Return how Ray Tune searches and schedules; see `run_trials_on_ray_tune`."""
+    request = state.plan.request
     searcher: ConcurrencyLimiter | BasicVariantGenerator
     if names is None:
         earlier = [row.settings for row in state.rows.values()]
@@ -293,7 +291,7 @@ def train_rungs(
         )
         if run.result["status"] != "finished":
             return TrialOutcome("stopped")
-        value = newest_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
+        value = newest_value(list(read_lines(run.path / "metrics.jsonl")), plan.request.goal)
         if isinstance(value, str):
             return TrialOutcome("failed", value)
         report_rung(Rung(samples, value))

@@ -107,9 +107,9 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
                 "device": "gpu" if "GPU" in resource_demand(request.base).per_worker else "cpu",
                 "environment": collect_environment(),
             }
-            state = SweepState(folder, plan, reporter, request.budget, summary)
-            log_plan(request, state, num_concurrent)
-            run_sweep(request, state, configs)
+            state = SweepState(folder, plan, reporter, summary)
+            log_plan(state, num_concurrent)
+            run_sweep(state, configs)
     return SweepRecord.read(folder.path)
 
 
@@ -200,14 +200,14 @@ def run_without_ray_train(configs: Sequence[Config]) -> bool:
     return not on_cluster and count_gpus() == 0
 
 
-def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> None:
+def log_plan(state: SweepState, num_concurrent: int) -> None:
     """Log the folder, the trials and the goal (such as `loss`) of a sweep before it starts.
 
     Args:
-        request: Search space, goal and requested concurrency.
         state: The sweep, with the rows of trials that earlier commands have trained.
         num_concurrent: Number of trials at a time.
     """
+    request = state.plan.request
     num_trials = request.space.num_trials
     rungs = " to ".join(f"{samples:,}" for samples in state.plan.rungs)
     at_a_time = f"{num_concurrent} at a time"
@@ -223,14 +223,13 @@ def log_plan(request: SweepRequest, state: SweepState, num_concurrent: int) -> N
         state.reporter.log(warning, "warm-up")
 
 
-def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config]) -> None:
+def run_sweep(state: SweepState, configs: Sequence[Config]) -> None:
     """Run the remaining trials, recommend the best one, and write sweep.json, best.yaml and the
     report.
 
     These files have the results so far also if an error is raised.
 
     Args:
-        request: Recipe, search space, goal, searcher and scheduler.
         state: The running sweep: its folder, and a row for each trial.
         configs: Configs at the corners of the search space (listed values and ends of ranges); each
             must get enough resources.
@@ -241,10 +240,10 @@ def run_sweep(request: SweepRequest, state: SweepState, configs: Sequence[Config
     state.write_summary("running")
     failure: TrainingError | None = None
     try:
-        run_trials(request, state, configs)
+        run_trials(state, configs)
     except TrainingError as error:
         failure = error
-    best = recommend_trial(list(state.rows.values()), request.goal)
+    best = recommend_trial(list(state.rows.values()), state.plan.request.goal)
     if best is not None:
         write_best_recipe(state.folder, state.plan, state.rows[best.best].settings, best)
     if failure is not None or (best is None and state.stop_reason is None):
@@ -272,7 +271,7 @@ def write_best_recipe(
     folder.write("best.yaml", f"# {best.why}\n" + to_yaml(recipe))
 
 
-def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Config]) -> None:
+def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
     """Train all trials with the scheduler of the request.
 
     A rung is a number of samples after which trials are compared. `halving` trains all trials to
@@ -280,7 +279,6 @@ def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Confi
     Results are in the rows of `state` and in trials.jsonl; a failed trial has its error there.
 
     Args:
-        request: Recipe, search space, goal, searcher and scheduler.
         state: The running sweep: its folder, and a row for each trial.
         configs: Configs at the corners of the search space (listed values and ends of ranges), by
             which the number of trials at a time is planned.
@@ -288,28 +286,26 @@ def run_trials(request: SweepRequest, state: SweepState, configs: Sequence[Confi
     Raises:
         TrainingError: Ray Tune itself failed.
     """
+    request = state.plan.request
     (state.folder.path / STOP_FILE).unlink(missing_ok=True)
     names = None
     if request.searcher == "random":
         names = [state.add(each) for each in random_settings(request.base, request.space)]
     if request.scheduler == "asha":
         resources = plan_resources(configs, request.concurrency, request.space.num_trials)
-        run_trials_on_ray_tune(state, request, resources, len(state.plan.rungs), names)
+        run_trials_on_ray_tune(state, resources, len(state.plan.rungs), names)
     else:
-        run_halving(request, state, configs, names)
+        run_halving(state, configs, names)
     if state.stop_reason is None:
         state.prune_paused()
 
 
-def run_halving(
-    request: SweepRequest, state: SweepState, configs: Sequence[Config], names: list[str] | None
-) -> None:
+def run_halving(state: SweepState, configs: Sequence[Config], names: list[str] | None) -> None:
     """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
 
     A rung is a number of samples after which trials are compared.
 
     Args:
-        request: Recipe, search space, goal and searcher.
         state: The running sweep: its folder, and a row for each trial. Returns early if it was
             stopped.
         configs: Configs at the corners of the search space (listed values and ends of ranges), by
@@ -319,6 +315,7 @@ def run_halving(
     Raises:
         TrainingError: Ray Tune itself failed.
     """
+    request = state.plan.request
     for rung, samples in enumerate(state.plan.rungs):
         if state.stop_reason is not None:
             return
@@ -334,4 +331,4 @@ def run_halving(
         title = f"training to {samples:,} samples"
         state.reporter.status(title if rung == 0 else f"{title}: {', '.join(names or ())}")
         resources = plan_resources(configs, request.concurrency, num_trials)
-        run_trials_on_ray_tune(state, request, resources, rung + 1, names)
+        run_trials_on_ray_tune(state, resources, rung + 1, names)

@@ -22,7 +22,6 @@ from mmray.storage.paths import AnyPath
 from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
 from mmray.training import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
-from mmray.tuning.request import Budget
 from mmray.tuning.results import ENDED, TrialOutcome, measured_row
 from mmray.tuning.rungs import planned_samples
 from mmray.tuning.trials import SweepPlan
@@ -177,7 +176,6 @@ class SweepState:
         folder: SweepDir,
         plan: SweepPlan,
         reporter: SweepReporter,
-        budget: Budget | None = None,
         summary: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -187,7 +185,6 @@ class SweepState:
             folder: The folder of the sweep.
             plan: Recipe, goal, rungs and data of the sweep.
             reporter: Receives the progress of the trials.
-            budget: Limit of the time or the GPU-hours; None: no limit.
             summary: Entries of sweep.json that do not change.
             clock: Returns seconds, as time.monotonic does.
         """
@@ -196,7 +193,6 @@ class SweepState:
         self.reporter = reporter
         self.rows = folder.read_rows()
         self.stop_reason: str | None = None
-        self._budget = budget or Budget()
         self._summary = dict(summary or {})
         self.clock = clock
         self._start_s = clock()
@@ -226,7 +222,7 @@ class SweepState:
         no GPU).
         """
         self._add_running_time()
-        gpus_per_worker = self.plan.base.train.gpus_per_worker
+        gpus_per_worker = self.plan.request.base.train.gpus_per_worker
         rows = self.rows.values()
         return sum(row.elapsed_s * (row.workers or 0) * gpus_per_worker for row in rows)
 
@@ -245,14 +241,14 @@ class SweepState:
 
         A budget is a time or a number of GPU-hours.
         """
-        return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
+        return self.plan.request.budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
         """Return the seconds so far, the estimated seconds to the end (None: unknown), and the
         spent fraction of the budget.
         """
         samples = self._num_samples()
-        planned = planned_samples(self.plan.space.num_trials, self.plan.rungs)
+        planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
         left = max(0, planned - samples)
         trained = samples - self._earlier_samples
         command_s = self.clock() - self._start_s
@@ -385,7 +381,7 @@ class SweepState:
         row = self.rows[name]
         trial = self.plan.trial(name, row.settings)
         lines = list(read_lines(self.folder.run(name).path / "metrics.jsonl"))
-        self.rows[name] = measured_row(row, trial, outcome, self.plan.goal, lines)
+        self.rows[name] = measured_row(row, trial, outcome, self.plan.request.goal, lines)
         self._write_rows()
 
     def _write_rows(self) -> None:
@@ -413,7 +409,9 @@ class SweepState:
         if now_s >= self._table_s + TABLE_INTERVAL_S:
             self._table_s = now_s
             rows = list(self.rows.values())
-            self.reporter.trials(rows, self.plan.goal, len(self.plan.rungs), self.progress())
+            self.reporter.trials(
+                rows, self.plan.request.goal, len(self.plan.rungs), self.progress()
+            )
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
             self._add_running_time()
@@ -430,7 +428,7 @@ class SweepState:
         if self.stop_reason is None:
             return False
         # As long as a run waits for a worker that saves.
-        stop_limit_s = self.plan.base.cluster.state_limits_s["saving"]
+        stop_limit_s = self.plan.request.base.cluster.state_limits_s["saving"]
         return not self._running or self.clock() > self._stop_s + stop_limit_s
 
     def _request_stop(self, reason: str, message: str) -> None:

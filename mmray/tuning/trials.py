@@ -315,9 +315,7 @@ class SweepPlan:
     """Recipe, goal, rungs and data of a sweep; the driver sends it to the trials.
 
     Attributes:
-        base: The recipe, to which trials add their settings.
-        space: Lists and ranges by searched setting.
-        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
+        request: The recipe, to which trials add their settings, the search space and the goal.
         rungs: Numbers of samples after which trials are compared; the last is the length of a full
             trial.
         recipe_rows: Rows of the recipe's global batch: the unit of its warm-up, and the number of
@@ -329,9 +327,7 @@ class SweepPlan:
         resources: How many trials run at a time, and what each may use.
     """
 
-    base: Config
-    space: Space
-    goal: str
+    request: SweepRequest
     rungs: tuple[int, ...]
     recipe_rows: int
     data: TrialData = TrialData()
@@ -342,12 +338,12 @@ class SweepPlan:
     @property
     def is_learned(self) -> bool:
         """Whether trials are compared by held-out loss or recall, not by their speed."""
-        return GOALS[self.goal].eval_metric is not None
+        return GOALS[self.request.goal].eval_metric is not None
 
     @property
     def warmup_samples(self) -> int:
         """Number of samples of the recipe's learning-rate warm-up."""
-        return self.base.optimizer.warmup_steps * self.recipe_rows
+        return self.request.base.optimizer.warmup_steps * self.recipe_rows
 
     def is_recipe(self, settings: dict[str, Any]) -> bool:
         """Return whether a trial's settings have the values of the recipe.
@@ -356,7 +352,7 @@ class SweepPlan:
             settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
         """
         return all(
-            round_sampled(setting_value(self.base, key)) == round_sampled(value)
+            round_sampled(setting_value(self.request.base, key)) == round_sampled(value)
             for key, value in settings.items()
         )
 
@@ -372,11 +368,11 @@ class SweepPlan:
             The trial: its settings and config, and its global batch and micro-batch, or the reason
             why it is infeasible.
         """
-        rounded = self.space.round(settings)
+        rounded = self.request.space.round(settings)
         try:
-            return build_trial(self.base, name, rounded)
+            return build_trial(self.request.base, name, rounded)
         except UsageError as error:
-            return Trial(name, rounded, self.base, infeasible=str(error))
+            return Trial(name, rounded, self.request.base, infeasible=str(error))
 
     def run_config(self, trial: Trial, samples: int) -> Config:
         """Return the config with which a trial trains up to a number of samples.
@@ -488,7 +484,7 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     recipe_rows = request.recipe_rows
     if base.batch.global_ is not None or recipe_rows is None:
         recipe_rows = resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
-    plan = SweepPlan(base, request.space, request.goal, (), recipe_rows, data)
+    plan = SweepPlan(request, (), recipe_rows, data)
     length = request.length
     given = (length.steps, length.samples, length.epochs) != (None, None, None)
     if not plan.is_learned:
@@ -519,8 +515,8 @@ def warmup_warning(plan: SweepPlan) -> str | None:
     if plan.rungs[-1] <= plan.warmup_samples:
         return (
             f"trials end during warm-up ({plan.rungs[-1]:,} of {plan.warmup_samples:,} samples), "
-            f"so their {plan.goal} is not meaningful; use longer trials (--train.samples) or fewer "
-            "--optimizer.warmup-steps"
+            f"so their {plan.request.goal} is not meaningful; use longer trials (--train.samples) "
+            "or fewer --optimizer.warmup-steps"
         )
     if len(plan.rungs) == 1:
         return (

@@ -54,8 +54,12 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
 RATES = parse_space(["optimizer.lr=1e-3,1e-2,1e-1,1,2e-2,3e-2,4e-2"])
 
 
-def plan_for(folder, goal="loss", rungs=(100, 400, 1600)):
-    return SweepPlan(SAMPLE, RATES, goal, rungs, recipe_rows=128, folder=folder)
+NO_BUDGET = Budget()
+
+
+def plan_for(folder, goal="loss", rungs=(100, 400, 1600), space=RATES, budget=NO_BUDGET):
+    request = SweepRequest(SAMPLE, SAMPLE.train, space, goal, budget=budget)
+    return SweepPlan(request, rungs, recipe_rows=128, folder=folder)
 
 
 class Reporter(Silent):
@@ -92,7 +96,7 @@ def begin(tmp_path):
     sweep = started(base(tmp_path))
 
     def begin(**options):
-        return SweepState(sweep, plan_for(sweep.path), Reporter(), clock=Clock(), **options)
+        return SweepState(sweep, plan_for(sweep.path, **options), Reporter(), clock=Clock())
 
     return begin
 
@@ -262,7 +266,7 @@ def simulated(monkeypatch):
     """
     calls = []
 
-    def run_trials(state, request, resources, num_rungs, names):
+    def run_trials(state, resources, num_rungs, names):
         calls.append(list(names))
         for name in names:
             start(state, name)
@@ -283,8 +287,8 @@ def simulated(monkeypatch):
     return calls
 
 
-def request_of(config, *rates):
-    return SweepRequest(config, config.train, Space({"optimizer.lr": rates}), "loss")
+def rates_of(*rates):
+    return Space({"optimizer.lr": rates})
 
 
 def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulated):
@@ -293,24 +297,23 @@ def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulat
         start(first, name := first.add({"optimizer.lr": lr}))
         first.reach(name, 100, abs(lr - 1e-2))
         first.end(name, TrialOutcome("paused"))
-    state = begin()
-    search.run_trials(request_of(SAMPLE, 1e-3), state, [])
+    state = begin(space=rates_of(1e-3))
+    search.run_trials(state, [])
     assert simulated == [["t002", "t001"], ["t002", "t001"]]
     assert state.rows["t002"].settings == {"optimizer.lr": 1e-2}
     assert state.rows["t002"].status == "finished"
 
 
 def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
-    request = request_of(SAMPLE, 1e-3, 1e-2, 2e-2, 3e-2, 4e-2)
     for stop_after in (2, 99):
-        state = begin()
+        state = begin(space=rates_of(1e-3, 1e-2, 2e-2, 3e-2, 4e-2))
 
         def trial(row, num_rungs, state=state, stop_after=stop_after):
             if row.trial == f"t{stop_after:03}" and row.rungs:
                 state.on_signal(signal.SIGINT, None)
 
         state.reporter.trial = trial
-        search.run_trials(request, state, [])
+        search.run_trials(state, [])
     assert simulated == [
         ["t001", "t002", "t003", "t004", "t005"],
         ["t003", "t004", "t005"],
@@ -342,13 +345,13 @@ def test_failure_of_ray_tune_is_recorded_and_raised(begin, monkeypatch):
     monkeypatch.setattr(search, "run_trials", fail)
     state = begin()
     with pytest.raises(TrainingError, match="Ray Tune failed"):
-        search.run_sweep(request_of(SAMPLE, 1e-3, 1e-2), state, [])
+        search.run_sweep(state, [])
     assert state.folder.read_json("sweep.json")["status"] == "failed"
     assert (state.folder.path / "report.html").exists()
 
 
 def test_stopped_sweep_recommends_the_best_so_far(begin, monkeypatch):
-    def run_trials(request, state, _):
+    def run_trials(state, _):
         start(state, name := state.add({"optimizer.lr": 1e-2}))
         state.reach(name, 100, 1.0)
         state.on_signal(signal.SIGINT, None)
@@ -356,7 +359,7 @@ def test_stopped_sweep_recommends_the_best_so_far(begin, monkeypatch):
 
     monkeypatch.setattr(search, "run_trials", run_trials)
     state = begin()
-    search.run_sweep(request_of(SAMPLE, 1e-2), state, [])
+    search.run_sweep(state, [])
     summary = state.folder.read_json("sweep.json")
     assert (summary["status"], summary["recommendation"]["best"]) == ("stopped", "t001")
     assert "lr: 0.01" in (state.folder.path / "best.yaml").read_text()
