@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,6 +14,8 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from mmray.config import Config, recipes
+from mmray.console.reporter import ConsoleReporter
+from mmray.console.tables import rows_table
 from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
@@ -224,3 +226,32 @@ def write_json(file: str | None, value: dict[str, Any]) -> None:
     """
     if file is not None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def show_rows(
+    rows: list[dict[str, Any]],
+    name: str,
+    json_file: str | None,
+    console: ConsoleReporter,
+    columns: dict[str, tuple[str, str]],
+    shown: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Print a list as a table, or as JSON if the file of --json is `-`.
+
+    Args:
+        rows: The rows, for JSON.
+        name: What they are, such as `jobs`, the only key of the JSON object.
+        json_file: Local path of a JSON file; `-`: print JSON instead of the table; None: only the
+            table.
+        console: Receives the table.
+        columns: Title and format of each column, for `rows_table`.
+        shown: Returns texts of a row that replace its values in the table.
+    """
+    if json_file == "-":
+        console.print_raw(json.dumps({name: rows}, indent=2))
+        return
+    write_json(json_file, {name: rows})
+    if rows:
+        console.print(rows_table([row | shown(row) for row in rows], columns))
+    else:
+        console.log(f"no {name}")

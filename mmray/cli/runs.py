@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from mmray.cli.args import parse_args, write_json
+from mmray.cli.args import parse_args, show_rows
 from mmray.console.reporter import ConsoleReporter
-from mmray.console.tables import rows_table
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,6 @@ def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
     from mmray.report.listing import list_runs
     from mmray.storage.paths import to_path
 
-    rows = list_runs(to_path(command.folder))
-    if command.json == "-":
-        console.print_raw(json.dumps({"runs": rows}, indent=2))
-        return 0
-    write_json(command.json, {"runs": rows})
-    if not rows:
-        console.log(f"no runs in {command.folder}")
-        return 0
     columns = {
         "name": ("name", ""),
         "state": ("state", ""),
@@ -63,7 +53,8 @@ def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
         "best": ("best", ""),
         "age": ("active", ">"),
     }
-    console.print(rows_table([row | _texts(row) for row in rows], columns))
+    rows = list_runs(to_path(command.folder))
+    show_rows(rows, "runs", command.json, console, columns, _texts)
     return 0
 
 

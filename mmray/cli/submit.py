@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from mmray.cli.args import parse_args, write_json
+from mmray.cli.args import parse_args, show_rows
 from mmray.console.reporter import ConsoleReporter
-from mmray.console.tables import rows_table
 from mmray.errors import UsageError
 
 SUBMITTED = (
@@ -109,13 +107,6 @@ def status(argv: Sequence[str], console: ConsoleReporter) -> int:
     from mmray.cluster import jobs
 
     rows = jobs.list_jobs(jobs.connect(command.address))
-    if command.json == "-":
-        console.print_raw(json.dumps({"jobs": rows}, indent=2))
-        return 0
-    write_json(command.json, {"jobs": rows})
-    if not rows:
-        console.log("no jobs")
-        return 0
     columns = {
         "name": ("job", ""),
         "status": ("status", ""),
@@ -124,7 +115,7 @@ def status(argv: Sequence[str], console: ConsoleReporter) -> int:
         "age": ("started", ">"),
         "command": ("command", ""),
     }
-    console.print(rows_table([row | {"age": _age(row)} for row in rows], columns))
+    show_rows(rows, "jobs", command.json, console, columns, _texts)
     return 0
 
 
@@ -153,7 +144,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _age(row: dict[str, Any]) -> str | None:
+def _texts(row: dict[str, Any]) -> dict[str, str | None]:
     from mmray.report.summary import format_duration
 
-    return None if row["age_s"] is None else f"{format_duration(row['age_s'])} ago"
+    return {"age": None if row["age_s"] is None else f"{format_duration(row['age_s'])} ago"}

@@ -6,6 +6,8 @@ not count.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from mmray.data.stream.reader import Block, RowReader
 from mmray.data.vlm.encoder import TOO_LONG
 from mmray.data.vlm.reader import ConversationReader
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, append_line
+from mmray.storage.paths import AnyPath, RemotePath, remove_tree
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -73,7 +75,7 @@ def quarantine_bad_rows(
                 "reason": reason,
                 "detail": detail,
             }
-            append_line(folder / QUARANTINE, orjson.dumps(entry))
+            append_bad_row(folder / QUARANTINE, orjson.dumps(entry))
             num_too_long += reason == TOO_LONG
             if reason != TOO_LONG and num_bad - num_too_long > MAX_BAD_ROWS:
                 raise DataError(
@@ -93,6 +95,48 @@ def _check_labels(block: Block, config: Config) -> None:
             problem = "" if label == NO_LABEL else problem_of(label)
             if problem:
                 raise DataError(f"a row of {config.data.train} has {problem}")
+
+
+def append_bad_row(file: AnyPath, line: bytes) -> None:
+    """Append a line to the run's quarantine.jsonl, to which several processes may append.
+
+    An object cannot be appended to. On a store the line is written as an object of its own, until
+    `merge_bad_rows` merges these objects.
+
+    Args:
+        file: The file.
+        line: The line without its line feed.
+    """
+    if isinstance(file, RemotePath):
+        name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
+        (_parts_of(file) / name).write_bytes(line + b"\n")
+    else:
+        with file.open("ab") as stream:
+            stream.write(line + b"\n")
+
+
+def merge_bad_rows(folder: AnyPath) -> None:
+    """Merge the lines of the run's quarantine.jsonl that are separate objects on a store.
+
+    Call it from one process only. Without effect on a local disk.
+
+    Args:
+        folder: Folder of the run.
+    """
+    file = folder / QUARANTINE
+    if not isinstance(file, RemotePath) or not _parts_of(file).is_dir():
+        return
+    before = file.read_bytes() if file.exists() else b""
+    # A deletion that failed leaves objects whose lines are merged already.
+    merged = set(before.splitlines(keepends=True))
+    lines = [part.read_bytes() for part in _parts_of(file).iterdir()]
+    file.write_bytes(before + b"".join(line for line in lines if line not in merged))
+    remove_tree(_parts_of(file))
+
+
+def _parts_of(file: RemotePath) -> RemotePath:
+    """Return the folder of the lines that are objects of their own."""
+    return file.with_name(f"{file.name}.parts")
 
 
 def load_bad_rows(folder: AnyPath) -> set[int]:

@@ -15,7 +15,6 @@ import io
 import os
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -564,14 +563,7 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
     Args:
         path: The folder. On a store it must have no subfolders.
         target: Its new path; a folder at this path is deleted first.
-
-    Raises:
-        ValueError: One path is on a local disk and the other one on a store.
     """
-    if isinstance(path, RemotePath) != isinstance(target, RemotePath):
-        raise ValueError(
-            f"cannot move {path} to {target}: both must be on a disk or both on an object store"
-        )
     remove_tree(target)
     if isinstance(path, Path):
         path.rename(str(target))
@@ -579,43 +571,3 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
     for file in path.iterdir():
         copy_file(file, target / file.name)
     remove_tree(path)
-
-
-def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file to which several processes may append.
-
-    An object cannot be appended to. On a store the line is written as an object of its own, until
-    `merge_appended_lines` merges these objects.
-
-    Args:
-        path: The file.
-        line: The line without its line feed.
-    """
-    if isinstance(path, RemotePath):
-        name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
-        (_line_folder(path) / name).write_bytes(line + b"\n")
-    else:
-        with path.open("ab") as file:
-            file.write(line + b"\n")
-
-
-def merge_appended_lines(path: AnyPath) -> None:
-    """Merge the lines that `append_line` wrote as objects on a store into one object.
-
-    Call it from one process only. Without effect on a local disk.
-
-    Args:
-        path: The file that was passed to `append_line`.
-    """
-    if not isinstance(path, RemotePath) or not _line_folder(path).is_dir():
-        return
-    before = path.read_bytes() if path.exists() else b""
-    # A deletion that failed leaves objects whose lines are merged already.
-    merged = set(before.splitlines(keepends=True))
-    lines = [file.read_bytes() for file in _line_folder(path).iterdir()]
-    path.write_bytes(before + b"".join(line for line in lines if line not in merged))
-    remove_tree(_line_folder(path))
-
-
-def _line_folder(path: RemotePath) -> RemotePath:
-    return path.with_name(f"{path.name}.parts")

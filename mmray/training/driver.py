@@ -17,12 +17,13 @@ from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
+from mmray.engine.bad_rows import merge_bad_rows
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, TrainingError
 from mmray.machine import torchrun_world_size
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_appended_lines
+from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter, run_dir, trackers, validate
 from mmray.training.backend import Backend
 from mmray.training.local import LocalBackend, with_workers_of_torchrun
@@ -177,9 +178,9 @@ def _train(
         advice = "use its settings or raise --train.steps to resume it"
         reporter.log(f"{selection.skipped[-1]}{more}; {advice}", "not resumed")
     if selection.action == "done":
-        result = run_dir.RunDir(selection.path).read_json("result.json") or {}
+        result = run_dir.RunDir(selection.path).read_json("result.json")
         return RunOutcome(selection.path, result, already_done=True)
-    trained_on = run_dir.RunDir(selection.path).read_json("data.json") or {}
+    trained_on = run_dir.RunDir(selection.path).read_json("data.json")
     address = resolved.data_identity["train"]
     if selection.action == "resume" and trained_on.get("train") != address:
         reporter.log(f"the data has moved from {trained_on['train']} to {address}", "moved")
@@ -209,7 +210,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
     """Merge the quarantine file and write the report, unless another process owns the run now."""
     try:
         lease.check()
-        merge_appended_lines(run.path / QUARANTINE)
+        merge_bad_rows(run.path)
     except TrainingError:
         return
     except OSError as error:

@@ -154,27 +154,22 @@ def export_run(
             adapters cannot be exported alone.
     """
     config, tokenizer_json, checkpoint = open_run(folder, step)
-    if adapters_only:
-        weights = getattr(config.model, "weights", "none")
-        if weights == "none" or not config.model.lora.rank or interpolate != 1:
-            raise UsageError(
-                "--adapters needs a run with model.weights and model.lora.rank, and no "
-                "--interpolate"
-            )
-        if not isinstance(config.model, Vlm):
-            adapted = load_model(config, checkpoint)
-            spec = config.model.model_dump(mode="json")
-            return export(adapted, spec, tokenizer_json, out, adapters_only=True)
-        if not has_weights(config.model.weights):
-            raise UsageError(
-                f"--adapters: the run started from random weights, because {config.model.weights} "
-                "has none; export the merged model, without --adapters"
-            )
-        spec = config.model.model_dump(mode="json")
-        return export_vlm(load_model(config, checkpoint), spec, out, adapters_only=True)
-    model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
-    model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
-    return _export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
+    if not adapters_only:
+        model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
+        # The adapters are merged into the weights.
+        return _export(model, config.model.replace(lora=Lora()), tokenizer_json, out)
+    weights = getattr(config.model, "weights", "none")
+    if weights == "none" or not config.model.lora.rank or interpolate != 1:
+        raise UsageError(
+            "--adapters needs a run with model.weights and model.lora.rank, and no --interpolate"
+        )
+    if isinstance(config.model, Vlm) and not has_weights(weights):
+        raise UsageError(
+            f"--adapters: the run started from random weights, because {weights} has none; export "
+            "the merged model, without --adapters"
+        )
+    model = load_model(config, checkpoint)
+    return _export(model, config.model, tokenizer_json, out, adapters_only=True)
 
 
 @torch.no_grad()
@@ -237,17 +232,20 @@ def export_pretrained(
         UsageError: The weights or the tokenizer cannot be loaded.
     """
     config, tokenizer_json = with_tokenizer(config, log)
-    return _export(
-        load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out
-    )
+    return _export(load_model(config, None), config.model, tokenizer_json, out)
 
 
 def _export(
-    model: nn.Module, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath
+    model: nn.Module,
+    settings: Any,
+    tokenizer_json: str,
+    out: str | AnyPath,
+    adapters_only: bool = False,
 ) -> AnyPath:
-    if spec["kind"] == "vlm":
-        return export_vlm(model, spec, out)
-    return export(model, spec, tokenizer_json, out)
+    spec = settings.model_dump(mode="json")
+    if isinstance(settings, Vlm):
+        return export_vlm(model, spec, out, adapters_only=adapters_only)
+    return export(model, spec, tokenizer_json, out, adapters_only=adapters_only)
 
 
 def evaluate_run(
@@ -534,7 +532,7 @@ def _open_held_out(
     A raw source is prepared first.
     """
     if config.data.eval is None:
-        trained_on = RunDir(folder).read_json("data.json") or {}
+        trained_on = RunDir(folder).read_json("data.json")
         address = Mixture.parse(trained_on["train"]).addresses[0]
         found = find_set(folder, address, trained_on.get("fingerprint", ""))
         if found != address:

@@ -138,14 +138,14 @@ class RunDir:
         """
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
-    def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the content of a JSON file, or None if it does not exist.
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file; empty if it does not exist.
 
         Args:
             name: Path relative to the run's folder, such as `result.json`.
         """
         file = self.path / name
-        return json.loads(file.read_text()) if file.exists() else None
+        return json.loads(file.read_text()) if file.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,13 @@ def select_run(
         may_change = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
         if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
             may_change += ("data.shuffle_blocks",)
-        old = run.read_json("data.json") or {}
+        old = run.read_json("data.json")
         # The same rows at another address: the set or the project has moved.
         if all(old.get(key) == new for key, new in data.items() if key != "train"):
             may_change += ("data.train",)
             old |= {"train": data["train"]}
         changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
-        result = run.read_json("result.json") or {}
+        result = run.read_json("result.json")
         changes += [
             f"data {key}: {old.get(key)!r} -> {new!r}"
             for key, new in data.items()
@@ -337,7 +337,7 @@ def write_run_files(
         run.write_json("environment.json", collect_environment())
         # The supervisor adds to the counts of an earlier command.
         earlier = run.read_json("result.json")
-        if earlier is not None:
+        if earlier:
             run.write_json("result.json", earlier | {"status": "unfinished"})
         run.write("config.yaml", to_yaml(config))
     except OSError as error:

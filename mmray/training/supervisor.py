@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mmray.data.store.manifest import QUARANTINE
-from mmray.engine.bad_rows import load_bad_rows
+from mmray.engine.bad_rows import load_bad_rows, merge_bad_rows
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import result_fields
@@ -29,7 +28,7 @@ from mmray.errors import (
 )
 from mmray.evaluation.build import best_metric
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_appended_lines
+from mmray.storage.paths import AnyPath
 from mmray.storage.requests import TransientStorageError
 from mmray.training import RunReporter
 from mmray.training.backend import Attempt, Backend
@@ -239,7 +238,7 @@ class Supervisor:
         self.starts = starts or []
         # of earlier commands
         self.start_s = time.monotonic()
-        self.earlier = run.read_json("result.json") or {}
+        self.earlier = run.read_json("result.json")
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         # checkpoints from this step on were verified, or written by this command
         self.trusted_from = math.inf
@@ -357,7 +356,7 @@ class Supervisor:
                     self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint)
                 )
                 meta = {} if checkpoint is None else files.load_meta(checkpoint)
-                merge_appended_lines(self.run.path / QUARANTINE)
+                merge_bad_rows(self.run.path)
                 return checkpoint, meta, load_bad_rows(self.run.path)
             except (StorageError, OSError) as error:
                 pause_s = next(pauses_s, None)

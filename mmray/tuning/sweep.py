@@ -94,7 +94,7 @@ def resolve_sweep_dir(
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         before = RunDir(path).read_json(SWEEP)
-        if before is None:
+        if not before:
             if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return None
@@ -196,7 +196,7 @@ class SweepState:
         self._summary = dict(summary or {})
         self.clock = clock
         self._start_s = clock()
-        self._earlier_s = (folder.read_json(SWEEP) or {}).get("elapsed_s", 0.0)
+        self._earlier_s = folder.read_json(SWEEP).get("elapsed_s", 0.0)
         self._stop_s = 0.0
         self._table_s = -math.inf
         self._save_s = clock()

@@ -112,7 +112,7 @@ def test_missing_folder_is_a_usage_error_and_empty_folder_is_not(tmp_path, capfd
     ):
         list_runs(tmp_path / "nowhere")
     assert cli.run(["runs", str(tmp_path)], ConsoleReporter()) == 0
-    assert "no runs in" in capfd.readouterr().out
+    assert "no runs" in capfd.readouterr().out
 
 
 def test_folder_without_access_is_left_out(tmp_path, monkeypatch):

@@ -14,9 +14,7 @@ from mmray.errors import UsageError
 from mmray.storage import requests
 from mmray.storage.paths import (
     RemotePath,
-    append_line,
     local_copy,
-    merge_appended_lines,
     move_tree,
     open_for_upload,
     remove_tree,
@@ -106,17 +104,9 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     if kind == "disk":
         with pytest.raises(IsADirectoryError):
             write_atomic(folder / "stacks", "text")  # leaves no temporary file
-    # by a merge that was killed before it deleted the separate objects
-    left = [b"two"] if kind == "store" else []
-    for lines in ([b"one"], [b"two"], [*left, b"three", b"four"]):
-        for line in lines:
-            append_line(folder / "quarantine.jsonl", line)
-        merge_appended_lines(folder / "quarantine.jsonl")
-    assert (folder / "quarantine.jsonl").read_bytes() == b"one\ntwo\nthree\nfour\n"
     remove_tree(folder / "step-1.damaged")
     remove_tree(folder / "never-there")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "quarantine.jsonl",
         "result.json",
         "stacks",
     ]
