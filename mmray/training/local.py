@@ -36,7 +36,7 @@ from mmray.training.backend import (
 )
 from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import DriverAddress, run_worker, serve_driver
-from mmray.training.monitor import signal_handlers
+from mmray.training.monitor import Workers, signal_handlers
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
@@ -263,7 +263,7 @@ def resolve_on_this_machine(config: Config) -> Config:
     )
 
 
-class LocalWorkers:
+class LocalWorkers(Workers):
     """The worker processes of a run on this machine, and the threads that receive their messages.
 
     The methods are described in `monitor.Workers`.
@@ -337,18 +337,6 @@ class LocalWorkers:
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         self.close()
 
-    def draining_nodes(self) -> dict[str, float]:
-        return {}
-
-    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
-        return False
-
-    def share_resources(self) -> None:
-        """Do nothing, because this machine has no other reservations."""
-
-    def num_more_workers(self) -> int:
-        return 0
-
     def describe_data(self) -> str:
         states: list[str] = []
         with suppress(psutil.NoSuchProcess):
@@ -358,8 +346,6 @@ class LocalWorkers:
                 for child in psutil.Process(worker.process.pid).children()
             ]
         return f"processes of the worker{'s' * (len(self._processes) > 1)}: {format_counts(states)}"
-
-    def export_metrics(self, metrics: dict[str, Any]) -> None: ...
 
     def close(self) -> None:
         for process in self._processes:

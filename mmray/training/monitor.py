@@ -92,7 +92,10 @@ class HeartbeatRecord:
 
 
 class Workers(Protocol):
-    """The workers of one attempt (one start of the workers of a run), as the driver sees them."""
+    """The workers of one attempt (one start of the workers of a run), as the driver sees them.
+
+    The defaults of some methods are those of workers outside a cluster.
+    """
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         """Wait until the workers have ended.
@@ -135,6 +138,7 @@ class Workers(Protocol):
         """Return the nodes that will be preempted: time in seconds since the epoch (0: unknown) by
         node ID.
         """
+        return {}
 
     def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
         """Return whether the workers have no resources yet.
@@ -142,6 +146,7 @@ class Workers(Protocol):
         Args:
             log: Called if the wait is long, with a line and the word to print before it.
         """
+        return False
 
     def share_resources(self) -> None:
         """Give back CPUs that the workers can do without, if other jobs wait for resources."""
@@ -151,6 +156,7 @@ class Workers(Protocol):
 
         If the cluster can grow, nodes for more workers are requested first.
         """
+        return 0
 
     def describe_data(self) -> str:
         """Return the state of the processes that read and decode, for a line of the log while ranks

@@ -52,6 +52,7 @@ from mmray.training.backend import (
     resume_point,
     select_cause,
 )
+from mmray.training.monitor import Workers
 from mmray.training.ray_trainer import (
     run_in_thread,
     start_coordinator,
@@ -190,7 +191,7 @@ class RayBackend:
         return failed
 
 
-class RayWorkers:
+class RayWorkers(Workers):
     """Ray Train's worker group of a run, with its decode actors and its coordinator actor.
 
     The methods are described in `monitor.Workers`.

@@ -64,13 +64,11 @@ class ResolvedRun:
     train_set: PreparedSet | PreparedMixture
     eval_sets: dict[str, PreparedSet]
     tokenizer_json: str
-    batch_shape: BatchShape  # with the largest number of workers
+    batch_shape: BatchShape
     steps: int
-    # content of data.json; equal in all attempts and when the run is resumed
     data_identity: dict[str, Any]
-    # uint32 [rows of the training set], if `batch.tokens` divides the rows of a step
     token_lengths: np.ndarray | None = None
-    is_packed: bool = True  # whether the rows of a micro-batch are packed, not padded
+    is_packed: bool = True
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:

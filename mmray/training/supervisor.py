@@ -72,8 +72,8 @@ class Failure:
 
     kind: str
     error: BaseException
-    step: int  # last logged step, else the step the attempt resumed from
-    logged: bool = True  # this attempt or an earlier one logged a step
+    step: int
+    logged: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Restart:
     """
 
     reason: str
-    batch_shape: BatchShape | None = None  # from now on; None: unchanged
+    batch_shape: BatchShape | None = None
 
 
 def count_failures(failures: int, failure: Failure, progressed: bool) -> int:

@@ -11,6 +11,7 @@ from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError
 from mmray.training.backend import WorkerFailed
+from mmray.training.monitor import Workers
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir
 from mmray.training.supervisor import Supervisor
@@ -21,7 +22,7 @@ HEARTBEAT = {"node": "node-1", "pid": 0, "started_s": 0.0, "step": 1, "progress"
 Act = Callable[["ScriptedWorkers"], dict[str, Any]]
 
 
-class ScriptedWorkers:
+class ScriptedWorkers(Workers):
     """The workers of an attempt, which have started and trained."""
 
     def __init__(self, attempt: Any = None, act: Act | None = None) -> None:
@@ -58,14 +59,6 @@ class ScriptedWorkers:
 
     def draining_nodes(self) -> dict[str, float]:
         return self.draining
-
-    def waits_for_resources(self, log) -> bool:
-        return False
-
-    def export_metrics(self, metrics) -> None: ...
-
-    def share_resources(self) -> None:
-        pass
 
     def num_more_workers(self) -> int:
         return self.num_more
