@@ -73,15 +73,22 @@ def train_settings(**changes) -> SimpleNamespace:
 OPTIMIZER, TRAIN = optimizer_settings(), train_settings()
 
 
+class Linear(nn.Linear):
+    """A layer that every version of torch compiles: torch 2.11 skips blocks of its own classes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class ImageTower(nn.Module):
     def __init__(self, dropout: float, batch_norm: bool):
         super().__init__()
         first = (
             nn.BatchNorm2d(3) if batch_norm else nn.Identity(),
             nn.Flatten(),
-            nn.Linear(3 * SIDE * SIDE, WIDTH),
+            Linear(3 * SIDE * SIDE, WIDTH),
         )
-        last = (nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, DIM))
+        last = (nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(dropout), Linear(WIDTH, DIM))
         self.layers = nn.Sequential(*first, *last)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ class TextTower(nn.Module):
         super().__init__()
         self.words = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, DIM)]
+            [nn.Sequential(nn.Dropout(dropout), Linear(WIDTH, WIDTH)), Linear(WIDTH, DIM)]
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
