@@ -322,7 +322,8 @@ def test_report_command_writes_the_page(tmp_path, capfd):
         cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], ConsoleReporter())
         == 0
     )
-    assert " MB; self-contained)" in capfd.readouterr().out and not (folder / "report.html").exists()
+    assert " MB; self-contained)" in capfd.readouterr().out
+    assert not (folder / "report.html").exists()
 
 
 def test_invalid_arguments_are_usage_errors(tmp_path):
