@@ -312,7 +312,6 @@ class ClipInputs(Inputs):
     audio_rate: int = Field(
         16_000, ge=0, le=48_000, description="Samples a second; 0: the model has no audio."
     )
-    max_boxes: Literal[0] = 0  # not supported
 
 
 class Towers(PairModel):
@@ -332,7 +331,6 @@ class Towers(PairModel):
     inputs: ClipInputs = ClipInputs()
     audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
     video: FrameTransformer = FrameTransformer()
-    logit_bias: Literal[None] = None  # not supported
 
     @property
     def modalities(self) -> tuple[str, ...]:

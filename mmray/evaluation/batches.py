@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.data.stream.reader import RowReader
+from mmray.errors import DataError
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -246,6 +247,23 @@ def rows_of_rank(
     """
     num_rows = min(prepared.num_rows, limit or prepared.num_rows)
     return np.array_split(np.arange(num_rows), world_size)[rank]
+
+
+def count_bad_rows(skipped: Sequence[str], num_rows: int, group: Any) -> int:
+    """Return the number of unreadable rows of all ranks; a collective call.
+
+    Args:
+        skipped: A message for each unreadable row of this rank.
+        num_rows: Number of readable rows of all ranks.
+        group: The ranks.
+
+    Raises:
+        DataError: No row is readable; raised on every rank.
+    """
+    bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
+    if not num_rows:
+        raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}")
+    return bad_rows
 
 
 def _image_hash(record: Row) -> int:

@@ -17,8 +17,7 @@ from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, rows_of_rank
-from mmray.evaluation.clip_examples import ClipExamples, ClipRanks
+from mmray.evaluation.batches import EvalDataset, count_bad_rows, rows_of_rank
 from mmray.evaluation.embeddings import (
     TOP_K,
     Group,
@@ -29,6 +28,7 @@ from mmray.evaluation.embeddings import (
     topk_hits,
 )
 from mmray.evaluation.evaluator import compute_ranks_in_parallel, topk_accuracy
+from mmray.evaluation.examples import ClipExamples, ClipRanks
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
 
@@ -87,11 +87,7 @@ class ClipEvaluator(EvalDataset):
         # After all batches, because the ranks may have different numbers of them.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
         identity = gather_rows(identities, group)
-        bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
-        if not len(identity):
-            raise DataError(
-                f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}"
-            )
+        bad_rows = count_bad_rows(skipped, len(identity), group)
         metrics: dict[str, float] = {}
         if hits is not None:
             classes = model.class_head.out_features

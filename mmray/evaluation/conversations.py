@@ -28,9 +28,8 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
-from mmray.errors import DataError
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
-from mmray.evaluation.batches import rows_of_rank
+from mmray.evaluation.batches import count_bad_rows, rows_of_rank
 from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class ConversationEvaluator:
         collate = vlm.collator()
         self.reader.__dict__["encoder"] = vlm.encoder  # otherwise the processor is loaded twice
         self.skipped.clear()
-        sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, correct tokens, rows, bad rows
+        sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, correct tokens, rows
         with eval_mode(model):
             for part in self._batches(group, self.settings.limit):
                 encoded: list[EncodedRow] = []
@@ -142,14 +141,8 @@ class ConversationEvaluator:
                     sums[1] += len(batch["targets"])
                     sums[2] += outputs["num_correct"].double().cpu()
                 self.on_rows(len(part))
-        sums[4] = len(self.skipped)
-        loss, tokens, correct, rows, bad_rows = (
-            group.all_gather_variable(sums[None]).sum(0).tolist()
-        )
-        if not rows:
-            raise DataError(
-                f"cannot read any of {bad_rows:.0f} evaluation rows: {'; '.join(self.skipped[:1])}"
-            )
+        loss, tokens, correct, rows = group.all_gather_variable(sums[None]).sum(0).tolist()
+        bad_rows = count_bad_rows(self.skipped, int(rows), group)
         answers: list[Answer] = []
         if self.settings.num_generations:
             with eval_mode(model):
@@ -165,7 +158,7 @@ class ConversationEvaluator:
             "token_accuracy": correct / max(1.0, tokens),
             "tokens": tokens,
             "rows": rows,
-            "bad_rows": bad_rows,
+            "bad_rows": float(bad_rows),
         }
 
     def _batches(self, group: Group, limit: int | None) -> Iterator[list[HeldOutRow]]:

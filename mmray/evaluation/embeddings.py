@@ -355,19 +355,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
+def topk_hits(scores: Tensor, label: Tensor) -> Tensor:
     """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
 
     Args:
         scores: Score of each class, float [N, C].
         label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
-        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
-            of a class ranks before it too; NaN of the correct class is no hit.
 
     Returns:
         Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
     """
-    before = classes_before(scores, label, tie)
+    return count_hits(classes_before(scores, label))
+
+
+def count_hits(before: Tensor) -> Tensor:
+    """Return the number of rows in the top 1, in the top 5, and of all, int64 [3].
+
+    Args:
+        before: Number of classes that rank before the correct one, int64 [N].
+    """
     return torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
 
 

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.batches import EvalBatches, EvalDataset, count_bad_rows
 from mmray.evaluation.embeddings import (
     TOP_K,
     Group,
     classes_before,
+    count_hits,
     embed_dataset,
     embed_texts,
     eval_mode,
 )
+from mmray.evaluation.examples import retrieval_examples
 from mmray.evaluation.retrieval import EmbeddingSet
 from mmray.objectives.protocol import Objective, split_objective
 
@@ -73,18 +75,14 @@ class Evaluator(EvalDataset):
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
         retrieves = self.task != "zero_shot"
         embedded = embed_dataset(model, batches, group, objective, with_texts=retrieves)
-        bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
-        if len(embedded.row) == 0:
-            raise DataError(
-                f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}"
-            )
+        bad_rows = count_bad_rows(batches.skipped, len(embedded.row), group)
         metrics = {"rows": float(len(embedded.row))}
         if retrieves:
             retrieval_ranks = compute_retrieval_ranks(embedded, group)
             loss_rows = settings.loss_batch or global_rows
             metrics |= retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
             if save_examples is not None:
-                examples = retrieval.retrieval_examples(
+                examples = retrieval_examples(
                     embedded, retrieval_ranks, self.prepared, group.device, self.max_pixels
                 )
                 save_examples(examples)
@@ -157,8 +155,7 @@ def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[s
         `zero_shot/top_1`, `zero_shot/top_5` and `zero_shot/mean_per_class_recall` (0 to 1; the mean
         over the classes that occur; missing without rows) and `zero_shot/rows`.
     """
-    hits = torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
-    metrics = topk_accuracy(hits, "zero_shot", num_classes)
+    metrics = topk_accuracy(count_hits(before), "zero_shot", num_classes)
     if len(label):
         totals = label.bincount(minlength=num_classes)
         hits_of_class = label[before == 0].bincount(minlength=num_classes).double()

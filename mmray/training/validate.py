@@ -356,6 +356,11 @@ def objective_reasons(config: Config) -> list[str]:
     reasons = list[str]()
     if not model.objectives:
         return reasons
+    if model.inputs.max_boxes and "region_text" not in model.objectives:
+        reasons.append(
+            f"model.inputs.max_boxes: model.kind `{kind}` reads no boxes; set "
+            "--model.inputs.max-boxes 0, or --model.kind fusion"
+        )
     for term in terms:
         head, flag, _ = HEADS.get(term, ("", "", ""))
         if ":" not in term and term not in model.objectives:
@@ -380,12 +385,12 @@ def objective_reasons(config: Config) -> list[str]:
         if term in model.objectives and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set {off}"
             reasons.append(f"model.{head}: no objective trains it; {advice}")
-    if "contrastive" not in model.objectives:
-        return reasons
-    if model.logit_bias is not None and "sigmoid" not in terms:
+    if getattr(model, "logit_bias", None) is not None and "sigmoid" not in terms:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
         )
+    if "contrastive" not in model.objectives:
+        return reasons
     if "cross" in model.branches and not {"matching", "classification"} & terms.keys():
         reasons.append(
             f"model.kind `{kind}`: no objective trains its cross-attention; add `+ matching`"

@@ -32,7 +32,7 @@ from mmray.evaluation.evaluator import (
     topk_accuracy,
     zero_shot_metrics,
 )
-from mmray.evaluation.retrieval import NUM_SHOWN, EmbeddingSet
+from mmray.evaluation.examples import NUM_SHOWN, EmbeddingSet
 from mmray.models.protocol import HeadScores
 from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmray.evaluation import retrieval
-from mmray.evaluation.retrieval import compute_ranks, retrieval_metrics, top_k
+from mmray.evaluation.examples import top_k
+from mmray.evaluation.retrieval import compute_ranks, retrieval_metrics
 
 
 def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> list[int]:

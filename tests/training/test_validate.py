@@ -91,6 +91,11 @@ VLM = {"recipe": "vlm", "workers": 2}
         ),
         ({"recipe": "fusion", "objective": {"kind": "matching"}}, "add `+ contrastive`"),
         ({"recipe": "sample-av", "model": {"matching": True}}, "add `+ clip_matching`"),
+        ({"recipe": "sample-av", "model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
+        (
+            {"model": {"inputs": recipes.load("sample").model.inputs.replace(max_boxes=2)}},
+            "`two_tower` reads no boxes",
+        ),
         (
             {
                 "recipe": "sample-av",
