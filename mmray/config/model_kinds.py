@@ -506,7 +506,7 @@ class Vlm(Model):
     messages.
     """
 
-    branches = ("vision", "language")
+    branches = ("vision", "audio", "language")
     objectives = ("language_modelling",)
     generates_text = True
 

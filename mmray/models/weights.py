@@ -209,7 +209,8 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
         supported: Values of `model_type` that are accepted, such as `clip`.
 
     Returns:
-        The config, of a subclass of transformers' PretrainedConfig.
+        The config, of a subclass of transformers' PretrainedConfig; of a whole Omni model that of
+        its thinker.
 
     Raises:
         UsageError: There is no such model, it is of another type, or timm is not installed.
@@ -221,6 +222,8 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
     except ImportError:  # transformers needs it for the config of a timm model
         check_installed("timm", setting, "timm")
         raise
+    # The part of a whole Omni model that reads media and writes text.
+    config = getattr(config, "thinker_config", config)
     if config.model_type == "timm_wrapper":
         check_installed("timm", setting, "timm")
         # transformers passes 0, for a model without its head

@@ -7,6 +7,7 @@ in a padded one because attention is causal and the padding comes last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from mmray.data.vlm.reader import unpack_rows
 # Columns of a batch that describe its rows; the others are inputs of the model.
 ROW_COLUMNS = ("key", "label", "valid", "pos", "num_tokens")
 
-# Positions of a row [3, T] from its ids and its inputs of the vision encoder.
+# Positions of a row [3, T] from its ids and its inputs of the encoders of media.
 RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
@@ -41,9 +42,8 @@ class RowCollator:
             rank waits for another. Its gradient is zero.
         packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
             right.
-        rope_index: Computes the positions int64 [3, T] (time, height, width) of one row from its
-            token ids int64 [T] and its inputs of the vision encoder. None: positions are 0, 1, 2,
-            ...
+        rope_index: Computes the positions [3, T] (time, height, width) of one row from its token
+            ids int64 [T] and its inputs of the encoders of media. None: positions are 0, 1, 2, ...
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class RowCollator:
               target.
             - `cu_seqlens` int32 [B + 1], only if packed: the index of the first token of each row,
               then T.
-            - `position_ids` int64, if packed or with `rope_index`: [1, T], counted from 0 in each
+            - `position_ids`, if packed or with `rope_index`: int64 [1, T], counted from 0 in each
               row. With `rope_index` [4, 1, T] if packed, otherwise [4, B, T]: the planes text,
-              time, height, width.
+              time, height, width, float32 if transformers' positions are.
             - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
               tokens and 2 at video tokens.
             - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
@@ -122,7 +122,7 @@ class RowCollator:
         ids = torch.from_numpy(row.input_ids.astype(np.int64))
         columns = {name: torch.from_numpy(value) for name, value in row.images.items()}
         planes = self.rope_index(ids, columns)
-        padded = torch.zeros(3, text.shape[1], dtype=torch.long)
+        padded = planes.new_zeros(3, text.shape[1])
         padded[:, :length] = planes
         return torch.cat([text, padded])
 
@@ -247,7 +247,7 @@ def rope_index_of(config: Any) -> RopeFn:
         config: transformers' config of a model that has `get_rope_index`.
 
     Returns:
-        Function of token ids int64 [T] and the row's inputs of the vision encoder; it returns int64
+        Function of token ids int64 [T] and the row's inputs of the encoders of media; it returns
         [3, T] with the planes time, height, width.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -255,15 +255,26 @@ def rope_index_of(config: Any) -> RopeFn:
     model_class: Any = MODEL_MAPPING[type(config)]
     # The method reads only the config; a model would have to be built.
     model = model_class.__new__(model_class)
-    model.__dict__["config"] = config
+    model.__dict__ |= {
+        "config": config,
+        "spatial_merge_size": config.vision_config.spatial_merge_size,
+    }
+    parameters = signature(model_class.get_rope_index).parameters
 
     def rope_index(ids: Tensor, images: dict[str, Tensor]) -> Tensor:
-        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        inputs = images | {
+            "mm_token_type_ids": token_types(ids, config)[None],
+            "attention_mask": torch.ones_like(ids)[None],
+        }
+        # Omni's names.
+        if "video_second_per_grid" in images:
+            inputs["second_per_grids"] = images["video_second_per_grid"]
+        if "feature_attention_mask" in images:
+            inputs["audio_seqlens"] = images["feature_attention_mask"].sum(dim=1)
         planes, _ = model_class.get_rope_index(
             model,
             ids[None],
-            mm_token_type_ids=token_types(ids, config)[None],
-            **{name: images[name] for name in names if name in images},
+            **{name: value for name, value in inputs.items() if name in parameters},
         )
         return planes[:, 0]
 

@@ -43,8 +43,6 @@ _INPUT_SETTINGS = (
     "frame_rate",
     "frame_pixels",
 )
-# Shorter audio is padded: transformers merges a single token of audio in another way.
-MIN_AUDIO_S = 0.1
 SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -149,7 +147,7 @@ class ProcessorEncoder:
             self.processor = load_processor(weights, self.config)
             if "video" in self.kinds:
                 self.processor.video_processor = load_frame_processor(
-                    weights, self.family, frame_pixels
+                    weights, self.family, self.processor, frame_pixels
                 )
         self.tokenizer = self.processor.tokenizer
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | budget_arguments(
@@ -173,14 +171,15 @@ class ProcessorEncoder:
         the settings of the processors of images, videos and audio.
         """
         video_processor = getattr(self.processor, "video_processor", None)
-        first = self.processor.image_processor if self.family.pixels else self._features
+        names = ("image_processor", "feature_extractor")
+        processors = [getattr(self.processor, name, None) for name in names]
         parts = (
             version("transformers"),
             self.config["model_type"],
             self.tokenizer.backend_tokenizer.to_str(),
             self.tokenizer.special_tokens_map,
             self._template,
-            first.to_json_string(),
+            *(each.to_json_string() for each in processors if each is not None),
             self._image_arguments,
             video_processor and (vars(video_processor), self.frames, self.frame_rate),
         )
@@ -294,7 +293,10 @@ class ProcessorEncoder:
         Args:
             length_s: Length of the audio in seconds; what exceeds `max_audio_s` is not used.
         """
-        return round(min(max(length_s, MIN_AUDIO_S), self.max_audio_s) * self.audio_rate)
+        length_s = min(max(length_s, self.family.min_audio_s), self.max_audio_s)
+        # Whether an incomplete hop counts depends on the other audio of a row.
+        hop = self._features.hop_length
+        return int(hop * round(length_s * self.audio_rate / hop))
 
     @property
     def _features(self) -> Any:
@@ -442,7 +444,7 @@ class ProcessorEncoder:
                 "return_tensors": "np",
             }
         try:
-            return dict(
+            inputs = dict(
                 self.processor(
                     text=[text],
                     return_text_replacement_offsets=True,
@@ -451,6 +453,11 @@ class ProcessorEncoder:
             )
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             raise RowError("image", f"the processor refuses it: {error}") from None
+        if "video_second_per_grid" in inputs:
+            # The processors of Omni assume one frame rate for all videos.
+            num_frames = video_processor.temporal_patch_size
+            inputs["video_second_per_grid"] = [num_frames / each.fps for each in metadata]
+        return inputs
 
     def _tokenize(self, text: str, **options: Any) -> dict[str, Any]:
         return dict(
@@ -488,13 +495,16 @@ class ProcessorEncoder:
             "video_grid_thw": np.array([grid]),
             "video_metadata": [video_processor.metadata(size.times_s)],
         }
-        return str(self.processor.replace_video_token(inputs, 0))
+        return str(self.processor.replace_video_token(inputs, 0, load_audio_from_video=False))
 
     def _audio_text(self, size: MediaSize) -> str:
         """Return the text that replaces the placeholder of audio."""
-        hops = -(-size.samples // self._features.hop_length)
-        # Two convolutions and a pooling halve the spectrogram twice.
-        num_tokens = ((hops - 1) // 2 + 1 - 2) // 2 + 1
+        if hasattr(self.processor, "_get_num_audio_tokens"):
+            num_tokens = self.processor._get_num_audio_tokens(size.samples)
+        else:
+            hops = -(-size.samples // self._features.hop_length)
+            # Two convolutions and a pooling halve the spectrogram twice.
+            num_tokens = ((hops - 1) // 2 + 1 - 2) // 2 + 1
         return str(self.processor.replace_audio_token({"num_audio_tokens": [num_tokens]}, 0))
 
     def _replacement(self, size: MediaSize, num_images: int) -> str:

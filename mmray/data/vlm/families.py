@@ -26,9 +26,10 @@ class Family:
     Args:
         pixels: Layout of `pixel_values` of a row: `patches` [patches, channels x values], `images`
             [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`
-            [1, tiles, 3, H, W]. Empty: the family takes audio instead of images.
-        projector: Names of the modules between the vision encoder and the language model. A
-            parameter belongs to the projector if a part of its dotted name is one of them.
+            [1, tiles, 3, H, W]. Empty: the family takes no images.
+        projector: Names of the modules between the encoders and the language model, such as
+            `merger` or `audio_tower.proj`. A parameter belongs to the projector if its dotted name
+            has one of them.
         budget: How the image processor limits the pixels of an image: `size` (pixels of an image),
             `edge` (pixels of the longest edge), `tiles` (number of tiles); empty if its images have
             a fixed size.
@@ -40,6 +41,9 @@ class Family:
             size, and images with equal numbers have the same placeholder text.
         video: What the limits of pixels of the video processor are for: `frame` (each frame) or
             `clip` (all frames together); empty: the family has no videos here.
+        audio: Whether the family takes audio.
+        min_audio_s: Shorter audio is padded with silence to so many seconds, because transformers
+            merges a single token of audio in another way.
     """
 
     pixels: str
@@ -50,6 +54,8 @@ class Family:
     token_types: str = ""
     count_is_exact: bool = False
     video: str = ""
+    audio: bool = False
+    min_audio_s: float = 0.1
 
     def media_kinds(self, frames: int, weights: str) -> tuple[str, ...]:
         """Return the kinds of media that a row may have.
@@ -67,8 +73,8 @@ class Family:
                 f"model.inputs.frames: {weights} takes no videos here; set it to 0, or use a model "
                 f"of type {supported}"
             )
-        kind = "image" if self.pixels else "audio"
-        return (kind, "video") if frames else (kind,)
+        takes = {"image": self.pixels, "audio": self.audio, "video": frames}
+        return tuple(kind for kind, is_taken in takes.items() if is_taken)
 
 
 _QWEN = Family(
@@ -79,6 +85,13 @@ _QWEN = Family(
     token_types="mm_token_type_ids",
     count_is_exact=True,
     video="frame",
+)
+_OMNI = replace(
+    _QWEN,
+    # The encoder of images has other modules named `proj`.
+    projector=("merger", "merger_list", *(f"audio_tower.proj{part}" for part in ("", 1, 2))),
+    token_types="",
+    audio=True,
 )
 _IDEFICS = Family(pixels="row_tiles", projector=("connector",), budget="edge")
 _LLAVA = ("multi_modal_projector", "image_newline")
@@ -104,7 +117,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llava": Family(pixels="images", projector=_LLAVA, count_is_exact=True),
         "llava_next": Family(pixels="tiles", projector=_LLAVA, count_is_exact=True),
         "llava_onevision": Family(pixels="tiles", projector=_LLAVA),
-        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",)),
+        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",), audio=True),
+        "qwen2_5_omni_thinker": _OMNI,
+        # Its encoder computes other features for shorter audio alone than next to longer audio.
+        "qwen3_omni_moe_thinker": replace(_OMNI, min_audio_s=1.0),
     }
 )
 """Families by `model_type` of config.json."""
@@ -112,6 +128,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 def read_config(weights: str) -> dict[str, Any]:
     """Return the content of config.json of a model.
+
+    Of a whole Omni model it is that of its thinker, the part that reads media and writes text.
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub, from which the
@@ -126,7 +144,8 @@ def read_config(weights: str) -> dict[str, Any]:
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(weights, MODEL_CONFIG))
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(config.get("thinker_config", config))
     except (OSError, ValueError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = lines[0].rstrip(".")

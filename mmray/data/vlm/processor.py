@@ -53,9 +53,12 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
     """
     import transformers
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[config["model_type"]])
+    # The processor of a thinker is that of the whole model.
+    whole_type = model_type_to_module_name(config["model_type"])
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[whole_type])
 
     class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
         def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
@@ -82,13 +85,16 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
         ) from None
 
 
-def load_frame_processor(weights: str, family: Family, frame_pixels: int | None) -> FrameProcessor:
+def load_frame_processor(
+    weights: str, family: Family, processor: Any, frame_pixels: int | None
+) -> FrameProcessor:
     """Load the settings of a model's video processor, without transformers' class, which needs
     torch.
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         family: Description of the model's inputs; its `video` is not empty.
+        processor: The model's processor, whose class may have settings that replace those saved.
         frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
             default.
 
@@ -104,4 +110,5 @@ def load_frame_processor(weights: str, family: Family, frame_pixels: int | None)
             f"{WEIGHTS_SETTING}: cannot read the video processor of `{weights}`: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
+    settings |= getattr(processor, "videos_kwargs", {})
     return FrameProcessor(settings, family.video == "clip", frame_pixels)

@@ -94,7 +94,7 @@ def export_vlm(
 
 
 class Conversations:
-    """Continues conversations with images and videos by greedy decoding.
+    """Continues conversations with images, videos and audio by greedy decoding.
 
     Args:
         model: A vision-language model.
@@ -113,9 +113,9 @@ class Conversations:
 
         Args:
             messages: A conversation: a list of {"role": ..., "content": ...} up to a message of the
-                user; content is a text, or a list of parts {"type": "image"}, {"type": "video"} and
-                {"type": "text", "text": ...}. Several conversations are a list of such lists.
-            images: The images and videos of the parts, in order, as PIL images or paths; of several
+                user; content is a text, or a list of parts {"type": "image" | "video" | "audio"}
+                and {"type": "text", "text": ...}. Several conversations are a list of such lists.
+            images: The media of the parts, in order, as paths or PIL images; of several
                 conversations a list of such lists.
             max_new_tokens: Maximum number of tokens of an answer.
 
@@ -123,7 +123,7 @@ class Conversations:
             The answer as a str; for several conversations a list of str.
 
         Raises:
-            UsageError: An image or a video cannot be read, or they do not match the parts.
+            UsageError: A file cannot be read, or the media do not match the parts.
         """
         if messages and isinstance(messages[0], dict):
             one: Any = messages
@@ -146,10 +146,10 @@ class Conversations:
 
         if not isinstance(image, str | Path):
             return image
-        kind, _ = guess_type(image)
+        kind = (guess_type(image)[0] or "").partition("/")[0]
         try:
-            if kind is not None and kind.startswith("video/"):
-                return read_clip(Media("video", Path(image).read_bytes()), self.model.encoder)
+            if kind in ("video", "audio"):
+                return read_clip(Media(kind, Path(image).read_bytes()), self.model.encoder)
             return ImageOps.exif_transpose(Image.open(image)).convert("RGB")
         except (OSError, BadImage) as error:
             raise UsageError(f"cannot read {image}: {error}") from None

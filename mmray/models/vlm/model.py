@@ -113,8 +113,8 @@ class Vlm(nn.Module):
     def packed(self) -> bool:
         """Whether rows of a micro-batch are concatenated to one sequence, not padded.
 
-        Setting it selects the attention functions of the language model, and of the vision encoders
-        of Qwen. Collators that were built before are not changed.
+        Setting it selects the attention functions of the language model, and of the encoders of
+        Qwen-VL and Omni. Collators that were built before are not changed.
         """
         return self._packed
 
@@ -123,8 +123,8 @@ class Vlm(nn.Module):
         self._packed = packed
         self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
         if self.family.pixels == "patches":
-            vision = self.net.get_encoder(modality="image")
-            vision.config._attn_implementation = PACKED_VISION_ATTENTION if packed else "sdpa"
+            for encoder in self._encoders().values():
+                encoder.config._attn_implementation = PACKED_VISION_ATTENTION if packed else "sdpa"
 
     def collator(self) -> RowCollator:
         """Return the collator, which builds micro-batches of this model from encoded rows.
@@ -139,8 +139,8 @@ class Vlm(nn.Module):
         """Return a batch of artificial rows of the maximum length, to measure memory and speed.
 
         Each row has `model.inputs.max_tokens` tokens. It has up to 8 blank images of 512 x 512
-        pixels (or silences of the longest audio), as far as they fit, and every token but the first
-        is a target.
+        pixels (or silences of the longest audio, or both in turn), as far as they fit, and every
+        token but the first is a target.
 
         Args:
             rows: Number of rows, R.
@@ -151,13 +151,15 @@ class Vlm(nn.Module):
             The tensors are on the CPU.
         """
         encoder = self.encoder
-        kind = encoder.kinds[0]
-        length_s = encoder.max_audio_s if kind == "audio" else 0.0
-        blank = encoder.blank(kind, SYNTHETIC_SIDE, length_s)
+        kinds = [kind for kind in encoder.kinds if kind != "video"]
+        length_s = encoder.max_audio_s if "audio" in kinds else 0.0
+        blanks = [encoder.blank(kind, SYNTHETIC_SIDE, length_s) for kind in kinds]
+        parts = [{"type": kind} for kind in kinds]
         row = self.dummy
         for number in range(1, MAX_SYNTHETIC_IMAGES + 1):
-            messages = [{"role": "user", "content": [{"type": kind}] * number}]
-            larger = encoder.encode_prompt(messages, [blank] * number)
+            content = (parts * number)[:number]
+            messages = [{"role": "user", "content": content}]
+            larger = encoder.encode_prompt(messages, (blanks * number)[:number])
             if len(larger.input_ids) > encoder.max_tokens:
                 break
             row = larger
@@ -278,31 +280,39 @@ class Vlm(nn.Module):
         return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms[1]))
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the submodules `vision`, the encoder of images (or of audio), and `language`, the
-        decoder.
+        """Return the submodules `vision`, the encoder of images (or of audio), `audio`, the encoder
+        of audio of a model that has both, and `language`, the decoder.
 
         They are the units of compile and activation checkpointing.
         """
-        return {
-            "vision": self.net.get_encoder(modality=self.encoder.kinds[0]),
-            "language": self.net.get_decoder(),
-        }
+        return self._encoders() | {"language": self.net.get_decoder()}
+
+    def _encoders(self) -> dict[str, Any]:
+        kinds = self.encoder.kinds
+        encoders = {"vision": self.net.get_encoder(modality=kinds[0])}
+        if "audio" in kinds[1:]:
+            encoders["audio"] = self.net.get_encoder(modality="audio")
+        return encoders
 
     def parameter_parts(self) -> dict[str, list[str]]:
-        """Return the names of the parameters of each part: `vision`, `projector`, `language`.
+        """Return the names of the parameters of each part: `vision`, `projector`, `language`, and
+        `audio` if the model has encoders of images and of audio.
 
         The names are those of `named_parameters()`, and each is in one part. Embeddings and the
         output layer belong to `language`.
         """
-        vision = {id(weight) for weight in self.branches()["vision"].parameters()}
-        parts: dict[str, list[str]] = {"vision": [], "projector": [], "language": []}
+        encoders = self._encoders()
+        part_of = {
+            id(weight): part
+            for part, encoder in encoders.items()
+            for weight in encoder.parameters()
+        }
+        parts: dict[str, list[str]] = {name: [] for name in (*encoders, "projector", "language")}
         for name, weight in self.named_parameters():
-            if set(self.family.projector) & set(name.split(".")):
+            if any(f".{module}." in f".{name}." for module in self.family.projector):
                 parts["projector"].append(name)
-            elif id(weight) in vision:
-                parts["vision"].append(name)
             else:
-                parts["language"].append(name)
+                parts[part_of.get(id(weight), "language")].append(name)
         return parts
 
     @torch.no_grad()

@@ -55,6 +55,8 @@ TOKENS = {
     "llava_onevision": "<image> <video>",
     "qwen2_audio": "<|AUDIO|> <|audio_bos|> <|audio_eos|>",
 }
+OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+TOKENS |= dict.fromkeys(OMNI, TOKENS["qwen3_vl"] + " <|audio_start|> <|audio_end|> <|audio_pad|>")
 TOKENS["smolvlm"] = TOKENS["idefics3"]
 FAMILIES = tuple(TOKENS)
 AUDIO_S = 2  # longest audio
@@ -71,6 +73,12 @@ ROLES = {  # names of tokens that the processor reads from the tokenizer
         "image_token": "<image_soft_token>",
     },
 }
+ROLES |= dict.fromkeys(
+    OMNI,
+    {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "video", "audio")}
+    | {f"{kind}_bos_token": f"<|{kind}_start|>" for kind in ("vision", "audio")}
+    | {f"{kind}_eos_token": f"<|{kind}_end|>" for kind in ("vision", "audio")},
+)
 TEMPLATES = {
     "qwen2_5_vl": CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace(
         "{% else %}",
@@ -90,6 +98,13 @@ TEMPLATES |= {
     "smolvlm": IDEFICS,
     "llava_next": LLAVA,
 }
+TEMPLATES |= dict.fromkeys(
+    OMNI,
+    TEMPLATES["qwen2_5_vl"].replace(
+        "{% else %}",
+        "{% elif part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% else %}",
+    ),
+)
 
 
 def make_tokenizer(family: str) -> Any:
@@ -139,10 +154,15 @@ def make_processor(family: str, tokenizer: Any) -> Any:
     import transformers as hf
 
     template = {"chat_template": TEMPLATES[family]}
-    if family.endswith("_vl"):
-        patch = 14 if family == "qwen2_5_vl" else 16
+    audio = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=AUDIO_S)
+    if family.endswith("_vl") or family in OMNI:
+        patch = 14 if family.startswith("qwen2_5") else 16
         size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
         image = hf.Qwen2VLImageProcessor(patch_size=patch, size=size)
+        if family in OMNI:
+            omni = hf.Qwen2_5OmniProcessor if patch == 14 else hf.Qwen3OmniMoeProcessor
+            video = hf.Qwen2VLVideoProcessor(patch_size=patch)
+            return omni(image, video, audio, tokenizer, **template)
         if family == "qwen2_5_vl":
             # Sizes are for each frame, otherwise for all frames together.
             video = hf.Qwen2VLVideoProcessor(patch_size=patch, size=size)
@@ -150,7 +170,6 @@ def make_processor(family: str, tokenizer: Any) -> Any:
         video = hf.Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 16384})
         return hf.Qwen3VLProcessor(image, tokenizer, video, **template)
     if family == "qwen2_audio":
-        audio = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=AUDIO_S)
         return hf.Qwen2AudioProcessor(audio, tokenizer, **template)
     if family == "internvl":
         image = hf.GotOcr2ImageProcessor(
@@ -229,7 +248,15 @@ def make_config(family: str, tokenizer: Any) -> Any:
         "image_size": 28,
         "patch_size": 14,
     }
-    if family.endswith("_vl"):
+    audio = {
+        "num_mel_bins": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 32,
+        "max_source_positions": 50 * AUDIO_S,
+    }
+    if family.endswith("_vl") or family in OMNI:
         vision = {
             "depth": 2,
             "hidden_size": 32,
@@ -244,32 +271,31 @@ def make_config(family: str, tokenizer: Any) -> Any:
             "vision_start_token_id": token("<|vision_start|>"),
             "vision_end_token_id": token("<|vision_end|>"),
         }
-        if family == "qwen2_5_vl":
+        if family in OMNI:
+            ids["audio_token_id"] = token("<|audio_pad|>")
+            ids["audio_start_token_id"] = token("<|audio_start|>")
+            audio["output_dim"] = 64
+            ids["audio_config"] = audio
+        if family.startswith("qwen2_5"):
+            audio["n_window"] = 25  # parts of half a second
             vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
-            return hf.Qwen2_5_VLConfig(
-                text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids
-            )
+            config = hf.Qwen2_5OmniThinkerConfig if family in OMNI else hf.Qwen2_5_VLConfig
+            return config(text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids)
         vision |= {
             "patch_size": 16,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0, 1],
         }
+        text |= {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
+        if family in OMNI:
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            # Attention is within a second.
+            audio |= {"downsample_hidden_size": 8, "n_window_infer": 100}
+            return hf.Qwen3OmniMoeThinkerConfig(text_config=text, vision_config=vision, **ids)
         return hf.Qwen3VLConfig(
-            text_config=text
-            | {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}},
-            vision_config=vision,
-            tie_word_embeddings=True,
-            **ids,
+            text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
         )
     if family == "qwen2_audio":
-        audio = {
-            "num_mel_bins": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "d_model": 32,
-            "max_source_positions": 50 * AUDIO_S,
-        }
         return hf.Qwen2AudioConfig(
             audio_config=audio,
             text_config=text | {"model_type": "qwen2"},

@@ -16,6 +16,8 @@ from tests.made import encode, image_media
 
 IMAGE = {"type": "image", "text": None}
 VIDEO = {"type": "video", "text": None}
+AUDIO = {"type": "audio", "text": None}
+FRAME_PIXELS = 64 * 64  # of families with larger frames
 
 
 def text(value: str) -> dict[str, Any]:
@@ -120,6 +122,35 @@ AUDIO_ROWS: tuple[tuple[list[dict[str, Any]], list[Any]], ...] = tuple(
 )
 
 
+# The last but one has several media of each kind.
+OMNI_ROWS: tuple[tuple[list[dict[str, Any]], list[Any]], ...] = (
+    *VIDEO_ROWS[:4],
+    (
+        [
+            {"role": "user", "content": [AUDIO, text("What color?"), IMAGE]},
+            {"role": "assistant", "content": [text("red")]},
+            {"role": "user", "content": [VIDEO, AUDIO, IMAGE, text("no"), VIDEO]},
+            {"role": "assistant", "content": [text("blue")]},
+        ],
+        [
+            tone(1.1, 440),
+            photo(60, 40),
+            clip(40, 40, [9.0, 11.5]),
+            tone(1.7, 200),
+            photo(30, 30),
+            clip(64, 96, [0.1, 0.4, 0.7, 1.0]),
+        ],
+    ),
+    (
+        [
+            {"role": "user", "content": [text("What color?"), AUDIO]},
+            {"role": "assistant", "content": [text("blue")]},
+        ],
+        [tone(2.0, 900)],
+    ),
+)
+
+
 def settings(weights: Any, **inputs: Any) -> Any:
     """The `model` section."""
     values = {"max_tokens": 500, "max_pixels": None, "min_pixels": None} | inputs
@@ -129,13 +160,24 @@ def settings(weights: Any, **inputs: Any) -> Any:
 def all_media(weights: Any) -> Any:
     """The `model` section of a model that takes all media of its family."""
     family = FAMILIES[read_config(str(weights))["model_type"]]
-    return settings(weights, frames=4 if family.video else 0)
+    limits = {"frame_pixels": FRAME_PIXELS} if family.audio and family.video else {}
+    return settings(weights, frames=4 if family.video else 0, **limits)
+
+
+def double_model(weights: Any) -> Any:
+    """A model that takes all media of its family, in float64, which grouped_mm does not take."""
+    from mmray.models.vlm.model import Vlm
+
+    model = Vlm(all_media(weights)).double()
+    if hasattr(model.text_config, "num_experts"):
+        model.net.set_experts_implementation("eager")
+    return model
 
 
 def rows_of(encoder: ProcessorEncoder) -> Any:
     """Messages and media of the rows for a model."""
     if "audio" in encoder.kinds:
-        return AUDIO_ROWS
+        return OMNI_ROWS if "video" in encoder.kinds else AUDIO_ROWS
     return VIDEO_ROWS if "video" in encoder.kinds else ROWS
 
 

@@ -14,7 +14,7 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder, RowError
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import UsageError
-from tests.models.vlm.folders import TEMPLATES
+from tests.models.vlm.folders import OMNI, TEMPLATES
 from tests.models.vlm.rows import IMAGE, ROWS, encode_rows, photo, text
 
 QUESTION = {"role": "user", "content": [IMAGE, text("Which shape?")]}
@@ -117,7 +117,7 @@ def test_unsupported_model_is_refused_by_its_type(tmp_path):
         ProcessorEncoder(str(tmp_path), 500)
 
 
-@pytest.mark.parametrize(("family", "frames"), [("qwen3_vl", 4), ("qwen2_audio", 0)])
+@pytest.mark.parametrize(("family", "frames"), [("qwen3_vl", 4), ("qwen2_audio", 0), (OMNI[0], 4)])
 def test_data_process_encodes_without_torch(family, frames, folder_of):
     """Importing torch alone takes 500 MB."""
     code = (
@@ -126,7 +126,7 @@ def test_data_process_encodes_without_torch(family, frames, folder_of):
         "from mmray.data.vlm.encoder import ProcessorEncoder\n"
         "from tests.models.vlm.rows import encode_rows\n"
         "frames = int(sys.argv[2])\n"
-        "encode_rows(ProcessorEncoder(sys.argv[1], 500, frames=frames, without_torch=True))\n"
+        "encode_rows(ProcessorEncoder(sys.argv[1], 600, frames=frames, without_torch=True))\n"
         "status = Path('/proc/self/status').read_text()\n"
         "print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])\n"
     )

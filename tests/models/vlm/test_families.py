@@ -5,18 +5,30 @@ In float64 with random weights and a tokenizer trained on the spot.
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mmray.data.vlm.collate import join_media
 from mmray.data.vlm.encoder import MediaSize
 from mmray.data.vlm.families import FAMILIES
 from mmray.data.vlm.video import Clip
+from mmray.models.pretrained import pretrained_settings
 from mmray.models.vlm.model import Vlm
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from tests.models.vlm import folders
-from tests.models.vlm.rows import all_media, encode_rows, rows_of, text
+from tests.models.vlm.rows import (
+    FRAME_PIXELS,
+    all_media,
+    double_model,
+    encode_rows,
+    rows_of,
+    text,
+)
 
 ALL = pytest.mark.parametrize("family", folders.FAMILIES)
 
@@ -28,7 +40,7 @@ def model_of(folder_of):
     def build(family: str) -> Vlm:
         if family not in models:
             models.clear()
-            models[family] = Vlm(all_media(folder_of(family))).double()
+            models[family] = double_model(folder_of(family))
         model = models[family]
         model.packed = model.family.packable
         model.zero_grad()
@@ -98,7 +110,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         prompt = processor.apply_chat_template(conversation)
         inputs = processor(
             text=[prompt],
-            **media_arguments(media),
+            **media_arguments(media, family),
             return_tensors="pt",
             add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
         )
@@ -106,6 +118,11 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
         columns = {name: torch.from_numpy(column) for name, column in row.images.items()}
         assert set(columns) <= set(inputs)
         columns |= model._image_inputs(columns) if columns else {}
+        if "video_second_per_grid" in columns:  # transformers has one frame rate for all videos
+            clips = [each for each in media if isinstance(each, Clip)]
+            inputs["video_second_per_grid"] = torch.tensor(
+                [2 * (clip.times_s[1] - clip.times_s[0]) for clip in clips], dtype=torch.double
+            )
         for name in columns:
             own = columns[name].double()
             # float16 of a log-mel spectrogram below 4.
@@ -118,7 +135,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
             assert difference.abs().max() <= levels + 1e-6, name
         labels = torch.where(torch.from_numpy(row.loss_mask), inputs["input_ids"], IGNORE_INDEX)
         num_items = torch.tensor(num_targets)
-        if family == "qwen2_audio":  # its loss is the mean of a row
+        if "audio" in model.encoder.kinds:  # its loss is the mean of a row
             output = model.net(**inputs | columns, labels=labels)
             expected += output.loss.item() * row.loss_mask.sum() / num_targets
             continue
@@ -128,7 +145,7 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     assert loss / num_targets == pytest.approx(expected, rel=1e-6)
 
 
-def media_arguments(media: list[Any]) -> dict[str, Any]:
+def media_arguments(media: list[Any], family: str) -> dict[str, Any]:
     """Media as arguments of transformers' processor."""
     clips = [each for each in media if isinstance(each, Clip)]
     arrays = [each for each in media if not isinstance(each, Clip)]
@@ -149,7 +166,36 @@ def media_arguments(media: list[Any]) -> dict[str, Any]:
         ]
         arguments["videos"] = [clip.frames for clip in clips]
         arguments["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+        if family in folders.OMNI:
+            size = {"shortest_edge": FRAME_PIXELS, "longest_edge": FRAME_PIXELS}
+            arguments["videos_kwargs"]["size"] = size
     return arguments
+
+
+@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.mrope])
+def test_positions_are_those_that_transformers_computes(family, model_of):
+    model = model_of(family)
+    model.packed = False
+    seen: list[Any] = []
+    decoder = model.net.get_decoder()
+    hook = decoder.register_forward_pre_hook(
+        lambda _, args, inputs: seen.append(inputs["position_ids"]), with_kwargs=True
+    )
+    for row in encode_rows(model.encoder):
+        length = len(row.input_ids)
+        batch = model.collator()([row])
+        own = batch["position_ids"][:, 0, :length]
+        inputs = join_media([row])
+        inputs |= model._image_inputs(inputs)
+        ids = batch["input_ids"][:1, :length]
+        if model.family.token_types:
+            inputs[model.family.token_types] = batch[model.family.token_types][:1, :length]
+        model.net(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
+        text = torch.arange(length)
+        expected = seen[-1][-3:, 0] if seen[-1] is not None else text.expand(3, -1)
+        assert torch.equal(own[0], text.to(own.dtype))
+        assert torch.equal(own[1:], expected)
+    hook.remove()
 
 
 @ALL
@@ -162,6 +208,8 @@ def test_targets_are_the_answers_with_their_end(family, model_of):
     answers = ["two red", "a circle and a triangle", f"circle{end}blue"]
     if "video" in encoder.kinds:
         answers += ["circle", f"red{end}blue"]
+    if "audio" in encoder.kinds and "video" in encoder.kinds:
+        answers.append("blue")
     assert [each.replace(" ", "") for each in tokens] == [
         f"{answer}{end}".replace(" ", "") for answer in answers
     ]
@@ -192,6 +240,30 @@ def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
     alone = [model.answer([row], [each], 4)[0] for row, each in zip(prompts, images, strict=True)]
     assert together == alone
     assert model.packed == model.family.packable
+
+
+@pytest.mark.parametrize("family", folders.OMNI)
+def test_thinker_of_a_whole_model_is_trained_and_saved(family, model_of, folder_of, tmp_path):
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    whole = tmp_path / "whole"
+    shutil.copytree(folder_of(family), whole)
+    config = json.loads((whole / "config.json").read_text())
+    config = {"model_type": family.removesuffix("_thinker"), "thinker_config": config}
+    (whole / "config.json").write_text(json.dumps(config))
+    weights = load_file(whole / "model.safetensors")
+    weights = {f"thinker.{name}": weight for name, weight in weights.items()}
+    weights["talker.model.norm.weight"] = torch.ones(8)
+    save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+    assert AutoConfig.from_pretrained(whole).model_type == config["model_type"]
+
+    expected = model_of(family).net.state_dict()
+    Vlm(all_media(whole)).save_pretrained(str(tmp_path / "saved"))
+    saved = AutoModelForMultimodalLM.from_pretrained(tmp_path / "saved")
+    assert saved.config.model_type == family
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(weight.double(), expected[name]), name
+    assert pretrained_settings(str(whole))["kind"] == "vlm"
 
 
 @ALL

@@ -22,7 +22,7 @@ from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
 from tests.engine.toy import optimizer_settings
 from tests.models.vlm import folders
-from tests.models.vlm.rows import ROWS, encode_rows, settings
+from tests.models.vlm.rows import ROWS, double_model, encode_rows, settings
 
 FAMILIES = pytest.mark.parametrize("family", folders.FAMILIES)
 
@@ -70,16 +70,19 @@ def test_parts_are_frozen_by_name_and_have_their_own_learning_rate(family, folde
         for group in optimizer.param_groups
         for weight in group["params"]
     }
-    for part, scale in {"vision": 0.1, "projector": 5.0, "language": 1.0}.items():
-        weights = [model.get_parameter(name) for name in parts[part]]
+    for part, names in parts.items():
+        weights = [model.get_parameter(name) for name in names]
+        scale = {"vision": 0.1, "projector": 5.0}.get(part, 1.0)
         assert {scales[id(each)] for each in weights if each.requires_grad} == {scale}
-    freeze_parameters(model, ("vision", "language"))
+    assert ("audio" in parts) == (family in folders.OMNI)
+    freeze_parameters(model, tuple(parts.keys() - {"projector"}))
     expected = {name for name in parts["projector"] if model.get_parameter(name).requires_grad}
     assert set(gradients(model)) == expected
 
 
-def test_recomputed_activations_give_the_same_gradients(folder_of):
-    model = Vlm(settings(folder_of("qwen3_vl"))).double()
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni_moe_thinker"])
+def test_recomputed_activations_give_the_same_gradients(family, folder_of):
+    model = double_model(folder_of(family))
     expected = gradients(model)
     for branch in model.branches().values():
         checkpoint_activations(branch)
@@ -123,7 +126,7 @@ def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
         loaded.answer(messages, [])
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_next"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_next", folders.OMNI[1]])
 def test_exported_adapters_open_in_peft_and_answer(family, folder_of, tmp_path):
     """On weights that were saved; a projector with a bare parameter needs a merged export."""
     from peft import PeftModel

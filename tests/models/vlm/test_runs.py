@@ -20,6 +20,7 @@ from mmray.training import driver
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import token_runs, two_ranks
+from tests.models.vlm.folders import OMNI
 from tests.training.runs import Silent, expected_marks, lines, marks, same_weights
 
 
@@ -110,24 +111,27 @@ def test_killed_run_resumes_with_equal_weights(
     assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_audio"])
-def test_run_on_videos_or_audio_resumes_with_equal_weights(family, folder_of, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("qwen3_vl", ("video",)), ("qwen2_audio", ("audio",)), (OMNI[1], ("video", "audio"))],
+)
+def test_run_on_videos_or_audio_resumes_with_equal_weights(family, kinds, folder_of, tmp_path):
     """Some rows have no video or audio; a step is of six of eight rows."""
-    name = "clip.mp4" if family == "qwen3_vl" else "sound.flac"
-    data = encode_video(audio="aac") if family == "qwen3_vl" else encode_audio("flac", 3.0)
-    (tmp_path / name).write_bytes(data)
-    kind = "video" if family == "qwen3_vl" else "audio"
+    (tmp_path / "clip.video").write_bytes(encode_video(audio="aac"))
+    (tmp_path / "clip.audio").write_bytes(encode_audio("flac", 3.0))
     rows = []
     for number in range(8):
         answer = {"role": "assistant", "content": ["red", "a blue square"][number % 2]}
-        mark = f"<{kind}>" if number % 3 else ""
-        medium = {kind: name, "t0_s": 0.2 * number, "t1_s": 0.2 * number + 1.0}
-        question = {"role": "user", "content": f"{mark}Which color has {number}?"}
-        rows.append({"messages": [question, answer], "id": str(number)} | (medium if mark else {}))
+        # The first kinds: none, one or all.
+        media = {kind: f"clip.{kind}" for kind in kinds[: number % 3]}
+        marks_of_media = "".join(f"<{kind}>" for kind in media)
+        question = {"role": "user", "content": f"{marks_of_media}Which color has {number}?"}
+        span = {"t0_s": 0.2 * number, "t1_s": 0.2 * number + 1.0} if media else {}
+        rows.append({"messages": [question, answer], "id": str(number)} | media | span)
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare(str(source), str(tmp_path / "set"), Prepare(vocab_size=0, split="train"))
-    frames = {"frames": 4, "frame_pixels": 64 * 64} if family == "qwen3_vl" else {}
+    frames = {"frames": 4, "frame_pixels": 64 * 64} if "video" in kinds else {}
     config = token_runs.config_of(folder_of(family), str(tmp_path / "set"), tmp_path / "run")
     inputs = config.model.inputs.replace(**frames)
     config = config.replace(model=config.model.replace(inputs=inputs))

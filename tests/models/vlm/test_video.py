@@ -12,9 +12,11 @@ import pytest
 from mmray.config import Prepare
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.stored_row import Media
 from mmray.data.stream.order import SamplePlan
-from mmray.data.vlm.encoder import RowError
-from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.data.vlm.families import FAMILIES
+from mmray.data.vlm.reader import ConversationReader, read_clip
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
@@ -28,7 +30,8 @@ from tests.data.media.synthetic import (
     time_of_sweep,
 )
 from tests.made import png
-from tests.models.vlm.rows import settings
+from tests.models.vlm.folders import OMNI
+from tests.models.vlm.rows import AUDIO, OMNI_ROWS, settings
 
 FRAMES = 6
 
@@ -113,7 +116,7 @@ def test_block_is_a_function_of_seed_and_pass(prepared, reader):
         assert all(one != other for one, other in zip(first, records(seed, epoch), strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", *OMNI])
 def test_tokens_are_counted_from_durations(family, folder_of, prepared):
     weights = str(folder_of(family))
     limits = {"frames": FRAMES, "frame_rate": 4.0, "frame_pixels": 64 * 64}
@@ -125,7 +128,25 @@ def test_tokens_are_counted_from_durations(family, folder_of, prepared):
         assert count(row) == max(lengths)
 
 
-def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path, forked_children):
+@pytest.mark.parametrize("family", OMNI)
+def test_frames_have_the_default_size_of_the_processor(family, folder_of):
+    """Its class has a size of videos that replaces the one in its files."""
+    from transformers import AutoProcessor
+
+    weights = str(folder_of(family))
+    messages, [clip] = OMNI_ROWS[3]
+    row = ProcessorEncoder(weights, 500, frames=4).encode(messages, [clip])
+    processor = AutoProcessor.from_pretrained(weights)
+    expected = processor(
+        text=[processor.video_token],
+        videos=[clip.frames],
+        videos_kwargs={"do_sample_frames": False},
+    )
+    assert row.images["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", *OMNI])
+def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path, forked_children):
     """A sweep whose pitch is a function of time; the model takes at most 2 s."""
     (tmp_path / "a.flac").write_bytes(encode_audio("flac", 3.0))
     answer = {"role": "assistant", "content": "circle"}
@@ -137,11 +158,11 @@ def test_audio_is_cut_to_its_span_and_to_the_longest(folder_of, tmp_path, forked
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), Prepare(vocab_size=0))
     prepared = PreparedSet.open(str(tmp_path / "set"))
-    weights = str(folder_of("qwen2_audio"))
+    weights = str(folder_of(family))
     reader = ConversationReader(prepared, model_settings(weights, frames=0), 10**7)
     part, captions = prepared.read(np.arange(2))
     [samples] = reader.media_of(part)
-    assert len(samples) == 8000
+    assert len(samples) == 16000 * max(0.5, FAMILIES[family].min_audio_s)
     assert time_of_sweep(samples[:1600], 16000) == pytest.approx(1.05, abs=0.02)
     [samples] = reader.media_of(captions, choice=1, phase=0.5)
     assert len(samples) == 2 * 16000
@@ -165,16 +186,18 @@ def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     assert sum("image" in part for part in parts) == 4
 
 
-def test_video_file_is_answered_as_the_stored_one(folder_of, prepared, reader, tmp_path):
-    model = Vlm(model_settings(folder_of("qwen3_vl")))
-    path = tmp_path / "a.mp4"
-    path.write_bytes(encode_video())
+def test_files_are_answered_as_the_stored_media(folder_of, prepared, reader, tmp_path):
+    model = Vlm(model_settings(folder_of(OMNI[0])))
+    paths = [tmp_path / "a.mp4", tmp_path / "a.flac"]
+    paths[0].write_bytes(encode_video())
+    paths[1].write_bytes(encode_audio("flac", 1.2))
     row = prepared.read(np.arange(2))[1]
-    messages = [row.messages[0] | {"content": row.messages[0]["content"][:1]}]
-    clip = reader.media_of(row)[0]
-    assert (
-        Conversations(model).answer(messages, [path], 4) == model.answer([messages], [[clip]], 4)[0]
-    )
+    parts = [*row.messages[0]["content"][:1], AUDIO]
+    messages = [row.messages[0] | {"content": parts}]
+    sound = read_clip(Media("audio", paths[1].read_bytes()), model.encoder)
+    media = [reader.media_of(row)[0], sound]
+    expected = model.answer([messages], [media], 4)[0]
+    assert Conversations(model).answer(messages, paths, 4) == expected
 
 
 def test_videos_are_refused_by_name(folder_of, prepared):

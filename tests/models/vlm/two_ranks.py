@@ -26,7 +26,7 @@ from mmray.objectives.language_modelling import LanguageModelling
 from tests.engine import toy
 from tests.engine.ranks import join_group
 from tests.models.vlm import token_runs
-from tests.models.vlm.rows import all_media, encode_rows
+from tests.models.vlm.rows import double_model, encode_rows
 
 Split = list[list[list[int]]]  # rows of each micro-batch of each rank
 # Rank 0 has no image at all, and one video.
@@ -61,7 +61,7 @@ def gradient(
     split: Split | None = None,
 ) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
-    model = Vlm(all_media(weights)).double()
+    model = double_model(weights)
     rows = encode_rows(model.encoder)
     collator = model.collator()
     state = toy.train_state(model, group, LanguageModelling(), parallel=parallel)
