@@ -550,12 +550,14 @@ def _architecture(spec: Any) -> tuple[str, Architecture]:
 
 
 def _saved_config(weights: str) -> dict[str, Any] | None:
-    """Return config.json of a folder of transformers, or of a name in the cache of the hub."""
+    """Return config.json of a folder of transformers, or of a name in the cache of the hub; of a
+    whole Omni model that of its thinker.
+    """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(Path(weights).expanduser(), local_files_only=True)
     except (OSError, ValueError, ImportError):
         return None
-    saved: dict[str, Any] = config.to_dict()
+    saved: dict[str, Any] = getattr(config, "thinker_config", config).to_dict()
     return saved
