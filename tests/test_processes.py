@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 
 from mmray.ordered_map import OrderedMap
@@ -149,3 +150,24 @@ def test_child_calls_its_parent_and_returns_raises_or_dies(answer):
         assert died.value.exit_code == answer
     assert messages == ["child starts", "how many?"]
     child.close()
+
+
+def start_data_process(channel):
+    """A worker with a process that computes for it."""
+    pool = ChildPool(square, 1, 1, fail)
+    channel.send([os.getpid(), *(child.process.process.pid for child in pool.workers)])
+    threading.Event().wait()
+
+
+def start_worker(connection):
+    """A driver that waits for its worker."""
+    ChildProcess("worker", start_data_process).result(connection.send)
+
+
+def test_worker_and_its_data_process_end_with_a_killed_driver():
+    ours, theirs = SPAWN.Pipe()
+    driver = SPAWN.Process(target=start_worker, args=(theirs,))
+    driver.start()
+    children = [psutil.Process(pid) for pid in ours.recv()]
+    driver.kill()
+    assert len(children) == 2 and not psutil.wait_procs(children, timeout=30)[1]

@@ -7,6 +7,7 @@ runs in a notebook, under torchrun and under Ray Train.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +53,11 @@ class Group:
         group = cls(dist.get_rank(), dist.get_world_size(), torch.device(device), timeout_s)
         group.set_timeout(dist.group.WORLD)
         return group
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Number of ranks on this node, which Ray Train and torchrun set in the environment."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def set_timeout(self, process_group: Any) -> None:
         """Set the timeout of a process group of torch.distributed to `timeout_s` of this group, if

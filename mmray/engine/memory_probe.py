@@ -5,7 +5,6 @@ size that fits.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -197,9 +196,7 @@ class MemoryProbe:
         self._batch_shape = batch_shape
         self._rows = batch_shape.rank_batch_size
         self._together = strategy.has_inner_collectives(state.model)
-        self._headroom = 0
-        if batch_shape.auto and group.device.type == "cuda":
-            self._headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1])
+        self._headroom = headroom_bytes(group.device) if batch_shape.auto else 0
         # The largest size that fits so far, the bytes of its activations, and of a further row.
         self._largest = self._activations = self._row_bytes = 0
 
@@ -290,7 +287,7 @@ class MemoryProbe:
         if self._group.device.type == "cuda" and not self._together:
             return True
         activations = self._activations + self._row_bytes * (size - self._largest)
-        return PEAK_PER_SAVED * activations <= _free_bytes(self._group, self._headroom)
+        return PEAK_PER_SAVED * activations <= free_bytes(self._group, self._headroom)
 
     def _split_evenly(self, size: int) -> int:
         """Return the size of equal micro-batches: 10 rows at most 7 at a time are 5 and 5."""
@@ -428,12 +425,21 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _free_bytes(group: Group, headroom: int) -> float:
-    """Return the bytes that a rank's micro-batch may use."""
+def free_bytes(group: Group, headroom: int = 0) -> float:
+    """Return the bytes of memory that this rank may use in addition to what it uses.
+
+    Args:
+        group: The ranks, which share the memory of a host, and the device.
+        headroom: Bytes of a GPU to leave free.
+    """
     if group.device.type == "cuda":
         return torch.cuda.mem_get_info(group.device)[0] - headroom
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-    return HOST_FRACTION * free_memory() / ranks
+    return HOST_FRACTION * free_memory() / group.ranks_on_node
+
+
+def headroom_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that `batch.micro auto` leaves free; 0 for a CPU."""
+    return int(HEADROOM * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
 class SavedBytes:

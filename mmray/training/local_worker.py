@@ -44,7 +44,7 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
     Returns:
         Fields of result.json, such as `status` and `steps`.
     """
-    _configure_process()
+    configure_process()
     rank = torchrun_rank()
 
     def report(message: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
         raise
 
 
-def _configure_process() -> None:
+def configure_process() -> None:
     """Set what a worker process needs before it imports torch."""
     # Slurm, systemd and torchrun send it to all processes; the driver handles it. Not SIG_IGN,
     # which data processes inherit: after a crash their pool ends the others with SIGTERM.
@@ -152,7 +152,7 @@ def serve_driver(channel: Channel) -> None:
         channel: Connection to the parent process, to which a message is sent when this process is
             connected to the driver.
     """
-    _configure_process()
+    configure_process()
     host, port, key = json.loads(_torchrun_store().get(_address_key()))
     with suppress(EOFError, OSError):  # the driver has ended
         connection = Client((host, port), authkey=bytes.fromhex(key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +31,7 @@ from mmray.training import RunReporter
 from mmray.training.backend import WorkerFailed, select_cause
 from mmray.training.driver import check_classes
 from mmray.training.local import check_gpus, resolve_on_this_machine
+from mmray.training.local_worker import configure_process
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
@@ -288,7 +288,7 @@ def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
 
 def _run_worker(channel: Channel, task: ShapeTask) -> Measurements:
     """Measure in this process, and send messages."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in training/local_worker.py
+    configure_process()
     import torch
 
     from mmray.engine.collectives import Group

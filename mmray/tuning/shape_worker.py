@@ -6,7 +6,6 @@ Without Ray; all ranks do the same.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import nn
 from mmray import objectives
 from mmray.engine import precision
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import GIB, HEADROOM, HOST_FRACTION, keep_freed_memory
+from mmray.engine.memory_probe import GIB, free_bytes, headroom_bytes, keep_freed_memory
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.optimizer import build_optimizer, set_lr
 from mmray.engine.parallel import strategy
@@ -32,7 +31,6 @@ from mmray.engine.prefetch import LocalBatch, make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, UsageError, first_line, is_out_of_memory
-from mmray.machine import free_memory
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit, next_micro
@@ -263,12 +261,10 @@ def _memory_limit_gib(group: Group) -> float:
 
     It is the same on all ranks, because they choose the next collective by it.
     """
-    if group.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(group.device)
-        limit_gib = (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
+    device = group.device
+    if device.type == "cuda":
+        used_gib = torch.cuda.memory_reserved(device) / GIB
     else:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-        limit_gib = (
-            PhaseTimers(group.device).peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
-        )
+        used_gib = PhaseTimers(device).peak_gib()
+    limit_gib = used_gib + free_bytes(group, headroom_bytes(device)) / GIB
     return min(group.all_gather_objects(limit_gib))

@@ -92,7 +92,7 @@ def test_search_tries_what_is_expected_to_fit_where_failing_ends_the_attempt(
 ):
     """The kernel would kill a process, and ranks that search together wait for each other."""
     free = 45 * memory_probe.PEAK_PER_SAVED * rows_in_memory + 1
-    monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free)
+    monkeypatch.setattr(memory_probe, "free_bytes", lambda *_: free)
     search = Search(device, together=together)
     assert search.search()[0] == tried[-1] and search.tried == tried
 

@@ -16,7 +16,6 @@ from mmray.config import from_yaml
 from mmray.errors import TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
-from tests.polling import wait_until
 from tests.training.readers import StalledReader
 from tests.training.runs import (
     STEPS,
@@ -31,7 +30,6 @@ from tests.training.runs import (
     weights,
 )
 
-# `test_children_end_with_a_killed_driver` has a worker that was spawned.
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 
@@ -266,20 +264,3 @@ def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
     done = driver.train(one_worker(data, tmp_path, "run"), Silent())
     assert done.result["status"] == "finished"
     assert same_weights(weights(done.path), weights(calm.path))
-
-
-def test_children_end_with_a_killed_driver(data, tmp_path):
-    import multiprocessing
-
-    wanted = one_worker(data, tmp_path, "run", ["Slowly"], steps=10**6)
-    process = multiprocessing.get_context("spawn").Process(target=train_in_child, args=(wanted,))
-    process.start()
-    file = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: not process.is_alive() or (file.exists() and file.read_text()), 200)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=30)[1]
-
-
-def train_in_child(wanted):
-    driver.train(wanted, Silent())

@@ -35,6 +35,7 @@ from mmray.config import (
 )
 from mmray.config.search_space import build_space
 from mmray.console.reporter import ConsoleReporter
+from mmray.engine import memory_probe
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError
@@ -253,7 +254,7 @@ def test_two_ranks_measure_together_and_agree(forked_children: None) -> None:
 
 
 def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
-    shape_worker.free_memory = lambda: (64 << 30) >> group.rank
+    memory_probe.free_memory = lambda: (64 << 30) >> group.rank
     return group.all_gather_objects(shape_worker._memory_limit_gib(group))
 
 

@@ -303,7 +303,7 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     """
     shards = group.world_size
     if hybrid:
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
+        size = group.ranks_on_node
         local_rank = int(os.environ.get("LOCAL_RANK", group.rank % size))
         # The first rank and the number of ranks of each rank's node.
         nodes = group.all_gather_objects((group.rank - local_rank, size))
