@@ -255,6 +255,16 @@ def without_ray(monkeypatch, forked_children):
     monkeypatch.setattr("mmray.cluster.connect.is_connected", lambda: False)
 
 
+@pytest.fixture
+def prepares_here(monkeypatch):
+    """Prepare sets in this process, because others take seconds to start."""
+
+    def run_here(run_item, items, runs_model):
+        yield from map(run_item, items)
+
+    monkeypatch.setattr("mmray.data.prepare.tasks._map_in_processes", run_here)
+
+
 @pytest.fixture(scope="session")
 def shared_data():
     """Folder of real images next to the checkout; skip without one."""

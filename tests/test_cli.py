@@ -265,29 +265,23 @@ class Net(nn.Module):
 """
 
 
-def test_export_imports_model_from_working_directory(tmp_path):
+def test_export_imports_model_from_working_directory(tmp_path, monkeypatch):
     """In an installed script, Python's path has the script's folder instead of the working
     directory.
     """
     config = runs.config("none", tmp_path, "one")
-    model = CustomModel(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
+    model = CustomModel(kind="mine_here:Net", inputs=config.model.inputs, vocab_size=90)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))
     (run / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 60))
     save_checkpoint(run / "checkpoints", 1, {"model": {"words.weight": torch.ones(90, 2)}}, {})
-    (tmp_path / "mine.py").write_text(OWN_MODEL)
-    script = tmp_path / "bin" / "mmray"
-    script.parent.mkdir()
-    script.write_text("from mmray.cli import main\nmain()\n")
-    told = subprocess.run(
-        [sys.executable, str(script), "export", "run", "out"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr
+    (tmp_path / "mine_here.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", ".")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", "run", "out"])
+    assert ended.value.code == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

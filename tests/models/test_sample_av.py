@@ -30,7 +30,7 @@ def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
     assert all(metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
 
 
-def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_ray):
+def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_ray, prepares_here):
     monkeypatch.setattr(sample, "NUM_TRAIN", 30)
     monkeypatch.setattr(sample, "NUM_TEST", 6)
     config = recipe_in("sample-av", tmp_path)

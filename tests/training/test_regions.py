@@ -61,7 +61,9 @@ def config_of(source: Path, storage: Path) -> settings.Config:
     )
 
 
-def test_coco_instances_train_a_model_that_names_boxes(tmp_path: Path, without_ray: None) -> None:
+def test_coco_instances_train_a_model_that_names_boxes(
+    tmp_path: Path, without_ray: None, prepares_here: None
+) -> None:
     run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
     metrics = run.result["metrics"]
     assert (run.result["status"], run.result["skipped_steps"]) == ("finished", 0)

@@ -24,7 +24,9 @@ def prepare_rows(folder, name, rows, **settings):
     return folder / name
 
 
-def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(tmp_path, without_ray):
+def test_run_over_selected_rows_is_bitwise_that_over_the_filtered_source(
+    tmp_path, without_ray, prepares_here
+):
     rows = [
         {"id": f"{n}", "image": f"{n}.png", "text": f"color {n}", "score": n % 7, "split": "train"}
         for n in range(60)

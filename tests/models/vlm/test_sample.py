@@ -12,7 +12,7 @@ from mmray.data.vlm import sample
 from tests.made import recipe_in
 
 
-def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, without_ray):
+def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, without_ray, prepares_here):
     monkeypatch.setattr(sample, "NUM_TRAIN", 60)
     monkeypatch.setattr(sample, "NUM_TEST", 8)
     config = recipe_in("sample-vlm", tmp_path)
