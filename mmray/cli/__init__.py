@@ -53,27 +53,6 @@ _FUNCTIONS = (
 COMMANDS: dict[str, Callable[[Sequence[str], ConsoleReporter], int]] = {
     each.__name__: each for each in _FUNCTIONS
 }
-# Arguments of each command, for `mmray --help`.
-USAGE = {
-    "train": "[RECIPE] [--section.field value ...] [--print-config]",
-    "prepare": "SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] "
-    "[--check-contamination SET] ...",
-    "score": "SET --weights RUN|FILE [--name clip_score] [--embeddings]",
-    "select": "SET OUT [--where EXPRESSION] [--deduplicate semantic=0.95]",
-    "show": "SET [--rows 24] [--tokenizer DIR] [--out FILE]",
-    "tune": "[RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]",
-    "evaluate": "RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] "
-    "[--interpolate 0,0.5,1] [--json FILE]",
-    "export": "RUN OUT [--step N|best] [--interpolate SHARE], or --weights FILE OUT "
-    "[--model.SETTING VALUE ...]",
-    "report": "RUN [--out FILE]",
-    "runs": "[FOLDER] [--json FILE]",
-    "bench": "step|loader|strategies [--json FILE]",
-    "doctor": "[--address A] [--storage runs] [--cluster], or --recipe R --gpus N",
-    "submit": "[--address A] [--detach] COMMAND ...",
-    "status": "[--address A] [--json FILE]",
-    "logs": "RUN [--address A]",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,8 +102,9 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
     first = argv[0] if argv else "--help"
     if first in ("-h", "--help", "help"):
         console.log("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
-        for command, arguments in USAGE.items():
-            console.log(f"  mmray {command} {arguments}")
+        for name, command in COMMANDS.items():
+            sentence, _, _ = (command.__doc__ or "").partition(".\n")
+            console.log(f"  mmray {name:<9} {' '.join(sentence.split())}")
         console.log("  mmray --version\n  mmray --tyro-print-completion bash|zsh|tcsh")
         return 0
     if first == "--version":

@@ -246,8 +246,9 @@ class Supervisor:
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
         # by number of workers, if one of them ran out of memory
         self.smaller_batch_shapes: dict[int, BatchShape] = {}
-        # one each: the workers of the group that stopped for a larger one
-        self.unconfirmed_resizes: list[int] = []
+        # In a row, of groups that stopped for a larger one, with this many workers at most.
+        self.failed_resizes = 0
+        self.resized_from = 0
         self.progress = RunProgress()
         self.should_stop = should_stop
 
@@ -305,7 +306,7 @@ class Supervisor:
             start_step=start_step,
             progress=self.progress,
             retried_errors=self.backend.errors,
-            failed_resizes=self.unconfirmed_resizes.count(world),
+            failed_resizes=self.failed_resizes,
             should_stop=self.should_stop,
         )
         try:
@@ -319,15 +320,13 @@ class Supervisor:
             self.preemptions += monitor.stop_reason == "preempted"
             if monitor.stop_reason == "resize":
                 self.resizes += 1
-                self.unconfirmed_resizes.append(world)
+                self.failed_resizes += 1
+                self.resized_from = world
         except self.backend.errors as error:
             self._handle_failure(error, monitor)
         finally:
-            if monitor.started:
-                # A group of `world` workers started, so resizes from fewer succeeded.
-                self.unconfirmed_resizes = [
-                    workers for workers in self.unconfirmed_resizes if workers >= world
-                ]
+            if monitor.started and world > self.resized_from:
+                self.failed_resizes = 0  # the larger group has started
             with suppress(*self.backend.errors):  # Ray may have ended
                 workers.close()
         return None
