@@ -150,6 +150,7 @@ class Workers(Protocol):
 
     def share_resources(self) -> None:
         """Give back CPUs that the workers can do without, if other jobs wait for resources."""
+        return
 
     def num_more_workers(self) -> int:
         """Return how many more workers would fit next to the running ones.
@@ -169,6 +170,7 @@ class Workers(Protocol):
         Args:
             metrics: Values by name, with the totals `run/restarts` and `run/bad_rows`.
         """
+        return
 
     def close(self) -> None:
         """Release the processes and actors of the workers."""
