@@ -30,7 +30,7 @@ from mmray.bench.baselines import (
 from mmray.bench.results import describe_machine, summarize_ratios
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Data, Inputs, Prepare
-from mmray.data.media.decode import EXTRA_HINT, is_available
+from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -161,8 +161,8 @@ def _check_arguments(data: str | None, images: int, workers: int, modality: str)
         )
     if modality != "image" and data is not None:
         raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
-    if modality != "image" and not is_available():
-        raise UsageError(f"bench loader --modality {modality}: {EXTRA_HINT}")
+    if modality != "image":
+        require_decoder(f"bench loader --modality {modality}")
     if workers < 0:
         raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
 

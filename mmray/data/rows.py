@@ -126,14 +126,16 @@ class SourceRow:
     text_columns: tuple[str | None, ...] = ()
 
 
-def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
+def parse_row(
+    values: dict[str, Any] | BadRow, location: str, hosts: tuple[str, ...] = ()
+) -> SourceRow:
     """Validate the values of a source row, and convert them to a SourceRow.
 
     Args:
         values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,
             `text` or `texts`, `label`, `split`, `language`, `boxes` ([x, y, width, height] in
             pixels), `box_labels`, `messages` or `conversations`, `audio`, `video`, `t0_s` and
-            `t1_s` (seconds). None is the same as a missing column.
+            `t1_s` (seconds). None is the same as a missing column. A BadRow is raised.
         location: Key of a row without one, such as `captions.jsonl:12`.
         hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
@@ -143,6 +145,8 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
     """
+    if isinstance(values, BadRow):
+        raise values
     values = {name: value for name, value in values.items() if value is not None}
     key = values.get("id", values.get("key", location))
     if isinstance(key, bool) or not isinstance(key, (str, int)):

@@ -15,7 +15,7 @@ import numpy as np
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Batch, Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
-from mmray.data.media.decode import EXTRA_HINT, is_available
+from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -295,8 +295,8 @@ def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: Ru
         sound = {"audio", "video"} if model.inputs.audio_rate else set()
         taken = frames | sound
     has_media = any(prepared.rows_by_media_kinds for prepared in sets)
-    if has_media and taken & {"audio", "video"} and not is_available():
-        raise UsageError(f"{config.data.train}: {EXTRA_HINT}")
+    if has_media and taken & {"audio", "video"}:
+        require_decoder(config.data.train)
     for prepared in sets:
         if "audio" in model.media_kinds and not prepared.rows_by_media_kinds:
             raise DataError(

@@ -168,7 +168,7 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
         bench_loader(lambda _: None, workers=-3)
     with pytest.raises(UsageError, match="--modality audio has files of its own: omit --data"):
         bench_loader(lambda _: None, data="prepared/my", modality="audio")
-    monkeypatch.setattr(loader, "is_available", lambda: False)
+    monkeypatch.setattr("mmray.data.media.decode._is_available", lambda: False)
     with pytest.raises(UsageError, match=r"--modality video: .*pip install 'mmray\[media\]'"):
         bench_loader(lambda _: None, modality="video")
 

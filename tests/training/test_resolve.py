@@ -169,7 +169,7 @@ def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path, monkeypatch):
         resolve_run(wanted.replace(model=Towers()), Silent())
     of_audio = wanted.replace(model=Towers(inputs=ClipInputs(frames=0)))
     resolve_run(of_audio, Silent())
-    monkeypatch.setattr(resolve, "is_available", lambda: False)
+    monkeypatch.setattr("mmray.data.media.decode._is_available", lambda: False)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[media\]'"):
         resolve_run(of_audio, Silent())
 

@@ -19,8 +19,9 @@ import numpy as np
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
 from mmray.data.media.mp4 import header_problem
+from mmray.errors import UsageError
 
-EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
+_EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
 MAX_DURATION_S = 4 * 3600.0
 MAX_SAMPLE_RATE = 192_000
 MAX_FRAME_RATE = 240.0
@@ -72,11 +73,19 @@ class MediaInfo(NamedTuple):
 
 
 @cache
-def is_available() -> bool:
-    """Return whether PyAV is installed, the package of the extra `media` that decodes audio and
-    video.
-    """
+def _is_available() -> bool:
     return find_spec("av") is not None
+
+
+def require_decoder(what: str) -> None:
+    """Raise UsageError if PyAV is not installed, the package of the extra `media` that decodes
+    audio and video.
+
+    Args:
+        what: What needs it, for the message.
+    """
+    if not _is_available():
+        raise UsageError(f"{what}: {_EXTRA_HINT}")
 
 
 def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
@@ -283,8 +292,8 @@ def _open(data: bytes, max_pixels: int) -> Iterator[Any]:
 
     Decoders do not allocate frames of more than `max_pixels`.
     """
-    if not is_available():
-        raise BadMedia("extra", EXTRA_HINT)
+    if not _is_available():
+        raise BadMedia("extra", _EXTRA_HINT)
     import av
 
     if not data:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from mmray.data.media.decode import EXTRA_HINT, is_available
+from mmray.data.media.decode import require_decoder
 from mmray.data.media.encode import write_samples
-from mmray.data.prepare.sample import COLORS, draw_shape, tinted
-from mmray.errors import UsageError
+from mmray.data.prepare.sample import COLORS, draw_shape, tinted, write_once
 
 VERSION = "v2"  # change it if the files change; it is a folder name
 NUM_TRAIN = 480  # recordings
@@ -73,27 +71,12 @@ def generate_clips(out: Path) -> Path:
     Raises:
         UsageError: `out` is not writable, or the extra `media` is not installed.
     """
-    if not is_available():
-        raise UsageError(f"sample-av: {EXTRA_HINT}")
-    file = out / VERSION / "sample-av.jsonl"
-    try:
-        if not file.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out, prefix=".writing-") as temporary:
-                folder = Path(temporary) / "files"
-                _write_clips(folder)
-                folder.rename(file.parent)
-    except OSError as error:
-        if not file.exists():  # otherwise another process has written the same files meanwhile
-            raise UsageError(
-                f"cannot write sample-av into {out}: {error.strerror or error}. Set data.cache to "
-                "a writable folder"
-            ) from None
-    return file
+    require_decoder("sample-av")
+    return write_once(out / VERSION / "sample-av.jsonl", _write_clips)
 
 
 def _write_clips(folder: Path) -> None:
-    (folder / "videos").mkdir(parents=True)
+    (folder / "videos").mkdir()
     every = list(product(SHAPES, COLORS, MOVEMENTS, BACKGROUNDS))
     lines = []
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):

@@ -155,7 +155,7 @@ def record_path(index: int) -> str:
 
 
 def pack_chunk(
-    job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None = None
+    job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
 ) -> tuple[int, int, int]:
     """Pack one chunk (a part of the source): write its rows to shards, and then its record.
 
@@ -246,11 +246,7 @@ def prefetch_rows(
         if item is not None:
             row: SourceRow | BadRow
             try:
-                row = (
-                    item.values
-                    if isinstance(item.values, BadRow)
-                    else parse_row(item.values, item.location, hosts)
-                )
+                row = parse_row(item.values, item.location, hosts)
             except BadRow as bad:
                 row = bad
             images = [*map(fetch, row.images)] if isinstance(row, SourceRow) else []
@@ -340,14 +336,12 @@ class _ChunkPacker:
     ) -> None:
         self.job = job
         self.chunk = chunk
-        self.subprocess_decoder = subprocess_decoder
-        self.source = to_path(job.source.address)
+        self.builder = RowBuilder(job, subprocess_decoder)
         self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
         self.columns = KeptColumns(has_types)
         self.bad_rows: list[dict[str, Any]] = []
-        self.image_signatures: list[tuple[str, int | None, int | None]] = []
         # never overwrite a file that an earlier manifest names
         self.file_suffix = uuid.uuid4().hex[:8]
 
@@ -363,7 +357,7 @@ class _ChunkPacker:
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
-            row, image_digest = self._build_row(parsed, images, location)
+            row, image_digest = self.builder.build(parsed, location, images)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
@@ -413,16 +407,45 @@ class _ChunkPacker:
             },
             "columns": self.columns.types,
             "bad_rows": self.bad_rows,
-            "files": self.image_signatures,
+            "files": self.builder.signatures,
         }
 
-    def _build_row(self, parsed: SourceRow, requested: Requests, location: str) -> tuple[Row, str]:
-        """Return the validated row and the digest of its images as read, or as `requested` earlier.
 
-        Rows with equal images have the same digest; of a row without images it covers the messages.
-        Raises BadRow.
+class RowBuilder:
+    """Reads and checks the media of rows, and converts them to stored rows.
+
+    Args:
+        job: Source, output folder and settings.
+        subprocess_decoder: Decodes each image and clip first, in a child process; None: none.
+
+    Attributes:
+        signatures: Name, size and modification time of each file that was read.
+    """
+
+    def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
+        self.signatures: list[tuple[str, int | None, int | None]] = []
+        self._settings = job.settings
+        self._source = to_path(job.source.address)
+        self._subprocess_decoder = subprocess_decoder
+
+    def build(
+        self, parsed: SourceRow, location: str, requested: Requests | None = None
+    ) -> tuple[Row, str]:
+        """Return a row to store, and the digest of its images.
+
+        Args:
+            parsed: The validated row of the source.
+            location: Its location, `file:line`.
+            requested: Futures of images that were requested earlier; None: all are read now.
+
+        Returns:
+            The row, and a digest that is equal for rows with equal images; of a row without images
+            it covers the messages.
+
+        Raises:
+            BadRow: The row is to be quarantined.
         """
-        settings = self.job.settings
+        settings = self._settings
         texts = [clean_caption(text, settings.repair_text) for text in parsed.texts]
         split = {"auto": parsed.split, "none": None}.get(settings.split, settings.split)
         row = Row(parsed.key, [], texts, parsed.label, split, parsed.language, location)
@@ -431,15 +454,11 @@ class _ChunkPacker:
         row.text_columns = [str(name) for name in parsed.text_columns] or None
         digests = []
         size = (0, 0)
+        requested = [None] * len(parsed.images) if requested is None else requested
         for image, request in zip(parsed.images, requested, strict=True):
-            if image.kind == "image":
-                media, digest, size = self._read_image(image, request)
-            else:
-                media, digest = self._read_audio_or_video(image, request, row)
-                size = (media.width, media.height)
+            digest, size = self._add_media(row, image, request)
             if row.messages:
                 check_aspect_ratio(image.name, size)
-            row.media.append(media)
             digests.append(digest)
         image_digest = digests[0] if len(digests) == 1 else _sha256("".join(digests).encode())
         if not digests:
@@ -460,108 +479,108 @@ class _ChunkPacker:
             image_digest = _sha256(orjson.dumps([image_digest, row.spans]))
         return row, image_digest
 
+    def _add_media(
+        self, row: Row, image: ImageRef, request: Future[bytes] | None
+    ) -> tuple[str, tuple[int, int]]:
+        """Add an image, audio or video to a row; return its digest and size (width, height) as
+        read.
+
+        With `--index-only --check none` it is not read: it has no checksum, and only the same file
+        is its duplicate. Raises BadRow.
+        """
+        settings = self._settings
+        ref = self._reference(image)
+        if settings.index_only and settings.check == "none":
+            row.media.append(Media(image.kind, b"", ref))
+            return _sha256(orjson.dumps(ref)), (0, 0)
+        data = request.result() if request else self._read(image)
+        media = Media(image.kind, data, ref, _sha256(data))
+        try:
+            if image.kind == "image":
+                size = self._check_image(media)
+            else:
+                self._check_clip(media, row, image.name)
+                size = (media.width, media.height)
+        except BadImage as bad:
+            raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
+        digest = media.sha256
+        if media.data is not data:
+            media.sha256 = _sha256(media.data)
+        media.data = b"" if ref else media.data
+        row.media.append(media)
+        return digest, size
+
     def _reference(self, image: ImageRef) -> dict[str, Any] | None:
         """Return the reference to store with `--index-only`, else None; note the file. Raises
         BadRow.
         """
-        settings = self.job.settings
-        if settings.index_only and (image.url or image.file is None):
+        index_only = self._settings.index_only
+        if index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow(
                 "read", "no-reference", f"the {image.kind} is {what}: prepare without --index-only"
             )
         if image.data is None and image.file is not None:
-            self.image_signatures.append(stat_signature(self.source, str(image.file)))
+            self.signatures.append(stat_signature(self._source, str(image.file)))
         return (
             {"file": image.file, "offset": image.offset, "length": image.length}
-            if settings.index_only
+            if index_only
             else None
         )
 
-    def _read_audio_or_video(
-        self, medium: ImageRef, requested: Future[bytes] | None, row: Row
-    ) -> tuple[Media, str]:
-        """Return audio or video to store, and its digest, after checking it and the spans of the
-        row; not read with `--index-only --check none`. Raises BadRow.
+    def _read(self, image: ImageRef) -> bytes:
+        return _read(self._source, image, self._settings.links)
+
+    def _check_image(self, media: Media) -> tuple[int, int]:
+        """Check an image as completely as `check` requires, and reduce it to `image_side`; return
+        its size (width, height) before. Raises BadImage.
         """
-        settings = self.job.settings
-        ref = self._reference(medium)
-        if settings.index_only and settings.check == "none":
-            return Media(medium.kind, b"", ref), _sha256(orjson.dumps(ref))
-        data = requested.result() if requested else self._read(medium)
-        digest = _sha256(data)
-        media = Media(medium.kind, b"" if ref else data, ref, digest)
-        rate = settings.audio_rate if medium.kind == "audio" else 0
+        settings = self._settings
+        decoder = self._subprocess_decoder
+        data = media.data
+        size = (0, 0)
+        if settings.image_side:
+            if decoder is not None:
+                decoder.check(data, settings.max_pixels)
+            rgb = decode(data, settings.max_pixels)
+            size = (rgb.shape[1], rgb.shape[0])
+            media.data = reencode(rgb, data, settings.image_side)
+        elif settings.check == "full":
+            check = verify_image if decoder is None else decoder.check
+            size = check(data, settings.max_pixels)
+        elif settings.check == "header":
+            size = header_size(data, settings.max_pixels)
+        media.width, media.height = size if media.data is data else header_size(media.data)
+        return size
+
+    def _check_clip(self, media: Media, row: Row, name: str) -> None:
+        """Check audio or video and the spans of the row, and store audio at `audio_rate`.
+
+        Raises BadImage, or BadRow for a span.
+        """
+        settings = self._settings
+        rate = settings.audio_rate if media.kind == "audio" else 0
         if settings.check == "none" and not rate:
-            return media, digest
-        try:
-            header_only = settings.check == "header" and not rate
-            if self.subprocess_decoder is not None:
-                info = self.subprocess_decoder.check_media(
-                    data, medium.kind, settings.max_pixels, header_only
-                )
-            else:
-                read = read_header if header_only else verify_media
-                info = read(data, medium.kind, settings.max_pixels)
-            if info.duration_s:
-                check_spans(row, medium.name, info)
-            if rate:
-                media.data = reencode_audio(data, info.end_s, rate)
-                media.sha256 = _sha256(media.data)
-                # Its times stay: what is before the first sample becomes silence.
-                info = MediaInfo(0.0, info.end_s, rate, channels=1)
-        except BadImage as bad:
-            raise BadRow("decode", bad.reason, f"{medium.name}: {bad.detail}") from None
+            return
+        header_only = settings.check == "header" and not rate
+        if self._subprocess_decoder is not None:
+            info = self._subprocess_decoder.check_media(
+                media.data, media.kind, settings.max_pixels, header_only
+            )
+        else:
+            read = read_header if header_only else verify_media
+            info = read(media.data, media.kind, settings.max_pixels)
         if info.duration_s:
-            media.duration = info.duration_s
+            check_spans(row, name, info)
+        if rate:
+            media.data = reencode_audio(media.data, info.end_s, rate)
+            # Its times stay: what is before the first sample becomes silence.
+            info = MediaInfo(0.0, info.end_s, rate, channels=1)
+        media.duration = info.duration_s or None
         media.rate = info.rate
         media.channels = info.channels
         media.width = info.width
         media.height = info.height
-        return media, digest
-
-    def _read_image(
-        self, image: ImageRef, requested: Future[bytes] | None
-    ) -> tuple[Media, str, tuple[int, int]]:
-        """Return an image to store, and digest and size (width, height) of the image as read.
-
-        With `--index-only --check none` the image is not read: it has no checksum, and only the
-        same file is its duplicate. Raises BadRow.
-        """
-        settings = self.job.settings
-        ref = self._reference(image)
-        if settings.index_only and settings.check == "none":
-            return Media("image", b"", ref), _sha256(orjson.dumps(ref)), (0, 0)
-        data = requested.result() if requested else self._read(image)
-        stored, size = self._decode(image.name, data)
-        digest = _sha256(data)
-        sha256 = digest if stored is data else _sha256(stored)
-        width, height = size if stored is data else header_size(stored)
-        media = Media("image", b"" if ref else stored, ref, sha256, width, height)
-        return media, digest, size
-
-    def _read(self, image: ImageRef) -> bytes:
-        return _read(self.source, image, self.job.settings.links)
-
-    def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
-        """Return the bytes to store for an image and its size;
-
-        `check` sets how completely it is decoded.
-        """
-        settings = self.job.settings
-        max_pixels = self.job.settings.max_pixels
-        try:
-            if settings.image_side:
-                if self.subprocess_decoder:
-                    self.subprocess_decoder.check(data, max_pixels)
-                rgb = decode(data, max_pixels)
-                return reencode(rgb, data, settings.image_side), (rgb.shape[1], rgb.shape[0])
-            if settings.check == "full":
-                check = self.subprocess_decoder.check if self.subprocess_decoder else verify_image
-                return data, check(data, max_pixels)
-            return data, header_size(data, max_pixels) if settings.check == "header" else (0, 0)
-        except BadImage as bad:
-            raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
 
 
 def _sha256(data: bytes) -> str:

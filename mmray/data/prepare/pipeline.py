@@ -69,6 +69,11 @@ from mmray.storage.requests import iter_parallel, parallel_map
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
+_SAMPLES = {
+    "sample": sample.generate,
+    SAMPLE_VLM: generate_conversations,
+    SAMPLE_AV: generate_clips,
+}
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
 # A request to a store takes as long as reading some MB.
 SHARD_ROWS = 512
@@ -122,18 +127,13 @@ def ensure_prepared(
         UsageError: The settings do not fit the source or the cache.
         ResourceError: A failure that may be temporary.
     """
-    if source in ("sample", SAMPLE_VLM, SAMPLE_AV):
+    if source in _SAMPLES:
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
                 f"the {source} set needs a local disk, and data.cache is {cache}: set data.cache "
                 "to a local folder, or data.train to your own data"
             )
-        if source == SAMPLE_VLM:
-            source = str(generate_conversations(Path(cache) / "sample-vlm-source"))
-        elif source == SAMPLE_AV:
-            source = str(generate_clips(Path(cache) / "sample-av-source"))
-        else:
-            source = str(sample.generate(Path(cache) / "sample-source"))
+        source = str(_SAMPLES[source](Path(cache) / f"{source}-source"))
     path = to_path(source)
     if (path / MANIFEST).exists():
         return path

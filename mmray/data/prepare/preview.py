@@ -17,11 +17,9 @@ from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import class_name, is_class
-from mmray.data.images.decode import BadImage
 from mmray.data.images.formats import IMAGE_SUFFIXES
-from mmray.data.images.read import os_error_as_bad_row, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.pack import PrepareJob
+from mmray.data.prepare.pack import PrepareJob, RowBuilder
 from mmray.data.rows import KEPT_COLUMNS, TEXT_COLUMN, BadRow, ImageRef, parse_row, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
@@ -241,7 +239,7 @@ def _shorten(value: Any) -> str:
 def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     """Check the first rows of a source, and yield lines for the user about what `prepare` would do.
 
-    Nothing is written but a list of files in a temporary folder.
+    Nothing is written but a list of files in a temporary folder. Images by URL are not read.
 
     Args:
         job: Source and settings; its output folder is not used.
@@ -266,9 +264,12 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         problems: Counter[str] = Counter()
         examples: dict[str, str] = {}
         with closing(SubprocessDecoder()) as decoder:
+            builder = RowBuilder(job, decoder)
             for row in read_first_rows(source, chunks):
                 try:
-                    _check_row(job, row, decoder)
+                    parsed = parse_row(row.values, row.location, job.settings.allow_urls)
+                    if not any(image.url for image in parsed.images):
+                        builder.build(parsed, row.location)
                 except BadRow as bad:
                     problems[bad.reason] += 1
                     examples.setdefault(bad.reason, f"{row.location}: {bad.detail[:200]}")
@@ -282,21 +283,3 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         raise DataError(
             f"none of the first {len(first_rows)} rows is good: correct the source or the settings"
         )
-
-
-def _check_row(job: PrepareJob, row: RawRow, decoder: SubprocessDecoder) -> None:
-    """Raise BadRow if `prepare` would quarantine the row; images by URL are not read."""
-    if isinstance(row.values, BadRow):
-        raise row.values
-    for image in parse_row(row.values, row.location, job.settings.allow_urls).images:
-        if image.url:
-            continue
-        with os_error_as_bad_row(image.name):
-            data = read_image(to_path(job.source.address), image, job.settings.links)
-        try:
-            if image.kind == "image":
-                decoder.check(data, job.settings.max_pixels)
-            else:
-                decoder.check_media(data, image.kind, job.settings.max_pixels)
-        except BadImage as bad:
-            raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None

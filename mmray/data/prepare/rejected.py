@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from mmray.config import Prepare
 from mmray.data.formats.detect import SourceSpec
@@ -74,9 +75,7 @@ def _read_chunk(
             if row.location not in missing:
                 continue
             missing.discard(row.location)
-            if isinstance(row.values, BadRow):
-                continue
-            try:
+            with suppress(BadRow):
                 media = parse_row(row.values, row.location, hosts).images
                 first = next((each for each in media if each.kind == "image"), None)
                 if first is None or first.url:
@@ -85,8 +84,6 @@ def _read_chunk(
                     images[row.location] = read_image(
                         to_path(job.source.address), first, job.settings.links
                     )
-            except BadRow:
-                continue
     # The source was changed or deleted after the set was prepared.
     except (OSError, MmrayError):
         return images

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,8 +116,6 @@ def generate(out: Path) -> Path:
     """Return the JSONL file of the sample set, which is generated if it does not exist (3 s on one
     core).
 
-    The set is written to a temporary folder and renamed, so an existing folder is complete.
-
     Args:
         out: Folder in which the set gets a folder named by its version, such as `v1`.
 
@@ -127,21 +126,37 @@ def generate(out: Path) -> Path:
     Raises:
         UsageError: `out` is not writable.
     """
-    folder = out / VERSION
-    jsonl = folder / "sample.jsonl"
+    return write_once(out / VERSION / "sample.jsonl", _draw_all)
+
+
+def write_once(file: Path, write: Callable[[Path], None]) -> Path:
+    """Return a file of a generated folder, after writing the folder if it does not exist.
+
+    The folder gets its name when it is complete.
+
+    Args:
+        file: The file in the folder.
+        write: Called with an empty folder, which it fills.
+
+    Raises:
+        UsageError: The parent of the folder is not writable.
+    """
+    out = file.parent.parent
     try:
-        if not jsonl.exists():
+        if not file.exists():
             out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out, prefix=".drawing-") as temporary:
-                _draw_all(Path(temporary) / "set")
-                (Path(temporary) / "set").rename(folder)
+            with tempfile.TemporaryDirectory(dir=out, prefix=".writing-") as temporary:
+                folder = Path(temporary) / "files"
+                folder.mkdir()
+                write(folder)
+                folder.rename(file.parent)
     except OSError as error:
-        if not jsonl.exists():  # otherwise another process has generated the same set meanwhile
+        if not file.exists():  # otherwise another process has written the same files meanwhile
             raise UsageError(
-                f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache "
-                "to a writable folder"
+                f"cannot write the sample data into {out}: {error.strerror or error}. Set "
+                "data.cache to a writable folder"
             ) from None
-    return jsonl
+    return file
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
@@ -161,7 +176,7 @@ def scenes() -> tuple[list[Scene], list[Scene]]:
 
 
 def _draw_all(folder: Path) -> None:
-    (folder / "images").mkdir(parents=True)
+    (folder / "images").mkdir()
     train, test = scenes()
     pairs = [("train", scene) for scene in train] + [("test", scene) for scene in test]
     random.Random("order 0").shuffle(pairs)

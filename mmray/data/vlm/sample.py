@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmray.builtin import SAMPLE_VLM
-from mmray.data.prepare.sample import COLORS, draw_shape, tinted
-from mmray.errors import UsageError
+from mmray.data.prepare.sample import COLORS, draw_shape, tinted, write_once
 
 VERSION = "v2"  # change it if the files change; it is a folder name
 NUM_TRAIN = 2400
@@ -54,7 +51,7 @@ def generate_conversations(out: Path) -> Path:
     Raises:
         UsageError: `out` is not writable.
     """
-    return _generate(out, "sample-vlm.jsonl", _write_conversations)
+    return write_once(out / VERSION / "sample-vlm.jsonl", _write_conversations)
 
 
 def generate_model(out: Path) -> Path:
@@ -68,29 +65,7 @@ def generate_model(out: Path) -> Path:
     Raises:
         UsageError: `out` is not writable.
     """
-    return _generate(out, "config.json", _write_model).parent
-
-
-def _generate(out: Path, name: str, write: Any) -> Path:
-    """Return the file `name` of a folder that `write` fills; written once, and renamed at the
-    end.
-    """
-    file = out / VERSION / name
-    try:
-        if not file.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out, prefix=".writing-") as temporary:
-                folder = Path(temporary) / "files"
-                folder.mkdir()
-                write(folder)
-                folder.rename(file.parent)
-    except OSError as error:
-        if not file.exists():  # otherwise another process has written the same files meanwhile
-            raise UsageError(
-                f"cannot write {SAMPLE_VLM} into {out}: {error.strerror or error}. Set data.cache "
-                "to a writable folder"
-            ) from None
-    return file
+    return write_once(out / VERSION / "config.json", _write_model).parent
 
 
 def _write_conversations(folder: Path) -> None:

@@ -271,7 +271,7 @@ def test_a_folder_of_clips_without_texts_is_refused(tmp_path: Path) -> None:
 def test_without_the_extra_the_message_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "is_available", lambda: False)
+    monkeypatch.setattr(decode, "_is_available", lambda: False)
     source = jsonl(tmp_path / "raw")
     with pytest.raises(DataError, match=r"pip install 'mmray\[media\]'"):
         prepare(str(source), str(tmp_path / "out"), LAX.replace(max_bad_fraction=0.01))
