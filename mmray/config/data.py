@@ -274,13 +274,10 @@ class Prepare(Section, settings_prefix="prepare"):
     check: Literal["full", "header", "none"] = Field(
         "full", description="Validate images fully, by header, or not."
     )
-    follow_links: bool = Field(
-        False,
-        description="Read images behind symbolic links that leave the folder of the source, but "
-        "not its file system.",
-    )
-    link_folders: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = Field(
-        (), description="Follow symbolic links to these folders only, on any file system."
+    follow_links: tuple[str, ...] | None = Field(
+        None,
+        description="Read images behind symbolic links that leave the folder of the source, to "
+        "these folders only; without a folder, to all of the file system of the source.",
     )
     index_only: bool = Field(
         False, description="Index the images in the source, which must stay, instead of copying."
@@ -336,9 +333,11 @@ class Prepare(Section, settings_prefix="prepare"):
                 raise ValueError(f"`{name}` must be the only value (got {','.join(names)})")
         return names
 
-    @field_validator("link_folders")
+    @field_validator("follow_links")
     @classmethod
-    def _make_absolute(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+    def _make_absolute(cls, folders: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if folders is None:
+            return None
         return tuple(str(Path(each).expanduser().absolute()) for each in folders)
 
     @field_validator("allow_urls")
@@ -353,19 +352,12 @@ class Prepare(Section, settings_prefix="prepare"):
                 "prepare.index_only does not copy images and audio, so prepare.image_side and "
                 "prepare.audio_rate must be 0"
             )
-        if self.index_only and self.links is not None:
+        if self.index_only and self.follow_links is not None:
             raise UsageError(
-                "prepare.index_only refers to images in the folder of the source only: set "
-                "prepare.follow_links to false and name no prepare.link_folders, or copy the images"
+                "prepare.index_only refers to images in the folder of the source only: leave out "
+                "prepare.follow_links, or copy the images"
             )
         return self
-
-    @property
-    def links(self) -> tuple[str, ...] | None:
-        """Folders to which symbolic links may lead; empty: all of the file system of the source;
-        None: links that leave the folder of the source are not followed.
-        """
-        return self.link_folders if self.follow_links or self.link_folders else None
 
     @property
     def column_names(self) -> dict[str, str]:

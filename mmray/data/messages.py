@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mmray.data.store.stored_row import Row
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
 # "text": ...}, or {"type": "image", "text": None}, which is the next image of the row; `video` and
@@ -92,26 +95,11 @@ def message_text(message: Message) -> str:
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
-class RowTexts(Protocol):
-    """A row with captions or a conversation, such as a stored `Row`.
-
-    Attributes:
-        messages: A conversation: messages {"role", "content"}, with content parts; None: the row
-            has captions.
-        texts: Its captions.
-        media: Its images, videos and audio, each with its `kind`.
-    """
-
-    messages: list[Message] | None
-    texts: list[str]
-    media: list[Any]
-
-
-def conversations_of(row: RowTexts, question: str) -> list[list[Message]]:
+def conversations_of(row: Row, question: str) -> list[list[Message]]:
     """Return the conversations of a row, as a vision-language model is trained on them.
 
     Args:
-        row: A row with `messages`, or with captions in `texts`.
+        row: A stored row with `messages`, or with captions in `texts`.
         question: User message for a row without `messages`, such as `Describe the image.`
 
     Returns:

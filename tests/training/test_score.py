@@ -225,5 +225,5 @@ def test_similar_rows_are_those_of_all_pairs(monkeypatch):
         kept += [] if is_similar else [number]
     monkeypatch.setattr(select_module, "_BLOCK", 32)
     monkeypatch.setattr(select_module, "_CHUNK", 50)
-    assert find_similar(rows, 0.95).tolist() == expected
+    assert find_similar(rows, 0.95, lambda done: None).tolist() == expected
     assert 0 < sum(expected) < 200

@@ -277,10 +277,10 @@ def _check_link(folder: Path, name: str, target: str, links: Links) -> None:
     if links is None:
         problem = "out of the folder of the source; --follow-links reads it"
     elif links and not any(target.startswith(_real_prefix(Path(each))) for each in links):
-        problem = f"to {target}, which is in none of the folders of --link-folders"
+        problem = f"to {target}, which is in none of the folders of --follow-links"
     elif not links and Path(target).stat().st_dev != folder.stat().st_dev:
         problem = (
-            f"to {target}, on another file system than the source; --link-folders "
+            f"to {target}, on another file system than the source; --follow-links "
             f"{os.path.dirname(target)} reads it"  # noqa: PTH120
         )
     else:

@@ -65,7 +65,6 @@ _PACK_SETTINGS = (
     "index_only",
     "allow_urls",
     "follow_links",
-    "link_folders",
 )
 
 
@@ -119,7 +118,7 @@ class PrepareJob:
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
-        source.links = self.settings.links
+        source.links = self.settings.follow_links
         source.keep = self.settings.keep
         if self.settings.group == "image":
             source = GroupedSource(source)
@@ -529,7 +528,7 @@ class RowBuilder:
         )
 
     def _read(self, image: ImageRef) -> bytes:
-        return _read(self._source, image, self._settings.links)
+        return _read(self._source, image, self._settings.follow_links)
 
     def _check_image(self, media: Media) -> tuple[int, int]:
         """Check an image as completely as `check` requires, and reduce it to `image_side`; return

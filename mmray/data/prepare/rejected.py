@@ -82,7 +82,7 @@ def _read_chunk(
                     continue
                 with os_error_as_bad_row(first.name):
                     images[row.location] = read_image(
-                        to_path(job.source.address), first, job.settings.links
+                        to_path(job.source.address), first, job.settings.follow_links
                     )
     # The source was changed or deleted after the set was prepared.
     except (OSError, MmrayError):

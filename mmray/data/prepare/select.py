@@ -43,35 +43,10 @@ from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
 _READ_ROWS = 64
-_BLOCK = 2048  # embeddings that are compared with all kept ones at a time
+# embeddings that are compared at a time, and of the kept ones
+_BLOCK = 2048
 _CHUNK = 1 << 14
 _ROUNDING = 1e-6  # of a cosine in float32
-
-
-def parse_deduplicate(text: str) -> tuple[str, float]:
-    """Parse the value of `--deduplicate`.
-
-    Args:
-        text: A column of embeddings and a cosine, such as `clip_embedding=0.95`. The name
-            `semantic` means the only column of embeddings.
-
-    Returns:
-        The name and the cosine.
-
-    Raises:
-        UsageError: It is something else.
-    """
-    name, _, number = text.partition("=")
-    try:
-        cosine = float(number)
-    except ValueError:
-        cosine = 0.0
-    if not 0 < cosine <= 1:
-        raise UsageError(
-            f"--deduplicate {text}: write for example semantic=0.95, with a cosine above 0 and at "
-            "most 1 from which images count as equal"
-        )
-    return name, cosine
 
 
 def check_selection(source: str, where: str | None, deduplicate: str | None) -> PreparedSet:
@@ -93,7 +68,7 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     prepared = PreparedSet.open(source)
     if where is not None:
         check_where(where, column_types(prepared.manifest.columns), source, "--where")
-    embedding_column(prepared, deduplicate)
+    _embedding_column(prepared, deduplicate)
     return prepared
 
 
@@ -124,7 +99,7 @@ def select_set(
         DataError: The set cannot be read, or a column is missing in a shard.
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
-    column = embedding_column(prepared, deduplicate)
+    column = _embedding_column(prepared, deduplicate)
     folder = to_path(out)
     num_all = prepared.num_rows
     if where is not None:
@@ -165,20 +140,23 @@ def select_set(
     return manifest
 
 
-def embedding_column(prepared: PreparedSet, deduplicate: str | None) -> tuple[str, float] | None:
+def _embedding_column(prepared: PreparedSet, deduplicate: str | None) -> tuple[str, float] | None:
     """Return the column of embeddings and the cosine that `--deduplicate` names; None without it.
 
-    Args:
-        prepared: The set.
-        deduplicate: Column and cosine, such as `clip_embedding=0.95`, or `semantic=0.95` for the
-            only column of embeddings; None: none.
-
-    Raises:
-        UsageError: It is invalid, or the set has no such column, or several.
+    Raises UsageError.
     """
     if deduplicate is None:
         return None
-    name, cosine = parse_deduplicate(deduplicate)
+    name, _, number = deduplicate.partition("=")
+    try:
+        cosine = float(number)
+    except ValueError:
+        cosine = 0.0
+    if not 0 < cosine <= 1:
+        raise UsageError(
+            f"--deduplicate {deduplicate}: write for example semantic=0.95, with a cosine above 0 "
+            "and at most 1 from which images count as equal"
+        )
     types = column_types(prepared.manifest.columns)
     known = [column for column, kind in types.items() if kind.startswith("float16[")]
     if not known:
@@ -236,7 +214,7 @@ def _without_similar_rows(
 
 
 def find_similar(
-    embeddings: np.ndarray, cosine: float, on_rows: Callable[[int], None] = lambda done: None
+    embeddings: np.ndarray, cosine: float, on_rows: Callable[[int], None]
 ) -> np.ndarray:
     """Return which rows are near-duplicates: similar to an earlier row that is none itself.
 
@@ -251,24 +229,24 @@ def find_similar(
     Returns:
         bool [N], True for a near-duplicate.
     """
-    kept = np.zeros((0, embeddings.shape[1]), np.float32)
-    kept_parts: list[np.ndarray] = []
+    kept = np.empty(embeddings.shape, np.float32)
+    num_kept = 0
     limit = cosine - _ROUNDING
     similar = np.zeros(len(embeddings), bool)
     for start in range(0, len(embeddings), _BLOCK):
         block = embeddings[start : start + _BLOCK].astype(np.float32)
         block /= np.linalg.norm(block, axis=1, keepdims=True)  # float16 rounds the length too
         found = np.zeros(len(block), bool)
-        for part in (*kept_parts, kept):
+        for first in range(0, num_kept, _CHUNK):
+            part = kept[first : min(first + _CHUNK, num_kept)]
             found |= (block @ part.T >= limit).any(axis=1)
         pairs = block @ block.T >= limit
         for number in range(len(block)):
             if not found[number]:
                 found[number + 1 :] |= pairs[number, number + 1 :]
-        kept = np.concatenate([kept, block[~found]])
-        if len(kept) >= _CHUNK:
-            kept_parts.append(kept)
-            kept = kept[:0]
+        new = block[~found]
+        kept[num_kept : num_kept + len(new)] = new
+        num_kept += len(new)
         similar[start : start + len(block)] = found
         on_rows(start + len(block))
     return similar

@@ -45,8 +45,7 @@ class Shard:
         sha256: Hex digest of the rows, in order.
         dropped: Numbers of the rows in the file that are not part of the set (duplicates and
             contaminated rows).
-        batches: Byte offset of each Arrow record batch and of the end of the last one, separated by
-            spaces.
+        offsets: Byte offset of each Arrow record batch and of the end of the last one.
     """
 
     file: str
@@ -55,7 +54,7 @@ class Shard:
     num_bytes: int
     sha256: str
     dropped: tuple[int, ...] = ()
-    batches: str = ""
+    offsets: tuple[int, ...] = ()
 
     @property
     def num_kept(self) -> int:
@@ -71,7 +70,8 @@ class Shard:
         Args:
             values: The fields of this class by name, such as `file`, `split` and `num_rows`.
         """
-        return cls(**values | {"dropped": tuple(values["dropped"])})
+        lists = {name: tuple(values[name]) for name in ("dropped", "offsets")}
+        return cls(**values | lists)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ShardTable:
             for name in names
         ]
         columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))
-        columns.append(_list_array([_parse_offsets(shard.batches) for shard in rows]))
+        columns.append(_list_array([np.array(shard.offsets, np.int64) for shard in rows]))
         return cls(_write_table(columns))
 
     def write(self, folder: AnyPath) -> TableFile:
@@ -219,7 +219,7 @@ class ShardTable:
             int(self.num_bytes[number]),
             self.sha256(number),
             tuple(self.dropped(number).tolist()),
-            " ".join(map(str, self.offsets(number).tolist())),
+            tuple(self.offsets(number).tolist()),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -335,7 +335,3 @@ def _list_array(lists: Sequence[np.ndarray]) -> pa.ListArray:
     ends = np.cumsum([0, *(len(each) for each in lists)]).astype(np.int32)
     values = np.concatenate([np.zeros(0, np.int64), *lists])
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
-
-
-def _parse_offsets(text: str) -> np.ndarray:
-    return np.array(text.split(), np.int64)

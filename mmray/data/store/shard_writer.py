@@ -95,7 +95,7 @@ class ShardWriter:
             self._num_rows,
             (self._folder / self.name).stat().st_size,
             self._digest.hexdigest(),
-            batches=" ".join(map(str, self._offsets)),
+            offsets=tuple(self._offsets),
         )
 
 

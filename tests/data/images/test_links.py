@@ -28,12 +28,12 @@ def test_links_out_of_the_folder_are_followed_on_request(tmp_path):
     (raw / "2.png").symlink_to("../blob")
     for image in ("linked/0.png", "1.png", "2.png", "../photos/0.png"):
         add(raw / "rows.jsonl", {"image": image, "text": "x"})
-    _, rows, faults = prepared(raw / "rows.jsonl", tmp_path / "out", follow_links=True)
+    _, rows, faults = prepared(raw / "rows.jsonl", tmp_path / "out", follow_links=())
     assert len(rows) == 3 and faults == {"rows.jsonl:4": "path"}
     with pytest.raises(BadRow, match="--follow-links reads it"):
         read_file(raw, "1.png")
     with pytest.raises(UsageError, match="follow_links"):
-        Prepare(index_only=True, follow_links=True)
+        Prepare(index_only=True, follow_links=())
 
 
 def test_links_to_other_folders_than_the_named_ones_are_refused(tmp_path):
@@ -51,18 +51,18 @@ def test_links_to_other_folders_than_the_named_ones_are_refused(tmp_path):
         add(raw / "rows.jsonl", {"image": image, "text": image})
     folders = (str(tmp_path / "photos"),)
     _, rows, faults = prepared(
-        raw / "rows.jsonl", tmp_path / "out", link_folders=folders, duplicates="keep"
+        raw / "rows.jsonl", tmp_path / "out", follow_links=folders, duplicates="keep"
     )
     assert [row.texts[0] for row in rows] == ["good.png", "photos/0.png"]
     assert faults == {f"rows.jsonl:{line}": "path" for line in (2, 3, 4)}
-    with pytest.raises(BadRow, match=r"0\.png, which is in none of the folders of --link-folders"):
+    with pytest.raises(BadRow, match=r"0\.png, which is in none of the folders of --follow-links"):
         read_file(raw, "other.png", folders)
 
 
 def test_links_to_another_file_system_need_its_folder(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "0.png").symlink_to("/proc/version")
-    with pytest.raises(BadRow, match="another file system than the source; --link-folders /proc"):
+    with pytest.raises(BadRow, match="another file system than the source; --follow-links /proc"):
         read_file(tmp_path / "raw", "0.png", ())
     assert read_file(tmp_path / "raw", "0.png", ("/proc",)) is not None
 
@@ -74,7 +74,7 @@ def test_pairs_of_links_are_followed(tmp_path):
     (tmp_path / "text").write_text("a caption")
     (raw / "a.png").symlink_to(tmp_path / "image")
     (raw / "a.txt").symlink_to(tmp_path / "text")
-    _, rows, faults = prepared(raw, tmp_path / "out", follow_links=True)
+    _, rows, faults = prepared(raw, tmp_path / "out", follow_links=())
     assert rows[0].texts == ["a caption"] and not faults
 
 
