@@ -27,7 +27,7 @@ def task(folder, at_once, item):
     return {"item": item, "began": began, "ended": time.monotonic()}
 
 
-@pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
+@pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2)])
 def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, tmp_path, cores, count, most):
     monkeypatch.setattr(placement, "cores", lambda: cores)
     answers = list(map_tasks(partial(task, tmp_path, most), list(range(count))))
