@@ -198,14 +198,11 @@ class Source(ABC):
         """Return the name of the format for a message; a subclass may add what it detected."""
         return self.title
 
-    def files_with_suffix(
-        self, suffix: str | tuple[str, ...], files: Sequence[str] | None = None
-    ) -> list[str]:
+    def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
         """Return the file of the source, or the files of its folder with a suffix.
 
         Args:
             suffix: Suffix or suffixes in lower case, such as `.tar`; the case of names is ignored.
-            files: Visible files of the folder, if they are already listed.
 
         Returns:
             Relative paths, sorted.
@@ -216,11 +213,7 @@ class Source(ABC):
         names = (
             [self.name]
             if self.name
-            else [
-                file
-                for file in (self.visible_files() if files is None else files)
-                if file.lower().endswith(suffix)
-            ]
+            else [file for file in self.visible_files() if file.lower().endswith(suffix)]
         )
         # pyarrow cannot open them
         if invalid := [each for each in names if not is_valid_name(each)]:

@@ -99,8 +99,7 @@ class WebDatasetSource(Source):
         Raises:
             DataError: A tar is compressed or cannot be read.
         """
-        files = [] if self.name else self.visible_files()
-        names = self.files_with_suffix(self.suffixes, files)
+        names = self.files_with_suffix(self.suffixes)
         for path in (self.folder / each for each in _CLASS_FILES):
             if path.is_file():
                 lines = path.read_bytes().decode("utf-8-sig").splitlines()

@@ -105,12 +105,11 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     return rgb
 
 
-def decode_damaged(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode_damaged(data: bytes) -> np.ndarray:
     """Decode the readable part of an image, to show a damaged or truncated one.
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height.
 
     Returns:
         Pixels uint8 [H, W, 3] as they are stored, without EXIF orientation; gray or black where
@@ -119,7 +118,7 @@ def decode_damaged(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     Raises:
         BadImage: The header cannot be read, the image has too many pixels, or none is readable.
     """
-    image = _open(data, max_pixels)
+    image = _open(data, MAX_PIXELS)
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
         image.load()
@@ -170,7 +169,7 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     return (image.height, image.width) if is_turned else image.size
 
 
-def exif_orientation(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
+def exif_orientation(data: bytes, max_pixels: int) -> int:
     """Return the EXIF orientation of an image.
 
     Args:

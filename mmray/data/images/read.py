@@ -55,9 +55,7 @@ def read_image(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
         return bytes(file.read(image.length))
 
 
-def read_images(
-    folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader | None = None
-) -> list[bytes]:
+def read_images(folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader) -> list[bytes]:
     """Return the encoded bytes of several images, in the same order.
 
     On an object store, neighboring byte ranges of a file share a request, and requests run in
@@ -67,7 +65,7 @@ def read_images(
         folder: Folder of the source, which paths of images are relative to.
         images: References without URLs.
         reader: Reader of the folder on an object store. It keeps files open, so reusing it saves
-            requests. None: a new one.
+            requests.
 
     Raises:
         BadRow: With stage `read`, if an image does not exist or its reference is invalid.
@@ -77,7 +75,6 @@ def read_images(
     if isinstance(folder, Path):
         return [read_image(folder, image) for image in images]
     out = [b""] * len(images)
-    reader = reader or RangeReader(folder)
     full_files = [number for number, image in enumerate(images) if image.length is None]
     numbers_of: dict[str, list[int]] = {}
     for number, image in enumerate(images):

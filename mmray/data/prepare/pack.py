@@ -466,7 +466,8 @@ class RowBuilder:
             orientation = 1
             # The document states the size before the rotation, so its boxes are those before it.
             if parsed.image_size == size[::-1] != size and not parsed.images[0].url:
-                orientation = exif_orientation(self._read(parsed.images[0]))
+                data = self._read(parsed.images[0])
+                orientation = exif_orientation(data, settings.max_pixels)
             row.boxes = relative_boxes(parsed, size, orientation)
             row.box_labels = list(parsed.box_labels)
         if row.split is None and settings.holdout > 0:

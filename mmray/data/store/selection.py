@@ -35,6 +35,10 @@ _COMPARISONS = {
     ast.NotEq: pc.not_equal,
 }
 _ARITHMETIC = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
+_PARTS = (
+    *(ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Constant, ast.List, ast.Tuple),
+    *(ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub, *_ARITHMETIC),
+)
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 Values = Any  # pa.Array or pa.Scalar
 
@@ -109,16 +113,7 @@ class RowFilter:
     def _check_nodes(self) -> None:
         """Raise ValueError for a part that no condition may have, such as a call."""
         for node in ast.walk(self._root):
-            is_operator = isinstance(node, (ast.expr_context, ast.boolop, ast.cmpop))
-            is_operator |= isinstance(node, (*_ARITHMETIC, ast.Not, ast.USub))
-            parts = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
-            is_constant = isinstance(node, ast.Constant) and (
-                node.value is None or isinstance(node.value, (bool, int, float, str))
-            )
-            value = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(value, int) and value >= 2**63:
-                raise self._error(node, "an integer of more than 64 bits")
-            if not (is_operator or is_constant or isinstance(node, parts)):
+            if not isinstance(node, _PARTS):
                 raise self._error(
                     node if isinstance(node, ast.expr) else self._root,
                     f"{type(node).__name__} is not supported; a condition has {_SYNTAX}",
@@ -129,7 +124,10 @@ class RowFilter:
         if isinstance(node, ast.Name):
             return columns[node.id]
         if isinstance(node, ast.Constant) and node.value is not None:
-            return pa.scalar(node.value)
+            try:
+                return pa.scalar(node.value)
+            except (OverflowError, pa.ArrowException) as error:
+                raise self._error(node, str(error)) from None
         if isinstance(node, ast.UnaryOp):
             operand = evaluate(node.operand)
             if isinstance(node.op, ast.Not):

@@ -177,7 +177,7 @@ def test_condition_selects_rows_as_sql_does(where, selected):
         ("[width] == 3", r"at `\[width\]`: not a value"),
         ("__import__('os').system('true')", "is not supported"),
         ("1 < 2", "names no column"),
-        ("width < 99999999999999999999", "at `99999999999999999999`: an integer of more"),
+        ("width < 99999999999999999999", "at `99999999999999999999`: .* too large"),
     ],
 )
 def test_invalid_condition_names_its_part(tmp_path, in_process, run, where, message):

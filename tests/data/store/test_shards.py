@@ -177,7 +177,7 @@ def test_failed_requests_are_retried(s3):
     store = to_path(f"{s3.address}/raw")
     (store / "a.jpg").write_bytes(b"an image")
     s3.fail("GET", "raw/a.jpg", 3)
-    assert read_images(store, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
+    assert read_images(store, [ImageRef("a.jpg", "a.jpg")], RangeReader(store)) == [b"an image"]
     assert s3.failures_left() == 0
 
 
@@ -282,9 +282,11 @@ def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch
     ] * 2
     made, read = [], RangeReader.read
     monkeypatch.setattr(RangeReader, "read", lambda *args: made.append(args) or read(*args))
-    assert read_images(store, refs) == [read_image(store, photo) for photo in refs]
+    assert read_images(store, refs, RangeReader(store)) == [
+        read_image(store, photo) for photo in refs
+    ]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
-        read_images(store, [*refs, ImageRef("", "gone.jpg")])
+        read_images(store, [*refs, ImageRef("", "gone.jpg")], RangeReader(store))
     with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
-        read_images(store, [ImageRef("", "a.tar", offset=5000, length=100)])
+        read_images(store, [ImageRef("", "a.tar", offset=5000, length=100)], RangeReader(store))
