@@ -691,13 +691,13 @@ def _check_recommendation(sweep: SweepRecord) -> None:
 
 @contextmanager
 def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | ConsoleReporter]:
-    """Yield the given reporter, or one that shows a bar or lines while the block runs."""
-    if reporter is not None:
-        yield reporter
-        return
-    console = ConsoleReporter()
-    with console.show_progress(title):
-        yield console
+    """Yield a reporter; that of the console, the default, shows a bar or lines meanwhile."""
+    shown = ConsoleReporter() if reporter is None else reporter
+    if isinstance(shown, ConsoleReporter):
+        with shown.show_progress(title):
+            yield shown
+    else:
+        yield shown
 
 
 def _load(recipe: str | Path | Config) -> Config:

@@ -172,20 +172,19 @@ def _show(metrics: dict[str, float], json_file: str | None, console: ConsoleRepo
 def _evaluate_weights(weights: str, argv: Sequence[str], console: ConsoleReporter) -> None:
     """Evaluate pretrained weights; print the metrics."""
     command, config = parse_evaluate_weights(weights, argv)
-    with console.show_progress("evaluating"):
-        metrics = api.evaluate_weights(
-            config,
-            command.data,
-            split=command.split,
-            where=command.where,
-            captions=command.captions,
-            address=command.address,
-            workers=command.workers or 1,
-            accelerator=command.accelerator,
-            storage=command.storage,
-            reporter=console,
-            **dict(command.evaluate),
-        )
+    metrics = api.evaluate_weights(
+        config,
+        command.data,
+        split=command.split,
+        where=command.where,
+        captions=command.captions,
+        address=command.address,
+        workers=command.workers or 1,
+        accelerator=command.accelerator,
+        storage=command.storage,
+        reporter=console,
+        **dict(command.evaluate),
+    )
     _show(metrics, command.json, console)
 
 

@@ -67,15 +67,14 @@ def export(argv: Sequence[str], console: ConsoleReporter) -> int:
         out = _export_weights(weights[-1], argv, console)
     else:
         command = parse_args(ExportCommand, argv, "mmray export")
-        with console.show_progress("exporting"):
-            out = api.export(
-                command.run,
-                command.out,
-                step=command.step,
-                interpolate=command.interpolate,
-                adapters_only=command.adapters,
-                reporter=console,
-            )
+        out = api.export(
+            command.run,
+            command.out,
+            step=command.step,
+            interpolate=command.interpolate,
+            adapters_only=command.adapters,
+            reporter=console,
+        )
     _print_exported(out, console)
     return 0
 
@@ -88,9 +87,8 @@ def _export_weights(weights: str, argv: Sequence[str], console: ConsoleReporter)
     command = parse_args(ExportWeightsCommand, argv, "mmray export", default)
     if not command.out:
         raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
-    with console.show_progress("exporting"):
-        changed = config.replace(model=command.model)
-        return api.export_weights(changed, command.out, reporter=console)
+    changed = config.replace(model=command.model)
+    return api.export_weights(changed, command.out, reporter=console)
 
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:

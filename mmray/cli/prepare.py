@@ -49,20 +49,18 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(PrepareCommand, argv, "mmray prepare")
     if command.dry_run:
-        with console.show_progress("checking"):
-            api.check_source(command.source, reporter=console, **dict(command.settings))
+        api.check_source(command.source, reporter=console, **dict(command.settings))
         return 0
-    with console.show_progress("starting"):
-        manifest = api.prepare(
-            command.source,
-            command.out,
-            retry_quarantined=command.retry_quarantined,
-            address=command.address,
-            wait_for_nodes=command.wait_for_nodes,
-            queue_timeout_s=command.queue_timeout_s,
-            reporter=console,
-            **dict(command.settings),
-        )
+    manifest = api.prepare(
+        command.source,
+        command.out,
+        retry_quarantined=command.retry_quarantined,
+        address=command.address,
+        wait_for_nodes=command.wait_for_nodes,
+        queue_timeout_s=command.queue_timeout_s,
+        reporter=console,
+        **dict(command.settings),
+    )
     kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
     recipe = "sample-av " if kinds else ""
     is_sound = kinds and not any(kind in kinds for kind in ("image", "video"))

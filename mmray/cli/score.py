@@ -44,8 +44,7 @@ def score(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid or the set cannot be scored; has the exit status.
     """
     command = parse_args(ScoreCommand, argv, "mmray score")
-    with console.show_progress("loading the weights"):
-        api.score(**vars(command), reporter=console)
+    api.score(**vars(command), reporter=console)
     where = f"--data.where '{command.name} > 0.25'"
     console.log(f"mmray train --data.train {shell_path(command.data)} {where}", "next")
     return 0

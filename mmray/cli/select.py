@@ -41,7 +41,6 @@ def select(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid or the set cannot be used; has the exit status.
     """
     command = parse_args(SelectCommand, argv, "mmray select")
-    with console.show_progress("selecting"):
-        api.select(**vars(command), reporter=console)
+    api.select(**vars(command), reporter=console)
     console.log(f"mmray train --data.train {shell_path(command.out)}", "next")
     return 0

@@ -47,8 +47,7 @@ def show(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid, or the set cannot be read; has the exit status.
     """
     command = parse_args(ShowCommand, argv, "mmray show")
-    with console.show_progress("reading"):
-        record = api.show(**vars(command), reporter=console)
+    record = api.show(**vars(command), reporter=console)
     table = record.table[:MAX_LINES]
     columns = ("key", "media", "tokens", "text")
     names = [name for name in columns if any(row.get(name) for row in table)]

@@ -34,8 +34,7 @@ def train(argv: Sequence[str], console: ConsoleReporter) -> int:
         console.print_raw(to_yaml(config).rstrip())
         return 0
     console.log(f"mmray {VERSION}, recipe {config.recipe}")
-    with console.show_progress("importing"):
-        run = api.train(config, reporter=console, start_s=console.start_s)
+    run = api.train(config, reporter=console, start_s=console.start_s)
     result = run.result
     if result["status"] == "finished" and result["scores"]:
         console.print(*scores_tables(result["scores"]))

@@ -95,13 +95,12 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
         section: getattr(command.settings, section) for section in api.Sections.__annotations__
     }
     console.log(f"mmray {VERSION}, tune recipe {recipe.recipe}")
-    with console.show_progress("starting"):
-        sweep = api.tune(
-            recipe,
-            **options,
-            reporter=console,
-            **cast(api.Sections, sections),
-        )
+    sweep = api.tune(
+        recipe,
+        **options,
+        reporter=console,
+        **cast(api.Sections, sections),
+    )
     _print_outcome(sweep, console)
     return INTERRUPTED if sweep.status == "stopped" else 0
 
