@@ -35,6 +35,21 @@ if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
 
 
+class SkippedRows(list[str]):
+    """A message for each held-out row that cannot be read."""
+
+    def add(self, number: int, error: Exception) -> None:
+        """Add a row; the first of each 1000 is logged.
+
+        Args:
+            number: Index of the row in the set.
+            error: Why it cannot be read.
+        """
+        self.append(f"row {number}: {error}")
+        if len(self) % 1000 == 1:
+            logging.getLogger(__name__).warning("evaluation skips %s", self[-1])
+
+
 class EvalRow(NamedTuple):
     """A decoded held-out row.
 
@@ -136,7 +151,7 @@ class EvalBatches:
     rank: int = 0
     world_size: int = 1
     limit: int | None = None
-    skipped: list[str] = field(default_factory=list)
+    skipped: SkippedRows = field(default_factory=SkippedRows)
 
     @property
     def rows(self) -> np.ndarray:
@@ -175,19 +190,17 @@ class EvalBatches:
                 ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
                 readable: list[tuple[int, EvalRow]] = []
                 for row, record in zip(part.tolist(), chain.from_iterable(current), strict=True):
-                    if not isinstance(record, Exception):
+                    if isinstance(record, Exception):
+                        self.skipped.add(row, record)
+                    else:
                         readable.append((row, record))
-                        continue
-                    self.skipped.append(f"row {row}: {record}")
-                    if len(self.skipped) % 1000 == 1:
-                        logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
                 if readable:
                     yield readable
                 self.data.on_rows(len(part))
 
     def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
         """Read rows; a row that fails becomes its exception."""
-        records = read_each(self.data.prepared, rows)
+        records = read_intact(self.data.prepared, rows)
         return [
             record if isinstance(record, Exception) else self._convert(record) for record in records
         ]
@@ -195,10 +208,6 @@ class EvalBatches:
     def _convert(self, record: Row) -> EvalRow | Exception:
         data = self.data
         try:
-            if not record.checksum_ok:
-                raise ValueError(
-                    f"{record.key} ({record.source}): image digest does not match the prepared set"
-                )
             data.check_decodable(record)
             image = data.reader.decode_row(0, record, None)  # no cache, no augmentation
         except ROW_ERRORS as error:
@@ -232,6 +241,21 @@ class EvalBatches:
                 "text_hash": torch.tensor([hash_key(text) for text in texts]),
             }
         )
+
+
+def read_intact(prepared: PreparedSet, numbers: np.ndarray) -> list[Row | Exception]:
+    """Read rows; one that cannot be read, or whose media were changed, becomes its exception.
+
+    Args:
+        prepared: The set.
+        numbers: Indices of the rows, int64.
+    """
+    return [
+        row
+        if isinstance(row, Exception) or row.checksum_ok
+        else BadImage("checksum", f"{row.key} ({row.source}): digest does not match the set")
+        for row in read_each(prepared, numbers)
+    ]
 
 
 def rows_of_rank(

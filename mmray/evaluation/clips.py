@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.images.boxes import NO_LABEL
-from mmray.data.images.decode import BadImage
-from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.mixture import ROW_ERRORS
 from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, count_bad_rows, rows_of_rank
+from mmray.evaluation.batches import (
+    EvalDataset,
+    SkippedRows,
+    count_bad_rows,
+    read_intact,
+    rows_of_rank,
+)
 from mmray.evaluation.embeddings import (
     TOP_K,
     Group,
@@ -82,7 +87,7 @@ class ClipEvaluator(EvalDataset):
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.
         """
-        skipped: list[str] = []
+        skipped = SkippedRows()
         files, identities, hits = self._embed(model, group, skipped)
         # After all batches, because the ranks may have different numbers of them.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
@@ -119,7 +124,7 @@ class ClipEvaluator(EvalDataset):
         }
 
     def _embed(
-        self, model: nn.Module, group: Group, skipped: list[str]
+        self, model: nn.Module, group: Group, skipped: SkippedRows
     ) -> tuple[dict[str, RowFile], RowFile, Tensor | None]:
         """Embed the clips of this rank's rows; unreadable rows go into `skipped`.
 
@@ -151,13 +156,13 @@ class ClipEvaluator(EvalDataset):
                     hits += topk_hits(outputs["class_logits"].float().cpu(), batch["label"])
         return files, identities, hits
 
-    def _batches(self, group: Group, skipped: list[str]) -> Iterator[Batch]:
+    def _batches(self, group: Group, skipped: SkippedRows) -> Iterator[Batch]:
         """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
         settings = self.settings
         numbers = rows_of_rank(self.prepared, settings.limit, group.rank, group.world_size)
         for first in range(0, len(numbers), settings.batch):
             part = numbers[first : first + settings.batch]
-            rows = read_each(self.prepared, part)
+            rows = read_intact(self.prepared, part)
             clips: list[_Clip] = []
             for number, row in zip(part.tolist(), rows, strict=True):
                 try:
@@ -165,15 +170,13 @@ class ClipEvaluator(EvalDataset):
                         raise row
                     clips += self._clips_of(row, number)
                 except ROW_ERRORS as error:
-                    skipped.append(f"row {number}: {error}")
+                    skipped.add(number, error)
             for at in range(0, len(clips), settings.batch):
                 yield self._collate(clips[at : at + settings.batch])
             self.on_rows(len(part))
 
     def _clips_of(self, row: Row, row_number: int) -> list[_Clip]:
         """Return each clip of a row. Raises BadImage."""
-        if not row.checksum_ok:
-            raise BadImage("checksum", f"{row.key}: its bytes differ from those that were prepared")
         clips = []
         for number in range(max(1, len(row.texts))):
             clip = row.with_text(number)

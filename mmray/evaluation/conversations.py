@@ -8,7 +8,6 @@ only has captions has all of them as reference answers to the same question.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,13 +22,12 @@ from mmray.data.images.transform import thumbnail
 from mmray.data.media.clips import full_span
 from mmray.data.media.decode import read_frames
 from mmray.data.messages import Message, conversations_of, message_text
-from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
-from mmray.evaluation.batches import count_bad_rows, rows_of_rank
+from mmray.evaluation.batches import SkippedRows, count_bad_rows, read_intact, rows_of_rank
 from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ class ConversationEvaluator:
         self.prepared = prepared
         self.reader = ConversationReader(prepared, spec, max_pixels)
         self.on_rows = on_rows or (lambda _: None)
-        self.skipped: list[str] = []
+        self.skipped = SkippedRows()
 
     @torch.no_grad()
     def score(
@@ -172,12 +170,10 @@ class ConversationEvaluator:
         for first in range(0, most_rows, size):
             part = numbers[first : first + size]
             rows = []
-            records = read_each(self.prepared, part)
+            records = read_intact(self.prepared, part)
             for number, record in zip(part.tolist(), records, strict=True):
                 if isinstance(record, Exception):
-                    self._skip(number, record)
-                elif not record.checksum_ok:
-                    self._skip(number, ValueError("image digest does not match the prepared set"))
+                    self.skipped.add(number, record)
                 else:
                     rows.append(HeldOutRow(number, record))
             yield rows
@@ -194,13 +190,8 @@ class ConversationEvaluator:
         try:
             return compute(held_out.row)
         except (BadImage, RowError) as error:
-            self._skip(held_out.number, error)
+            self.skipped.add(held_out.number, error)
             return None
-
-    def _skip(self, number: int, error: Exception) -> None:
-        self.skipped.append(f"row {number}: {error}")
-        if len(self.skipped) % 1000 == 1:
-            logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
 
     def _generate_answers(self, vlm: Any, group: Group) -> list[Answer]:
         """Generate the answers of the first `num_generations` rows; all ranks get all of them."""

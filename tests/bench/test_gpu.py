@@ -24,16 +24,15 @@ from tests.polling import wait_until
 CPU = torch.device("cpu")
 
 
-def test_stages_write_their_rows_and_a_summary(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mmray.bench.gpu", "--device", "cpu", "--stages"]
-    done = subprocess.run(
-        [*command, "environment", "--out", str(tmp_path / "out")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_stages_write_their_rows_and_a_summary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    arguments = ["--device", "cpu", "--stages", "environment", "--out", str(tmp_path / "out")]
+    status = command.main(arguments)
+    printed = capsys.readouterr().out
+    assert status == 0, printed
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     stages = {stage["stage"]: stage["rows"] for stage in summary["stages"]}
     assert list(stages) == ["environment"]
@@ -43,8 +42,8 @@ def test_stages_write_their_rows_and_a_summary(tmp_path: Path) -> None:
     assert written["rows"] == stages["environment"]
     passed = len(stages["environment"])
     assert summary["counts"] == {"passed": passed, "failed": 0, "skipped": 0}
-    assert rates[-1]["case"] in done.stdout
-    assert f"{passed} passed, 0 failed, 0 skipped" in done.stdout
+    assert rates[-1]["case"] in printed
+    assert f"{passed} passed, 0 failed, 0 skipped" in printed
 
 
 def rows_of_stage(_: Channel | None, name: str) -> list[dict[str, Any]]:

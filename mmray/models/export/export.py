@@ -218,10 +218,12 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
 
 def hf_name(model: Any, name: str) -> str:
     """Return the name in transformers of a weight of a model with `hf_names`."""
-    for ours, theirs in model.hf_names:
-        if name.startswith(ours):
-            return str(theirs + name.removeprefix(ours))
-    return name
+    return _rename(name, model.hf_names)
+
+
+def _rename(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+    return new + name.removeprefix(old)
 
 
 def to_hf_state(model: Any) -> dict[str, Tensor]:
@@ -233,7 +235,7 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
     Returns:
         Tensors by name; those of renamed weights are not copied.
     """
-    state = _replace_prefixes(model.state_dict(), model.hf_names)
+    state = {hf_name(model, name): each for name, each in model.state_dict().items()}
     if "logit_bias" in state:  # SigLIP stores its two scalars as vectors of one
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
     return state
@@ -249,20 +251,11 @@ def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         Tensors by their names in the model, for `load_state_dict`.
     """
-    out = _replace_prefixes(state, [(hf, ours) for ours, hf in model.hf_names])
+    prefixes = [(hf, ours) for ours, hf in model.hf_names]
+    out = {_rename(name, prefixes): each for name, each in state.items()}
     return out | {
         name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out
     }
-
-
-def _replace_prefixes(
-    state: dict[str, Tensor], prefixes: Sequence[tuple[str, str]]
-) -> dict[str, Tensor]:
-    out = {}
-    for name, tensor in state.items():
-        old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
-        out[new + name.removeprefix(old)] = tensor
-    return out
 
 
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
