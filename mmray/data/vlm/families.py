@@ -41,7 +41,8 @@ class Family:
             size, and images with equal numbers have the same placeholder text.
         video: What the limits of pixels of the video processor are for: `frame` (each frame) or
             `clip` (all frames together); empty: the family has no videos here.
-        audio: Whether the family takes audio.
+        audio: Length of the log-mel spectrograms: `fixed` (the model needs the length that its
+            processor pads them to) or `own`; empty: the family takes no audio.
         min_audio_s: Shorter audio is padded with silence to so many seconds, because transformers
             merges a single token of audio in another way.
     """
@@ -54,7 +55,7 @@ class Family:
     token_types: str = ""
     count_is_exact: bool = False
     video: str = ""
-    audio: bool = False
+    audio: str = ""
     min_audio_s: float = 0.1
 
     def media_kinds(self, frames: int, weights: str) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ _OMNI = replace(
     # The encoder of images has other modules named `proj`.
     projector=("merger", "merger_list", *(f"audio_tower.proj{part}" for part in ("", 1, 2))),
     token_types="",
-    audio=True,
+    audio="own",
 )
 _IDEFICS = Family(pixels="row_tiles", projector=("connector",), budget="edge")
 _LLAVA = ("multi_modal_projector", "image_newline")
@@ -117,7 +118,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llava": Family(pixels="images", projector=_LLAVA, count_is_exact=True),
         "llava_next": Family(pixels="tiles", projector=_LLAVA, count_is_exact=True),
         "llava_onevision": Family(pixels="tiles", projector=_LLAVA),
-        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",), audio=True),
+        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",), audio="fixed"),
         "qwen2_5_omni_thinker": _OMNI,
         # Its encoder computes other features for shorter audio alone than next to longer audio.
         "qwen3_omni_moe_thinker": replace(_OMNI, min_audio_s=1.0),

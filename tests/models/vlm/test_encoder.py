@@ -93,7 +93,12 @@ def test_special_tokens_in_a_text_are_removed(folder_of):
 
 @pytest.mark.parametrize(
     ("family", "pixels"),
-    [("qwen2_5_vl", 28 * 28 * 2), ("idefics3", 32 * 32), ("internvl", 28 * 28)],
+    [
+        ("qwen2_5_vl", 28 * 28 * 2),
+        ("idefics3", 32 * 32),
+        ("internvl", 28 * 28),
+        (OMNI[1], 32 * 32 * 2),
+    ],
 )
 def test_max_pixels_limits_the_tokens_of_an_image(folder_of, family, pixels):
     weights = str(folder_of(family))
