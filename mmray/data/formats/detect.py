@@ -17,7 +17,7 @@ from mmray.data.formats.source import Source, is_about_the_data, list_visible_fi
 from mmray.data.formats.text_lines import BOM
 from mmray.data.media.formats import media_kind
 from mmray.data.rows import is_valid_name
-from mmray.data.store.manifest import is_prepared
+from mmray.data.store.manifest import MANIFEST
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import AnyPath, to_path
 
@@ -150,7 +150,7 @@ def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
             if known == "folders":
                 _check_class_folders(folder, names)
             return known
-    if is_prepared(folder):
+    if (folder / MANIFEST).is_file():
         raise DataError(
             f"{folder} is already prepared: use it as it is: mmray train --data.train {folder}"
         )

@@ -196,8 +196,6 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("format", "HEIF (HEIC) needs an extra: pip install 'mmray[heif]'")
     if decoder == "PNG" and any(kind in data for kind in _METADATA_CHUNKS):
         data = _without_metadata(data)
-    elif decoder == "ICO":
-        _check_icon(data, max_pixels)
     try:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -230,18 +228,6 @@ def _register_heif() -> bool:
     return True
 
 
-def _check_icon(data: bytes, max_pixels: int) -> None:
-    """Raise BadImage if an icon has a PNG of too many pixels: its own header has a byte a side."""
-    for start in range(6, 6 + 16 * int.from_bytes(data[4:6], "little"), 16):
-        offset = int.from_bytes(data[start + 12 : start + 16], "little")
-        header = data[offset : offset + 24]
-        if detect_format(header) == "PNG":
-            width = int.from_bytes(header[16:20], "big")
-            height = int.from_bytes(header[20:24], "big")
-            if width * height > max_pixels:
-                raise BadImage("too-large", f"{width} x {height} is over {max_pixels} pixels")
-
-
 def _decode_with_pillow(
     image: ImageFile.ImageFile, data: bytes, max_pixels: int, to_rgb: bool = True
 ) -> Image.Image:
@@ -269,7 +255,8 @@ def _decode_with_pillow(
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
-    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than in the header
+    # A frame of a GIF and a PNG in an icon may be larger than in the header.
+    if rgb.width * rgb.height > max_pixels:
         raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
     return rgb
 

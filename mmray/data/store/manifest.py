@@ -212,21 +212,6 @@ def _open_table(folder: AnyPath, entry: Any) -> ShardTable:
     return table
 
 
-def is_prepared(folder: AnyPath) -> bool:
-    """Return whether a folder has a manifest.json of mmray, of any schema version.
-
-    Args:
-        folder: Local folder or folder on an object store.
-    """
-    if not (folder / MANIFEST).is_file():
-        return False
-    try:
-        values = orjson.loads((folder / MANIFEST).read_bytes())
-    except ValueError:
-        return False
-    return isinstance(values, dict) and values.get("format") == FORMAT
-
-
 def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read the manifest of a prepared set.
 
