@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,6 +18,7 @@ from mmray.data.messages import (
     message_text,
     parse_messages,
 )
+from mmray.data.store.stored_row import Row
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
@@ -88,42 +89,24 @@ class ImageRef:
     kind: str = "image"
 
 
-@dataclass(frozen=True)
-class SourceRow:
-    """A validated source row.
+@dataclass
+class SourceRow(Row):
+    """A validated row of a source, which becomes a stored row once its media are read.
 
-    Args:
-        key: Name of the row, from its column `id` or `key`, otherwise its location.
+    Until then `media` is empty, `texts` are not cleaned (of a conversation without captions they
+    are the assistant's messages), and `boxes` are (x, y, width, height) in pixels of the only
+    image.
+
+    Attributes:
         images: Its images in order, then its audio and its video; without `messages` at least one.
             With `messages` in the order of their parts.
-        texts: Its captions, not cleaned yet; of a conversation without captions the assistant's
-            messages.
-        label: Number of its class; None: none.
-        split: Its split; None: none.
-        language: Language of its captions; None: unknown.
-        boxes: (x, y, width, height) in pixels of the only image.
-        box_labels: Class number of each box; empty: none.
-        messages: A conversation; its parts of media are the `images` in order.
         image_size: Width and height of the image in whose pixels the boxes are; None: upright.
-        spans: Start and end of each text in seconds, None for the whole file; empty: no text has
-            a span.
         columns: Values of the columns of `prepare.keep`.
-        text_columns: Column of the source of each text; empty: there is one column of texts.
     """
 
-    key: str
-    images: tuple[ImageRef, ...]
-    texts: tuple[Any, ...]
-    label: int | None
-    split: str | None
-    language: str | None
-    boxes: tuple[tuple[float, ...], ...] = ()
-    box_labels: tuple[int, ...] = ()
-    messages: tuple[Message, ...] = ()
+    images: list[ImageRef] = field(default_factory=list)
     image_size: tuple[int, int] | None = None
-    spans: tuple[tuple[float, float] | None, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
-    text_columns: tuple[str | None, ...] = ()
 
 
 def parse_row(
@@ -159,10 +142,12 @@ def parse_row(
     kept = values.pop(KEPT_COLUMNS, {})
     try:
         row = _parse_columns(key, values, hosts)
-        return replace(row, columns=kept) if kept else row
     except BadRow as bad:
         bad.key = key
         raise
+    row.source = to_utf8(location)
+    row.columns = kept
+    return row
 
 
 def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> SourceRow:
@@ -183,14 +168,13 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     messages, images = _parse_conversation(values, hosts)
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
-    texts = tuple(message_text(turn) for turn in messages if turn["role"] == "assistant")
+    texts: Sequence[Any] = [message_text(each) for each in messages if each["role"] == "assistant"]
     has_texts = not values.keys().isdisjoint(("text", "texts"))
     # Audio and video of one row are a pair without a text.
     if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
         texts = _single_column(values, ("text", "texts"), "no-text")
-    items: tuple[Any, ...] = texts
-    text_columns = [item.get(TEXT_COLUMN) for item in items if isinstance(item, dict)]
-    texts, spans = _split_spans(values, texts)
+    text_columns = [item.get(TEXT_COLUMN) for item in texts if isinstance(item, dict)]
+    plain, spans = _split_spans(values, texts)
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     if label is not None and not _is_label(label):
@@ -207,31 +191,32 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
             raise BadRow("columns", column, detail)
     return SourceRow(
         key=key,
+        media=[],
         images=images,
-        texts=texts,
+        texts=plain,
         label=label,
         split=values.get("split"),
         language=values.get("language"),
-        boxes=tuple(tuple(map(float, box)) for box in boxes),
-        box_labels=tuple(box_labels),
-        messages=messages,
+        boxes=[[*map(float, box)] for box in boxes] or None,
+        box_labels=box_labels if boxes else None,
+        messages=messages or None,
         image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
         spans=spans,
-        text_columns=tuple(text_columns) if any(text_columns) else (),
+        text_columns=[*map(str, text_columns)] if any(text_columns) else None,
     )
 
 
 def _split_spans(
-    values: dict[str, Any], texts: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], tuple[tuple[float, float] | None, ...]]:
-    """Return the texts of a row, and the span of each in seconds; () if none has one.
+    values: dict[str, Any], texts: Sequence[Any]
+) -> tuple[list[Any], list[list[float] | None] | None]:
+    """Return the texts of a row, and the span of each in seconds; None if none has one.
 
     A text is a string, or {"text", "t0_s", "t1_s"}. The columns `t0_s` and `t1_s` are the span of
     the other texts of the row. Raises BadRow.
     """
     of_row = _parse_span(values, SPAN_COLUMNS)
     plain = []
-    spans = []
+    spans: list[list[float] | None] = []
     for text in texts:
         span = of_row
         if isinstance(text, dict) and "text" in text:
@@ -241,11 +226,11 @@ def _split_spans(
             span = _parse_span(text, names) or of_row
             text = text["text"]
         plain.append(text)
-        spans.append(span)
-    return tuple(plain), tuple(spans) if any(spans) else ()
+        spans.append(span and [*span])
+    return plain, spans if any(spans) else None
 
 
-def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> tuple[float, float] | None:
+def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> list[float] | None:
     """Return start and end of a text, None if it has none. Raises BadRow."""
     given = [values.get(name) for name in names]
     if given == [None, None]:
@@ -258,7 +243,7 @@ def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> tuple[float, 
             f"{names[0]} and {names[1]} must be seconds, the first before the second (got "
             f"{str(given[0])[:40]} and {str(given[1])[:40]})",
         )
-    return start, end
+    return [start, end]
 
 
 def _as_seconds(value: Any) -> float | None:
@@ -274,7 +259,7 @@ def _as_seconds(value: Any) -> float | None:
 
 def _parse_conversation(
     values: dict[str, Any], hosts: tuple[str, ...]
-) -> tuple[tuple[Message, ...], tuple[ImageRef, ...]]:
+) -> tuple[list[Message], list[ImageRef]]:
     """Return the messages of a row, if it has any, and its media in the order of their parts.
 
     Without messages, audio and video follow the images. Raises BadRow.
@@ -285,8 +270,8 @@ def _parse_conversation(
         images: tuple[Any, ...] = ()
         if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
-        media = tuple(parse_image(values[kind], hosts, kind) for kind in kinds)
-        return (), tuple(parse_image(image, hosts) for image in images) + media
+        media = [parse_image(values[kind], hosts, kind) for kind in kinds]
+        return [], [parse_image(image, hosts) for image in images] + media
     in_columns = {"image": _as_items(_single_value(values, IMAGE_COLUMNS)) if has_images else ()}
     in_columns |= {kind: _as_items(values[kind]) for kind in kinds}
     try:
@@ -317,10 +302,10 @@ def _parse_conversation(
                 f"{kind}), and the row has {num_given}",
             )
     rest = {kind: iter(items) for kind, items in in_columns.items()}
-    return tuple(messages), tuple(
+    return messages, [
         parse_image(next(rest[kind]) if value is None else value, hosts, kind)
         for kind, value in in_parts
-    )
+    ]
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

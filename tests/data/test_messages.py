@@ -22,7 +22,7 @@ def text(value: str) -> dict[str, Any]:
 def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
     """Content of the first message, and names of the images."""
     row = parse_row(values, "made:1")
-    assert row.texts == ("a\nb",)
+    assert row.texts == ["a\nb"]
     assert row.messages[1] == {"role": "assistant", "content": [text("a\nb")]}
     return row.messages[0]["content"], [image.name for image in row.images]
 
@@ -191,7 +191,7 @@ def test_videos_and_audio_take_their_places() -> None:
     ]
     types = [part["type"] for part in row.messages[0]["content"]]
     assert types == ["audio", "video", "text", "image", "text", "video", "text"]
-    assert row.spans == ((1.0, 2.5),)
+    assert row.spans == [[1.0, 2.5]]
     part = {"type": "video_url", "video_url": {"url": "e.mp4"}}
     messages = [{"role": "user", "content": [text("<audio> of"), part]}, ANSWER]
     row = parse_row({"messages": messages}, "made:1")

@@ -347,16 +347,16 @@ class _ChunkPacker:
     def pack(
         self,
         item: RawRow,
-        parsed: SourceRow | BadRow,
+        row: SourceRow | BadRow,
         images: Requests,
         exit_stack: ExitStack,
     ) -> None:
         location = to_utf8(item.location)
-        key = to_utf8(parsed.key or item.location)
+        key = to_utf8(row.key or item.location)
         try:
-            if isinstance(parsed, BadRow):
-                raise parsed
-            row, image_digest = self.builder.build(parsed, location, images)
+            if isinstance(row, BadRow):
+                raise row
+            image_digest = self.builder.build(row, images)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
@@ -368,7 +368,7 @@ class _ChunkPacker:
             )
         self.writers[row.split].append(row)
         if self.job.settings.keep:
-            self.columns.append(row.split, parsed.columns, location)
+            self.columns.append(row.split, row.columns, location)
         # Pairs of audio and video without captions do not repeat the captions of one another.
         captions = [*row.texts, *(row.messages or [])] or [image_digest]
         text_digest, row_digest = (
@@ -427,34 +427,27 @@ class RowBuilder:
         self._source = to_path(job.source.address)
         self._subprocess_decoder = subprocess_decoder
 
-    def build(
-        self, parsed: SourceRow, location: str, requested: Requests | None = None
-    ) -> tuple[Row, str]:
-        """Return a row to store, and the digest of its images.
+    def build(self, row: SourceRow, requested: Requests | None = None) -> str:
+        """Complete a validated row of the source with its media, and return their digest.
 
         Args:
-            parsed: The validated row of the source.
-            location: Its location, `file:line`.
+            row: The row, which is changed.
             requested: Futures of images that were requested earlier; None: all are read now.
 
         Returns:
-            The row, and a digest that is equal for rows with equal images; of a row without images
-            it covers the messages.
+            A digest that is equal for rows with equal images; of a row without images it covers the
+            messages.
 
         Raises:
             BadRow: The row is to be quarantined.
         """
         settings = self._settings
-        texts = [clean_caption(text, settings.repair_text) for text in parsed.texts]
-        split = {"auto": parsed.split, "none": None}.get(settings.split, settings.split)
-        row = Row(parsed.key, [], texts, parsed.label, split, parsed.language, location)
-        row.messages = list(parsed.messages) or None
-        row.spans = [span and list(span) for span in parsed.spans] or None
-        row.text_columns = [str(name) for name in parsed.text_columns] or None
+        row.texts = [clean_caption(text, settings.repair_text) for text in row.texts]
+        row.split = {"auto": row.split, "none": None}.get(settings.split, settings.split)
         digests = []
         size = (0, 0)
-        requested = [None] * len(parsed.images) if requested is None else requested
-        for image, request in zip(parsed.images, requested, strict=True):
+        requested = [None] * len(row.images) if requested is None else requested
+        for image, request in zip(row.images, requested, strict=True):
             digest, size = self._add_media(row, image, request)
             if row.messages:
                 check_aspect_ratio(image.name, size)
@@ -462,14 +455,13 @@ class RowBuilder:
         image_digest = digests[0] if len(digests) == 1 else _sha256("".join(digests).encode())
         if not digests:
             image_digest = _sha256(orjson.dumps(row.messages))
-        if parsed.boxes:
+        if row.boxes:
             orientation = 1
             # The document states the size before the rotation, so its boxes are those before it.
-            if parsed.image_size == size[::-1] != size and not parsed.images[0].url:
-                data = self._read(parsed.images[0])
+            if row.image_size == size[::-1] != size and not row.images[0].url:
+                data = self._read(row.images[0])
                 orientation = exif_orientation(data, settings.max_pixels)
-            row.boxes = relative_boxes(parsed, size, orientation)
-            row.box_labels = list(parsed.box_labels)
+            row.boxes = relative_boxes(row.boxes, row.image_size or size, size, orientation)
         if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the
             # set grows.
@@ -477,7 +469,7 @@ class RowBuilder:
         if row.spans:
             # Rows of one recording with other spans are no duplicates.
             image_digest = _sha256(orjson.dumps([image_digest, row.spans]))
-        return row, image_digest
+        return image_digest
 
     def _add_media(
         self, row: Row, image: ImageRef, request: Future[bytes] | None

@@ -269,7 +269,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
                 try:
                     parsed = parse_row(row.values, row.location, job.settings.allow_urls)
                     if not any(image.url for image in parsed.images):
-                        builder.build(parsed, row.location)
+                        builder.build(parsed)
                 except BadRow as bad:
                     problems[bad.reason] += 1
                     examples.setdefault(bad.reason, f"{row.location}: {bad.detail[:200]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmray.data.media.decode import MediaInfo
-from mmray.data.rows import BadRow, SourceRow
+from mmray.data.rows import BadRow
 from mmray.data.store.stored_row import Row
 
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
@@ -60,11 +60,14 @@ def check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
         )
 
 
-def relative_boxes(parsed: SourceRow, size: tuple[int, int], orientation: int) -> list[list[float]]:
+def relative_boxes(
+    boxes: list[list[float]], stated: tuple[int, int], size: tuple[int, int], orientation: int
+) -> list[list[float]]:
     """Convert boxes to (left, top, right, bottom) in fractions of the upright image.
 
     Args:
-        parsed: A row with boxes (x, y, width, height) in pixels.
+        boxes: (x, y, width, height) of each box in pixels.
+        stated: Width and height of the image of these pixels.
         size: Width and height of the upright image.
         orientation: EXIF orientation, if the boxes are in the pixels before the rotation, else 1.
 
@@ -78,7 +81,7 @@ def relative_boxes(parsed: SourceRow, size: tuple[int, int], orientation: int) -
         raise BadRow(
             "columns", "boxes", "boxes need the image size: prepare with --check full or header"
         )
-    width, height = parsed.image_size or size
+    width, height = stated
     stored = size if orientation == 1 else size[::-1]
     if abs(width * stored[1] - height * stored[0]) > _BOX_SLACK * stored[0] * height:
         raise BadRow(
@@ -87,9 +90,7 @@ def relative_boxes(parsed: SourceRow, size: tuple[int, int], orientation: int) -
             f"the document states {width} x {height} pixels, and the image has "
             f"{size[0]} x {size[1]}: are its boxes those of another image?",
         )
-    out = [
-        [x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes
-    ]
+    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
         raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
     out = [_rotate_box(box, orientation) for box in out]

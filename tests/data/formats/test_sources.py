@@ -125,7 +125,7 @@ def test_valid_row_is_parsed():
     assert (row.key, row.images[0].name, row.texts, row.label, row.split) == (
         "7",
         "b/c.jpg",
-        ("x", "y"),
+        ["x", "y"],
         3,
         "train",
     )
@@ -136,7 +136,7 @@ def test_valid_row_is_parsed():
     assert (row.key, row.images[0].name, row.texts, row.label, row.language) == (
         "f:9",
         "a.png",
-        ("x",),
+        ["x"],
         None,
         "pt-BR",
     )
@@ -175,7 +175,7 @@ def test_ambiguous_row_is_refused(line, outcome):
 def test_byte_order_mark_of_a_line_is_skipped():
     """Each of several joined files may have one."""
     row = parse_line(b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "f:2")
-    assert (row.images[0].name, row.texts) == ("a.png", ("x",))
+    assert (row.images[0].name, row.texts) == ("a.png", ["x"])
 
 
 def test_error_after_the_id_has_the_id():
