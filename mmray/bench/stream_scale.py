@@ -139,24 +139,30 @@ class SleepingReader:
         decode_s: Seconds to sleep for each block (rows that are read together).
     """
 
+    pixel_shape = (3, SIDE, SIDE)
     row_bytes = 3 * SIDE**2
     subprocess_decoder = None
 
     def __init__(self, decode_s: float) -> None:
         self._decode_s = decode_s
 
-    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+    def read_block(
+        self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
+    ) -> Block:
         """Sleep for `decode_s` in place of decoding, and return undefined pixels.
 
         Args:
             plan: Unused.
             positions: Positions of the rows in the sample order, int64 [B].
+            pixels: Memory for `image`; None: new memory.
 
         Returns:
             `image` uint8 [B, 3, 32, 32] and `pos`, the positions.
         """
         time.sleep(self._decode_s)
-        return {"image": np.empty((len(positions), 3, SIDE, SIDE), np.uint8), "pos": positions}
+        if pixels is None:
+            pixels = np.empty((len(positions), *self.pixel_shape), np.uint8)
+        return {"image": pixels, "pos": positions}
 
 
 class RankGroup:

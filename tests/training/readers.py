@@ -32,9 +32,9 @@ class SlowReader(RowReader):
 class StoppingReader(RowReader):
     """Stops its process once, before the rows of step 5 (16 rows per step)."""
 
-    def read_block(self, plan, positions):
+    def read_block(self, plan, positions, pixels=None):
         mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "stopped-reader"
         if positions.max() >= 64 and not mark.exists():
             mark.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().read_block(plan, positions)
+        return super().read_block(plan, positions, pixels)

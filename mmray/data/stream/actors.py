@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,6 +25,7 @@ from mmray.data.stream.decoder import BlockDecoder, Decoded
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.pool_size import DecoderLimits, PoolSize
 from mmray.data.stream.reader import CRASH_NOTE, RowReader
+from mmray.data.stream.slots import LentSlot, SlotPool
 from mmray.data.stream.stream import RankBlocks
 from mmray.errors import first_line
 
@@ -103,24 +105,41 @@ class _Actor:
     started: Future[str]
     created_s: float
     node: str = ""  # its ID, once the actor has started
+    slots: SlotPool | None = None  # if it is on the rank's node
     # Numbers of its blocks. Not their futures, which would keep blocks in the object store.
     blocks: set[int] = field(default_factory=set)
 
     def submit(self, item: int, careful: bool) -> Future[Decoded]:
         self.blocks.add(item)
-        future = _future_of(self.handle.decode.remote(item, careful))
+        slot = None if self.slots is None else self.slots.lend()
+        receive = partial(self._receive, slot)
+        future = _future_of(self.handle.decode.remote(item, careful, slot), receive)
         future.add_done_callback(lambda _: self.blocks.discard(item))
         return future
 
+    def _receive(self, slot: LentSlot | None, decoded: Decoded) -> Decoded:
+        """Return what the actor returned, with the pixels of the slot that it was lent."""
+        if slot is not None and self.slots is not None:
+            if "image" in decoded.block:
+                self.slots.release(slot)
+            else:
+                num_rows = len(decoded.block["pos"])
+                decoded.block["image"] = self.slots.receive(slot, num_rows)
+        return decoded
 
-def _future_of(reference: Any) -> Future[Any]:
-    """Return a future of an object, which raises what the actor itself raised."""
+
+def _future_of(
+    reference: Any, receive: Callable[[Any], Any] = lambda result: result
+) -> Future[Any]:
+    """Return a future of an object, which raises what the actor itself raised; `receive` converts
+    the object.
+    """
     future: Future[Any] = Future()
 
     def copy(done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            future.set_result(done.result())
+            future.set_result(receive(done.result()))
             return
         if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
             cause = error.cause
@@ -169,6 +188,13 @@ class ActorPool:
         self._block_bytes = decoder.reader.row_bytes * len(decoder.blocks.positions(0))
         self._max_blocks = max(2, int(share_bytes / self._block_bytes))
         self._node_limits = {own_node: self._max_blocks}
+        self._slots = None
+        if decoder.reader.pixel_shape is not None:
+            # Blocks in flight, those of the step that is trained, and of the one prefetched.
+            num_slots = self._wanted_blocks(limits.maximum) + 2 * self._blocks.blocks_per_step
+            rows = len(self._blocks.positions(0))
+            num_slots = min(self._max_blocks, num_slots)
+            self._slots = SlotPool(num_slots, rows, decoder.reader.pixel_shape)
         self._too_small = set[str]()  # nodes whose object store cannot have a block of each rank
         self._actors: list[_Actor] = []
         self._retiring: list[_Actor] = []  # they finish their blocks and get no more
@@ -190,8 +216,10 @@ class ActorPool:
         """Largest number of blocks (rows that one actor decodes at a time) that are requested and
         not yet returned.
         """
-        wanted = max(2 * len(self.workers), self._blocks.blocks_per_step) + 1
-        return min(self._max_blocks, wanted)
+        return min(self._max_blocks, self._wanted_blocks(len(self.workers)))
+
+    def _wanted_blocks(self, num_actors: int) -> int:
+        return max(2 * num_actors, self._blocks.blocks_per_step) + 1
 
     def node_limit(self, node: str) -> int:
         """Return the largest number of blocks of this rank in the object store of a node.
@@ -313,6 +341,7 @@ class ActorPool:
                 self._reject(actor, node)
                 continue
             actor.node = node
+            actor.slots = self._slots if node == self._own_node else None
             self._losses = 0
 
     def _request_anywhere(self, actor: _Actor, now_s: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import ray
 
 from mmray.data.stream.decoder import BlockDecoder, Decoded
+from mmray.data.stream.slots import LentSlot
 
 
 class DecodeActor:
@@ -21,15 +24,21 @@ class DecodeActor:
         """Return the hexadecimal ID of this node, once the actor has started."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def decode(self, number: int, careful: bool) -> Decoded:
+    def decode(self, number: int, careful: bool, slot: LentSlot | None) -> Decoded:
         """Read and decode a block: the rows that this actor decodes at a time.
 
         Args:
             number: Number of the block in the run.
             careful: Decode each image in a child process first, to find one that crashes its
                 decoder.
+            slot: Memory of the rank on this node for the pixels; None: Ray's object store.
 
         Returns:
-            Arrays of the rows by column, and whether an image crashed the decoder.
+            Arrays of the rows by column, and whether an image crashed the decoder. There is no
+            column `image` if the pixels are in the slot.
         """
-        return self._decoder(number, careful)
+        pixels = None
+        if slot is not None:
+            with suppress(OSError):  # /proc may be missing, or closed for this process
+                pixels = slot.open()
+        return self._decoder(number, careful, pixels)

@@ -41,8 +41,8 @@ class BlockDecoder:
     Args:
         reader: Reads and encodes rows of the training set.
         blocks: Which rows each block has, by their positions in the sample order.
-        slots: Memory for pixels, shared with the training process; blocks then have no column
-            `image`. None: new memory for each block.
+        slots: Memory for the pixels of all blocks, shared with the training process; blocks then
+            have no column `image`. None: memory of the caller, or new memory for each block.
     """
 
     def __init__(
@@ -56,13 +56,15 @@ class BlockDecoder:
         self.slots = slots
         self._subprocess_decoder: SubprocessDecoder | None = None
 
-    def __call__(self, number: int, careful: bool) -> Decoded:
+    def __call__(self, number: int, careful: bool, pixels: np.ndarray | None = None) -> Decoded:
         """Read and decode a block.
 
         Args:
             number: Number of the block in `blocks`.
             careful: Decode each image in a child process first, to find one that crashes its
                 decoder.
+            pixels: Memory for the pixels of at least its rows; the block then has no column
+                `image`. None: new memory, or that of `slots`.
 
         Returns:
             The block as `reader.read_block` returns it, and whether an image crashed.
@@ -76,11 +78,12 @@ class BlockDecoder:
             extra.subprocess_decoder = decoder
         crashes = 0 if decoder is None else decoder.num_crashes
         positions = self.blocks.positions(number)
-        if self.slots is None:
+        if self.slots is not None:
+            pixels = self._slot_of(number, len(positions))
+        if pixels is None:
             block = self.reader.read_block(self.blocks.plan, positions)
         else:
-            pixels = self._slot_of(number, len(positions))
-            block = self.reader.read_block(self.blocks.plan, positions, pixels)
+            block = self.reader.read_block(self.blocks.plan, positions, pixels[: len(positions)])
             del block["image"]
         return Decoded(block, decoder is not None and decoder.num_crashes > crashes)
 

@@ -1,5 +1,5 @@
-"""Memory that the data processes of a run share with its training process: a ring of slots for
-pixels.
+"""Memory that the data processes of a rank share with its training process: slots for the pixels
+of blocks.
 
 It has no name in a file system, so nothing is left of it however the processes end, and it is not
 limited by the size of /dev/shm, which is 64 MB in many containers.
@@ -10,15 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
+from functools import lru_cache
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
 class PixelSlots:
-    """Memory for pixels that the processes of a run share, divided into slots that are reused in
-    turn.
+    """Memory for pixels that the processes of a run share, divided into slots of equal size.
 
     `pixels` is the array uint8 [num_slots, rows, *pixel_shape]. An instance that is an argument of
     a new child process refers to the same memory there.
@@ -39,6 +40,11 @@ class PixelSlots:
         memory = mmap.mmap(file, int(np.prod(shape)))
         self.pixels = np.frombuffer(memory, np.uint8).reshape(shape)
 
+    @property
+    def path(self) -> str:
+        """File of the memory, which other processes of this user and machine can open."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
     def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
         return reduction.DupFd(self._file), self.pixels.shape
 
@@ -48,6 +54,90 @@ class PixelSlots:
 
     def __del__(self) -> None:
         os.close(self._file)  # the memory is freed with its last array
+
+
+class LentSlot(NamedTuple):
+    """A slot that a process of the same node may write to until it returns its result.
+
+    Attributes:
+        path: File of the memory, in the folder of the process that created it.
+        shape: Shape of all slots: (slots, rows, *shape of the pixels of a row).
+        number: Number of the slot.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    number: int
+
+    def open(self) -> np.ndarray:
+        """Return the memory of the slot, uint8 [rows, *shape of the pixels of a row].
+
+        Raises:
+            OSError: This process may not open it, or has no folder `/proc`.
+        """
+        pixels: np.ndarray = _open_slots(self.path, self.shape)[self.number]
+        return pixels
+
+
+class SlotPool:
+    """The slots of a rank, lent to processes of its node that decode for it.
+
+    Memory is used from the first write to a slot on, and those that were used last are lent first.
+
+    Args:
+        num_slots: Largest number of slots.
+        rows: Rows of a slot.
+        pixel_shape: Shape of the pixels of a row, (3, S, S).
+    """
+
+    def __init__(self, num_slots: int, rows: int, pixel_shape: tuple[int, ...]) -> None:
+        self._slots = PixelSlots(num_slots, rows, pixel_shape)
+        self._free = list(reversed(range(num_slots)))
+
+    def lend(self) -> LentSlot | None:
+        """Return a slot that no process and no array uses; None if there is none.
+
+        It is lent until `release`, or until the array of `receive` is no longer used. If its
+        process is lost, it is not lent again, because the process may still write to it.
+        """
+        if not self._free:
+            return None
+        return LentSlot(self._slots.path, self._slots.pixels.shape, self._free.pop())
+
+    def receive(self, slot: LentSlot, num_rows: int) -> np.ndarray:
+        """Return the pixels that a process has written to a slot, without a copy.
+
+        Args:
+            slot: The slot.
+            num_rows: Number of rows R that were written.
+
+        Returns:
+            uint8 [R, *shape of the pixels of a row]. The slot is lent again when neither this array
+            nor a part of it is used.
+        """
+        pixels = self._slots.pixels[slot.number]
+        # Its parts refer to this array, because its memory is not that of another array.
+        owner = np.frombuffer(memoryview(pixels).cast("B"), np.uint8)
+        weakref.finalize(owner, self.release, slot).atexit = False
+        return owner.reshape(pixels.shape)[:num_rows]
+
+    def release(self, slot: LentSlot) -> None:
+        """Let a slot be lent again.
+
+        Args:
+            slot: A slot to which no process writes.
+        """
+        self._free.append(slot.number)
+
+
+@lru_cache(1)
+def _open_slots(path: str, shape: tuple[int, ...]) -> np.ndarray:
+    file = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(file, int(np.prod(shape)))
+    finally:
+        os.close(file)
+    return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
 def _create_file(num_bytes: int) -> int:

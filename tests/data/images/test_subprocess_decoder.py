@@ -46,9 +46,9 @@ def pack_task(decoder, item, job):
 class CrashingActor(DecodeActor):
     """The stream's actor with the crashing decoder."""
 
-    def decode(self, number, careful):
+    def decode(self, number, careful, slot):
         with decoder_dies():
-            return super().decode(number, careful)
+            return super().decode(number, careful, slot)
 
 
 def make_source(folder, count, bad):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -25,6 +26,7 @@ from mmray.data.stream.decoder import BlockDecoder
 from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
+from mmray.data.stream.slots import SlotPool
 from mmray.data.stream.stream import RankBlocks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.requests import TransientStorageError
@@ -184,8 +186,49 @@ def test_actors_of_two_ranks_that_are_killed_cost_no_row(local_ray, reader):
     assert all(any(text in note for text in texts) for note in notes + more_notes)
 
 
+@ray.remote(num_cpus=0)
+def compare(reader, plan, num_kept):
+    """Keep the last blocks, and compare the oldest of them with its rows; kill an actor. Return
+    for each block whether it is in memory of the rank.
+    """
+    limits, kept, in_slots = DecoderLimits(2, 2, 2), deque(), []
+    with closing(rank_blocks(reader, ResumePoint(plan, 0), 0, 1, 1e-3, limits, print)) as blocks:
+        for number, block in enumerate(blocks):
+            kept.append(block)
+            in_slots.append(block["image"].flags.writeable)  # objects of Ray are not
+            if len(kept) == num_kept:
+                oldest = kept.popleft()
+                rows = plan.row_ids_at(oldest["pos"])
+                assert (oldest["image"] == rows[:, None, None, None]).all()
+            if number == 20:
+                os.kill(actors_of_job("DecodeActor")[0][-1], signal.SIGKILL)
+    return in_slots
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="opens memory of another process in /proc")
+def test_actors_of_the_node_write_pixels_into_memory_that_no_block_uses(local_ray, reader):
+    """If the rank uses all of that memory, they return blocks as objects of Ray."""
+    plan = SamplePlan(117, 4, 1, seed=3, steps=100)
+    few, many = ray.get([compare.remote(reader, plan, kept) for kept in (2, 12)])
+    assert len(few) == len(many) == 100
+    assert sum(few) >= 90 and 5 <= sum(many) < 90
+
+
+def test_slot_is_lent_again_when_no_part_of_its_pixels_is_used():
+    slots = SlotPool(2, 4, (3, 8, 8))
+    lent, _ = slots.lend(), slots.lend()
+    lent.open()[:3] = 7
+    pixels = slots.receive(lent, 3)
+    assert pixels.shape == (3, 3, 8, 8) and (pixels == 7).all()
+    part = torch.from_numpy(pixels[1:])[0]
+    del pixels
+    assert slots.lend() is None
+    del part
+    assert slots.lend() == lent
+
+
 class FailingReader(RowReader):
-    def read_block(self, plan, positions):
+    def read_block(self, plan, positions, pixels):
         raise TransientStorageError(5, "Input/output error")
 
 
