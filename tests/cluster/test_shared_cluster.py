@@ -158,7 +158,8 @@ class PacedRank:
                 self.waited_s, self.size = blocks.waited_s, len(blocks._map._pool.workers)
                 if self.stopped.is_set():
                     return
-                next_s = max(next_s + 0.091, time.monotonic())
+                # A step that takes 91 ms starts when its rows are there.
+                next_s = max(next_s, time.monotonic()) + 0.091
                 time.sleep(max(0.0, next_s - time.monotonic()))
 
     def state(self):
@@ -194,8 +195,8 @@ def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
         ray.get(runs)
     finally:
         ray.shutdown()
-    # How long they wait depends on the machine: on two cores 26 to 37 %, of which 9 % by the pace.
     assert sum(sizes) == 15 and max(sizes) - min(sizes) <= 1
+    assert max(shares) < 0.2
 
 
 @pytest.mark.slow  # a minute; run by hand

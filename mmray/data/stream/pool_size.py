@@ -17,8 +17,10 @@ MAX_GROWTH = 0.5  # processes to add, relative to those there are
 SHRINK_WINDOW_S = 60.0
 MAX_SHRINK_WINDOWS = 32
 SHRINK_SHARE = 0.01
-CONTESTED_SHARE = 0.1  # instead, while processes of other ranks wait for the same CPUs
 SHRINKAGE = 0.125
+# Shrink also if processes of other ranks wait for the same CPUs, and the rank would then wait for
+# at most this share.
+CONTESTED_SHARE = 0.2
 IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait because it reads nothing
 
 
@@ -86,7 +88,8 @@ class PoolSize:
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
-        mistake), or in less than 10 % of them while other ranks get no CPUs.
+        mistake). While other ranks get no CPUs, it also shrinks if it would then wait in less than
+        20 %.
 
         Args:
             now_s: The present time, of the same clock as before.
@@ -114,11 +117,15 @@ class PoolSize:
         if now_s - self._shrink_window.start_s >= SHRINK_WINDOW_S:
             share = self._shrink_window.share(now_s, waited_s)
             self._idle_windows = self._idle_windows + 1 if share < SHRINK_SHARE else 0
+            # Fewer than run, so none of those that have not started.
+            running = min(self.target, num_running)
+            fewer = max(self._minimum, running - math.ceil(running * SHRINKAGE))
+            later_share = 1 - (1 - share) * fewer / max(1, running)
             if self._idle_windows >= self._shrink_windows:
                 self._has_shrunk = self._has_shrunk or self.target > self._minimum
-                self._shrink(num_running)
-            elif share < CONTESTED_SHARE and is_contested():
-                self._shrink(num_running)
+                self._shrink(fewer)
+            elif later_share < CONTESTED_SHARE and is_contested():
+                self._shrink(fewer)
             self._shrink_window = _Window(now_s, waited_s)
 
     def _grow(self, now_s: float, waited_s: float, share: float) -> None:
@@ -134,9 +141,6 @@ class PoolSize:
             self._shrink_windows = min(MAX_SHRINK_WINDOWS, 2 * self._shrink_windows)
             self._has_shrunk = False
 
-    def _shrink(self, num_running: int) -> None:
-        """Request fewer processes than run, so none of those that have not started."""
+    def _shrink(self, target: int) -> None:
         self._idle_windows = 0
-        if self.target > self._minimum:
-            needed = min(self.target, num_running)
-            self.target = max(self._minimum, needed - math.ceil(needed * SHRINKAGE))
+        self.target = min(self.target, target)
