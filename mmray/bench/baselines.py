@@ -31,7 +31,6 @@ TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 UNLIMITED_ROWS = 10**9  # rows that no window reaches, so that no loader restarts its workers
-CHUNK_ROWS = 32  # rows per arrival of a reader
 WARMUP_ARRIVALS = 2  # first arrivals of a consumer, excluded because other processes are starting
 Source = list[tuple[str, str]] | PreparedSet  # (image file, caption) of each row, or a set
 
@@ -277,8 +276,8 @@ class LoaderWorker:
         Its rate is the upper limit of that of the stream.
 
         Args:
-            world: Number of processes that do the same, each with every `world`-th chunk (some
-                consecutive rows of the order).
+            world: Number of processes that do the same, each with every `world`-th chunk:
+                consecutive rows of the order, as many as a rank of the stream has in a step.
             reader: Reads and decodes the rows of a prepared set.
             plan: Order of the rows.
             window_s: Seconds to receive chunks, after the first (warm-up) ones.
@@ -286,8 +285,9 @@ class LoaderWorker:
         Returns:
             Time and number of rows of each chunk.
         """
-        starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
-        blocks = (reader.read_block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
+        rows = plan.rank_rows
+        starts = range(self.rank * rows, plan.steps * plan.global_rows, world * rows)
+        blocks = (reader.read_block(plan, np.arange(start, start + rows)) for start in starts)
         return collect_arrivals(
             (Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s
         )
