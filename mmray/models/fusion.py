@@ -7,10 +7,8 @@ classifies boxes over the texts of all labels.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
@@ -40,16 +38,7 @@ class Fusion(PairHeads, TwoTower):
     ) -> None:
         super().__init__(spec, vocab_size, architecture)
         image = self.image.tower
-        side = spec.inputs.image_side
-        # A forward of a copy on the meta device, without memory; the weights of the image tower may
-        # be on it too.
-        on_meta = copy.deepcopy(
-            image, {id(it): it.to("meta") for it in (*image.parameters(), *image.buffers())}
-        )
-        with torch.no_grad():
-            num_positions = (
-                on_meta.eval().features(torch.zeros(1, 3, side, side, device="meta")).shape[1]
-            )
+        num_positions = image.num_positions(spec.inputs.image_side)
         widths = {"image": image.width}
         cross = CrossEncoder(spec.cross, widths, self.text.tower.width, num_positions)
         self.add_heads(spec, cross)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
-from mmray.models.encoders.pretrained_audio import PretrainedAudio, build_pretrained_audio
+from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.encoders.video import FrameEncoder, VideoMae
 from mmray.models.pixels import NormalizePixels
@@ -28,79 +28,64 @@ if TYPE_CHECKING:
     from mmray.config.model_kinds import Towers as TowersConfig
 
 
-class AudioBranch(nn.Module):
-    """Encode and project audio.
+class MediaBranch(nn.Module):
+    """Encode and project audio, or the normalized frames of videos.
 
     Args:
-        tower: Maps samples to features.
+        tower: Maps samples or frames to features.
         embed_dim: Size D of the embeddings.
         with_features: Return the features of each position too.
     """
 
-    def __init__(
-        self, tower: AudioTransformer | PretrainedAudio, embed_dim: int, with_features: bool
-    ) -> None:
+    def __init__(self, tower: Any, embed_dim: int, with_features: bool) -> None:
         super().__init__()
         self.tower = tower
         self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, audio: Tensor, num_samples: Tensor) -> Any:
-        """Embed audio by the mean over its features.
+    def forward(self, media: Tensor, lengths: Tensor) -> Any:
+        """Embed media by the mean over their features.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
-            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
+            media: Samples int16 [B, N], zeros after those of a row.
+            lengths: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without audio. Built
+            L2-normalized embeddings [B, D]; arbitrary for a row without media. Built
             `with_features` also before them the features [B, T, W], and a mask int64 [B, T], 0 for
             padding.
         """
-        features, mask = self.tower(audio, num_samples)
+        features, mask = self.tower(media, lengths)
         embedding = l2_normalize(self.project(masked_mean(features, mask)))
         return (features, mask, embedding) if self.with_features else embedding
 
 
-class VideoBranch(nn.Module):
-    """Encode and project videos.
+class VideoBranch(MediaBranch):
+    """Normalize, encode and project videos.
 
     Args:
         tower: Maps normalized pixels to features.
         embed_dim: Size D of the embeddings.
-        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
         with_features: Return the features of each position too.
+        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
     """
 
-    def __init__(
-        self,
-        tower: FrameEncoder | VideoMae,
-        embed_dim: int,
-        inputs: ClipInputs,
-        with_features: bool,
-    ) -> None:
-        super().__init__()
-        self.with_features = with_features
+    def __init__(self, tower: Any, embed_dim: int, with_features: bool, inputs: ClipInputs) -> None:
+        super().__init__(tower, embed_dim, with_features)
         self.pixels = NormalizePixels(inputs.mean, inputs.std)
-        self.tower = tower
-        self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, video: Tensor, num_frames: Tensor) -> Any:
+    def forward(self, media: Tensor, lengths: Tensor) -> Any:
         """Embed videos by the mean over their features.
 
         Args:
-            video: Pixels uint8 [B, F, 3, S, S].
-            num_frames: Frames of each row, int64 [B]; 0 for a row without video.
+            media: Pixels uint8 [B, F, 3, S, S].
+            lengths: Frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without video. Built
-            `with_features` also before them the features [B, N, W], and a mask int64 [B, N], 0 for
-            padding.
+            As MediaBranch returns.
         """
-        pixels = self.pixels(video.flatten(0, 1)).unflatten(0, video.shape[:2])
-        features, mask = self.tower(pixels, num_frames)
-        embedding = l2_normalize(self.project(masked_mean(features, mask)))
-        return (features, mask, embedding) if self.with_features else embedding
+        pixels = self.pixels(media.flatten(0, 1)).unflatten(0, media.shape[:2])
+        return super().forward(pixels, lengths)
 
 
 class Towers(PairHeads, nn.Module):
@@ -126,7 +111,7 @@ class Towers(PairHeads, nn.Module):
         self.has_heads = bool(spec.matching or spec.classes)
         self.text = TextBranch(text, spec.embed_dim, self.has_heads)
         widths = {}
-        self.audio: AudioBranch | None = None
+        self.audio: MediaBranch | None = None
         self.video: VideoBranch | None = None
         if inputs.audio_rate:
             tower = (
@@ -134,7 +119,7 @@ class Towers(PairHeads, nn.Module):
                 if spec.audio.weights == "none"
                 else build_pretrained_audio(spec.audio, inputs, architecture)
             )
-            self.audio = AudioBranch(tower, spec.embed_dim, self.has_heads)
+            self.audio = MediaBranch(tower, spec.embed_dim, self.has_heads)
             widths["audio"] = tower.width
         if inputs.frames:
             frames = (
@@ -142,7 +127,7 @@ class Towers(PairHeads, nn.Module):
                 if spec.video.weights == "none"
                 else VideoMae(spec.video, inputs, architecture)
             )
-            self.video = VideoBranch(frames, spec.embed_dim, inputs, self.has_heads)
+            self.video = VideoBranch(frames, spec.embed_dim, self.has_heads, inputs)
             widths["video"] = frames.width
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
         if self.has_heads:

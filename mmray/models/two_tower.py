@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmray.models.clip import DualEncoder, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
-from mmray.models.encoders.text import TextEncoder, build_text_tower, masked_mean
+from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
 
@@ -57,12 +57,12 @@ class TextBranch(nn.Module):
     """Encode and project captions.
 
     Args:
-        tower: Maps token ids to features.
+        tower: Maps token ids to features of each token.
         embed_dim: Size D of the embeddings.
         with_features: Return the features of each token too.
     """
 
-    def __init__(self, tower: TextEncoder, embed_dim: int, with_features: bool) -> None:
+    def __init__(self, tower: Any, embed_dim: int, with_features: bool) -> None:
         super().__init__()
         self.tower = tower
         self.with_features = with_features
@@ -79,7 +79,7 @@ class TextBranch(nn.Module):
             L2-normalized embeddings [B, D]; built `with_features` a pair of the features of each
             token [B, T, W] and the embeddings.
         """
-        features = self.tower.features(input_ids, attention_mask)
+        features = self.tower(input_ids, attention_mask)
         embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
         return (features, embedding) if self.with_features else embedding
 

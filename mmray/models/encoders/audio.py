@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.models.encoders.text import INIT_STD, TransformerLayer
+from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import AudioTower
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 NUM_MELS = 64
 WINDOW_S = 0.025
 HOP_S = 0.01
-STRIDE = 4  # hops of a token
 # Power below it is silence; samples are in -1..1.
 MIN_POWER = 1e-6
 
@@ -130,10 +129,8 @@ class AudioTransformer(nn.Module):
         frames = (frames + 1) // 2
         hidden = hidden.transpose(1, 2)
         hidden = self.dropout(self.norm(hidden + _sinusoids(hidden)))
-        index = torch.arange(hidden.shape[1], device=hidden.device)
-        mask = (index < frames[:, None]).long()
-        # The first position is always attended to, so a row without audio has no empty softmax.
-        attended = (mask.bool() | (index == 0))[:, None, None, :]
+        mask = length_mask(frames, hidden.shape[1])
+        attended = mask_with_first(mask)[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, attended)
         return hidden, mask
@@ -141,8 +138,7 @@ class AudioTransformer(nn.Module):
 
 def _masked(hidden: Tensor, lengths: Tensor) -> Tensor:
     """Return [B, C, T] with zeros after the length of each row, as a convolution pads its input."""
-    index = torch.arange(hidden.shape[2], device=hidden.device)
-    return hidden * (index < lengths[:, None])[:, None].to(hidden.dtype)
+    return hidden * length_mask(lengths, hidden.shape[2])[:, None].to(hidden.dtype)
 
 
 def _sinusoids(hidden: Tensor) -> Tensor:

@@ -117,6 +117,17 @@ class ImageEncoder(nn.Module, ABC):
             else features[:, self.prefix_tokens :].mean(dim=1)
         )
 
+    @torch.no_grad()
+    def num_positions(self, image_side: int) -> int:
+        """Return the number N of positions of the features of an image.
+
+        Args:
+            image_side: Height and width of the image in pixels.
+        """
+        on_meta: Any = _copy_to_meta(self)
+        pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
+        return int(on_meta.features(pixels).shape[1])
+
     def grid(self, features: Tensor) -> Tensor:
         """Return the features as a map, without class token and registers.
 
@@ -235,16 +246,22 @@ def _freeze_unused(net: Any, image_side: int) -> None:
     They are found by a backward pass of a copy on the meta device, without memory. Raises the
     network's errors.
     """
-    weights = dict(net.named_parameters())
-    on_meta = {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in weights.values()}
-    memo = on_meta | {id(buffer): buffer.to("meta") for buffer in net.buffers()}
+    on_meta = _copy_to_meta(net)
     with torch.enable_grad():
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
-        features = copy.deepcopy(net, memo).eval()(pixels).last_hidden_state
-        gradients = torch.autograd.grad(features.sum(), list(on_meta.values()), allow_unused=True)
-    for weight, gradient in zip(weights.values(), gradients, strict=True):
+        features = on_meta(pixels).last_hidden_state
+        weights = list(on_meta.parameters())
+        gradients = torch.autograd.grad(features.sum(), weights, allow_unused=True)
+    for weight, gradient in zip(net.parameters(), gradients, strict=True):
         if gradient is None:
             weight.requires_grad_(False)
+
+
+def _copy_to_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in evaluation mode on the meta device, which takes no memory."""
+    weights = {id(each): nn.Parameter(each.detach().to("meta")) for each in module.parameters()}
+    buffers = {id(each): each.to("meta") for each in module.buffers()}
+    return copy.deepcopy(module, weights | buffers).eval()
 
 
 def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:

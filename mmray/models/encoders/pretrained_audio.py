@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmray.builtin import HF_AUDIO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.audio import mel_power
+from mmray.models.encoders.text import length_mask
 from mmray.models.protocol import Architecture
 from mmray.models.weights import encoder_config, freeze_batch_norms, load_pretrained, set_dropout
 
@@ -150,8 +151,7 @@ class WhisperAudio(PretrainedAudio):
         """
         features = self.net(self.spectrogram(audio, num_samples)).last_hidden_state
         lengths = (num_samples + 2 * self.hop - 1) // (2 * self.hop)
-        index = torch.arange(features.shape[1], device=features.device)
-        return features, (index < lengths[:, None]).long()
+        return features, length_mask(lengths, features.shape[1])
 
 
 class ClapAudio(PretrainedAudio):

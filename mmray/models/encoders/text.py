@@ -1,4 +1,4 @@
-"""Text encoders: token ids -> features of each token, or one vector per caption.
+"""Text encoders: token ids -> features of each token.
 
 Pretrained ones are built by transformers' AutoModel. One that is trained from random weights needs
 only torch, because importing transformers takes a second or more.
@@ -6,7 +6,6 @@ only torch, because importing transformers takes a second or more.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,7 @@ def build_text_tower(
     max_tokens: int,
     architecture: Architecture = None,
     language_token: str = "",
-) -> TextEncoder:
+) -> HfTextTower | TextTransformer:
     """Build the text tower that `spec` names, with its weights.
 
     Args:
@@ -53,7 +52,7 @@ def build_text_tower(
             get embedding rows; empty: none.
 
     Returns:
-        A module from token ids and mask [B, T] to features [B, width].
+        A module from token ids and mask [B, T] to features of each token [B, T, width].
 
     Raises:
         UsageError: The weights cannot be read, do not suit the tokenizer, or have too few
@@ -95,41 +94,7 @@ def build_text_tower(
     return HfTextTower(net)
 
 
-class TextEncoder(nn.Module, ABC):
-    """Base of the towers; a caption's features are the mean over its tokens.
-
-    Attributes:
-        width: Number of channels of the features.
-    """
-
-    width: int
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Mean features of the tokens [B, width]; finite for a row without tokens.
-        """
-        return masked_mean(self.features(input_ids, attention_mask), attention_mask)
-
-    @abstractmethod
-    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode each token of captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Features [B, T, width].
-        """
-
-
-class HfTextTower(TextEncoder):
+class HfTextTower(nn.Module):
     """An encoder of the BERT family (Devlin et al. 2019).
 
     Args:
@@ -141,7 +106,7 @@ class HfTextTower(TextEncoder):
         self.net = net
         self.width = net.config.hidden_size
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode each token of captions.
 
         Args:
@@ -157,7 +122,7 @@ class HfTextTower(TextEncoder):
         return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
 
-class TextTransformer(TextEncoder):
+class TextTransformer(nn.Module):
     """BERT's encoder in plain torch, with its initialisation, without token types.
 
     Args:
@@ -182,7 +147,7 @@ class TextTransformer(TextEncoder):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode each token of captions.
 
         Args:
@@ -272,3 +237,13 @@ def mask_with_first(attention_mask: Tensor) -> Tensor:
     return attention_mask.bool() | (
         torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0
     )
+
+
+def length_mask(lengths: Tensor, size: int) -> Tensor:
+    """Return a mask int64 [B, size]: 1 for the first positions of each row, 0 for padding.
+
+    Args:
+        lengths: Number of positions of each row before its padding, int64 [B].
+        size: Number of positions.
+    """
+    return (torch.arange(size, device=lengths.device) < lengths[:, None]).long()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmray.builtin import HF_VIDEO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.image import build_image_tower
-from mmray.models.encoders.text import INIT_STD, TransformerLayer, mask_with_first
+from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
 from mmray.models.protocol import Architecture
 from mmray.models.weights import build_hf_encoder, encoder_config, set_dropout
 
@@ -64,8 +64,7 @@ class FrameEncoder(nn.Module):
             Features of each frame [B, F, width], and a mask int64 [B, F], 0 for padding.
         """
         features = self.image(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
-        index = torch.arange(pixels.shape[1], device=pixels.device)
-        mask = (index < num_frames[:, None]).long()
+        mask = length_mask(num_frames, pixels.shape[1])
         attended = mask_with_first(mask)[:, None, None, :]
         if self.positions is not None:
             features = features + self.positions[: pixels.shape[1]]
