@@ -19,7 +19,6 @@ import numpy as np
 
 from mmray.bench.results import describe_machine, summarize_ratios
 from mmray.data.images.decode import MAX_PIXELS
-from mmray.data.messages import conversations_of
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.vlm.reader import ConversationReader
@@ -126,7 +125,7 @@ def _processor(reader: ConversationReader, weights: str) -> Callable[[Row], int]
 
     def encode(row: Row) -> int:
         images = reader.media_of(row)
-        text = processor.apply_chat_template(conversations_of(row, reader.question)[0])
+        text = processor.apply_chat_template(row.conversations(reader.question)[0])
         inputs = processor(
             text=[text],
             images=[images] if images else None,

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from mmray.data.store.stored_row import Row
+from typing import Any, NamedTuple
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
 # "text": ...}, or {"type": "image", "text": None}, which is the next image of the row; `video` and
@@ -95,25 +92,16 @@ def message_text(message: Message) -> str:
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
-def conversations_of(row: Row, question: str) -> list[list[Message]]:
-    """Return the conversations of a row, as a vision-language model is trained on them.
+def answer_question(question: str, answer: str, kinds: Sequence[str]) -> list[Message]:
+    """Return a conversation of one question about media, and its answer.
 
     Args:
-        row: A stored row with `messages`, or with captions in `texts`.
-        question: User message for a row without `messages`, such as `Describe the image.`
-
-    Returns:
-        The one conversation of `messages`. Otherwise one conversation per caption: the question,
-        after a part for each medium of the row, and the caption as the answer.
+        question: Text of the user.
+        answer: Text of the assistant.
+        kinds: The type of each medium, whose parts come before the question.
     """
-    if row.messages:
-        return [row.messages]
     asked: Message = {"role": "user", "content": [_text_part(question)]}
-    kinds = [media.kind for media in row.media]
-    return [
-        insert_media([asked, {"role": "assistant", "content": [_text_part(caption)]}], kinds)
-        for caption in row.texts
-    ]
+    return insert_media([asked, {"role": "assistant", "content": [_text_part(answer)]}], kinds)
 
 
 def insert_media(messages: list[Message], kinds: Sequence[str]) -> list[Message]:

@@ -21,7 +21,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import thumbnail
 from mmray.data.media.clips import full_span
 from mmray.data.media.decode import read_frames
-from mmray.data.messages import Message, conversations_of, message_text
+from mmray.data.messages import Message, message_text
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
@@ -206,7 +206,7 @@ class ConversationEvaluator:
                 decoded = self._try(held_out, self.reader.media_of)
                 if decoded is None:
                     continue
-                messages = conversations_of(held_out.row, self.reader.question)[0]
+                messages = held_out.row.conversations(self.reader.question)[0]
                 prompt = _prompt(messages)
                 num_media = sum(
                     piece["type"] != "text" for each in prompt for piece in each["content"]
@@ -290,7 +290,7 @@ def _shown_turns(row: Row, question: str) -> list[dict[str, Any]]:
     """
     media = iter(row.media)
     turns = []
-    for message in _prompt(conversations_of(row, question)[0]):
+    for message in _prompt(row.conversations(question)[0]):
         parts = [
             {"text": part["text"]}
             if part["type"] == "text"

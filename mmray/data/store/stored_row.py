@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from mmray.data.images.decode import BadImage
-from mmray.data.messages import Message
+from mmray.data.messages import Message, answer_question
 
 _REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
 _MEDIA = pa.struct(
@@ -168,6 +168,21 @@ class Row:
             if (values := getattr(self, name)) is not None
         }
         return replace(self, texts=[self.texts[number] for number in numbers], **lists)
+
+    def conversations(self, question: str) -> list[list[Message]]:
+        """Return the conversations of this row, as a vision-language model is trained on them.
+
+        Args:
+            question: User message for a row without `messages`, such as `Describe the image.`
+
+        Returns:
+            The one conversation of `messages`. Otherwise one conversation per caption: the
+            question, after a part for each medium of the row, and the caption as the answer.
+        """
+        if self.messages:
+            return [self.messages]
+        kinds = [media.kind for media in self.media]
+        return [answer_question(question, caption, kinds) for caption in self.texts]
 
     @property
     def image(self) -> bytes:

@@ -18,7 +18,6 @@ from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.clips import choose_window, full_span
 from mmray.data.media.decode import read_audio, read_frames
-from mmray.data.messages import conversations_of
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
@@ -154,7 +153,7 @@ class ConversationReader(SetReader):
             BadImage: A medium cannot be decoded.
             RowError: The model cannot be trained on the row.
         """
-        messages = conversations_of(row, self.question)[choice]
+        messages = row.conversations(self.question)[choice]
         return self.encoder.encode(messages, self.media_of(row, choice, phase))
 
     def check_row(self, row: Row) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mmray.data.messages import conversations_of
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
@@ -51,7 +50,7 @@ class ProcessorCounter:
 
         def count(row: Row) -> int:
             counts = []
-            for number, messages in enumerate(conversations_of(row, self.question)):
+            for number, messages in enumerate(row.conversations(self.question)):
                 span = row.spans[number] if row.spans else None
                 sizes = [_size(media, span, encoder) for media in row.media]
                 counts.append(encoder.count_tokens(messages, sizes))

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from mmray.data.messages import conversations_of
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder, RowError
 from mmray.data.vlm.token_counter import ProcessorCounter
@@ -156,7 +155,7 @@ def test_token_counts_of_stored_rows_are_those_of_the_encoded_rows(folder_of, fa
         stored = Row("k", media, ["a"], messages=list(messages))
         assert count(stored) == len(encoder.encode(messages, images).input_ids)
     captions = Row("k", [Media("image", b"", width=40, height=30)], ["one", "a longer one of five"])
-    answered = conversations_of(captions, "what")[1]
+    answered = captions.conversations("what")[1]
     pixels = np.zeros((30, 40, 3), np.uint8)
     assert count(captions) == len(encoder.encode(answered, [pixels]).input_ids)
     assert counter.digest == ProcessorCounter(counter.weights, question="what").digest
