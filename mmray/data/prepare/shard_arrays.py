@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,9 @@ def shard_arrays(
     done = 0
     total = sum(shard.num_kept for shard in missing)
     on_rows(done, total)
-    work = partial(
-        _compute_task, prepared=prepared.with_shards(()), folder=str(folder), compute=compute
-    )
+    # Without a cache, and with the texts of all columns.
+    bare = PreparedSet(prepared.folder, replace(prepared.manifest, shards=()))
+    work = partial(_compute_task, prepared=bare, folder=str(folder), compute=compute)
     with closing(map_tasks(work, [asdict(shard) for shard in missing])) as results:
         for result in results:
             done += result["num_rows"]

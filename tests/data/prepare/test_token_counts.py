@@ -104,6 +104,16 @@ def test_set_without_the_sizes_of_its_images_is_refused(tmp_path: Path, counted:
         token_counts(prepared, Words())
 
 
+def test_stored_counts_are_of_all_captions(tmp_path: Path, counted: list[str]) -> None:
+    """Whatever columns of captions the first run takes, because others read the same counts."""
+    rows = [row(number, png(number, 10), texts=["one two", "three"]) for number in range(8)]
+    for each in rows:
+        each.text_columns = ["alt", "long"]
+    prepared = PreparedSet.open(write_set(tmp_path, [(rows, None, ())]))
+    counts = token_counts(prepared.with_captions({"long": 1.0}), Words())
+    assert np.array_equal(counts, expected(prepared))
+
+
 def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[str]) -> None:
     sets = [make(f"{memory}/a", 1), make(f"{memory}/b", 2)]
     counts = token_counts(PreparedMixture(sets, [1.0, 2.0]), Words())
