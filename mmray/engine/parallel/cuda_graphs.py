@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,49 +34,6 @@ EAGER_CALLS = 2  # of a shape before its capture: they compile, and many shapes 
 FREE_FRACTION = 0.4  # of a GPU's memory that graphs leave to evaluation and other shapes
 HOST_SHARE = 0.95  # of the time of a forward, from which on graphs are used
 Notify = Callable[[str, str], None]  # label, text: a console line
-
-
-class Recorder(Protocol):
-    """Records the kernels of a function, such as the forward of a branch, so that it can be
-    repeated without launching each of them (a CUDA graph).
-
-    Graphs of one recorder share memory, so a repetition must have ended before the next one, also
-    of another function, starts.
-    """
-
-    def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-        """Run a function and measure how much of its time the host needs to launch it.
-
-        Args:
-            function: Called without arguments.
-
-        Returns:
-            Its result, and a function that returns the host's share of its time, about 1 if the
-            device waits for the host.
-        """
-
-    def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run a function as it will be recorded, so that it has allocated what it keeps.
-
-        Args:
-            function: Called without arguments.
-        """
-
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run a function once and record its kernels.
-
-        Args:
-            function: Called without arguments.
-
-        Returns:
-            Its result, and a function that repeats it, with the results in the same tensors.
-        """
-
-    def free_fraction(self) -> float:
-        """Return the fraction of the device's memory, 0 to 1, that no process uses.
-
-        torch's cached memory is freed first.
-        """
 
 
 def graph_branches(
@@ -164,7 +121,9 @@ class BranchGraphs:
         notify: Called if a capture fails, with the word to print before a line, and the line.
     """
 
-    def __init__(self, name: str, branch: nn.Module, recorder: Recorder, notify: Notify) -> None:
+    def __init__(
+        self, name: str, branch: nn.Module, recorder: CudaRecorder, notify: Notify
+    ) -> None:
         self._name = name
         self._branch = branch
         # a branch without blocks is compiled as a whole
@@ -275,7 +234,7 @@ class BranchGraph:
         call: Callable[..., Any],
         inputs: tuple[Tensor, ...],
         weights: list[nn.Parameter],
-        recorder: Recorder,
+        recorder: CudaRecorder,
     ) -> None:
         """Capture the forward and the backward of `call`."""
         device_type = inputs[0].device.type
@@ -359,7 +318,11 @@ class _Replay(torch.autograd.Function):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs in one memory pool, so that graphs that never run at once share memory.
+    """Records the kernels of a function, such as the forward of a branch, as a CUDA graph, which
+    repeats them without launching each.
+
+    Graphs of one recorder share memory, so a repetition must have ended before the next one, also
+    of another function, starts.
 
     Args:
         device: The GPU.
