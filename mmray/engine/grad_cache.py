@@ -41,12 +41,10 @@ class GradCache:
 
     Attributes:
         micro_batches: This rank's micro-batches, with the columns of their hard negatives.
-        global_counts: float64 [K], the divisors of the global loss (over pairs of rows of all
-            ranks): sums over all ranks, at least 1.
-        local_counts: float64 [K], the same of the local loss (a sum over rows).
-        global_weights: float64 [K], factors of the sums of the global loss, so that gradients are
+        local_counts: float64 [K], the divisors of the local loss (a sum over rows): sums over all
+            ranks, at least 1.
+        local_weights: float64 [K], factors of the sums of the local loss, so that gradients are
             means, times the loss scale.
-        local_weights: float64 [K], the same of the local loss.
         stop_requests: float64 [1], how many ranks request a stop.
         gradients: For each micro-batch the weighted gradients of the global loss at its outputs, by
             name.
@@ -56,9 +54,7 @@ class GradCache:
     """
 
     micro_batches: list[Batch]
-    global_counts: Tensor
     local_counts: Tensor
-    global_weights: Tensor
     local_weights: Tensor
     stop_requests: Tensor
     gradients: list[Outputs] = field(default_factory=list)
@@ -152,9 +148,7 @@ def build_grad_cache(
     # averages over ranks.
     cache = GradCache(
         micro_batches=batch.micro_batches,
-        global_counts=global_counts,
         local_counts=local_counts,
-        global_weights=state.scaler.scale(group.world_size / global_counts),
         local_weights=state.scaler.scale(group.world_size / local_counts),
         stop_requests=stop_requests,
     )
@@ -165,7 +159,8 @@ def build_grad_cache(
             parts.mining_loss, batch, embeddings, gathered.columns, inputs
         )
     if parts.global_loss is not None:
-        loss = _global_loss(state, batch, embeddings, gathered, cache.global_weights)
+        weights = state.scaler.scale(group.world_size / global_counts)
+        loss = _global_loss(state, batch, embeddings, gathered, weights)
         cache.gradients = _split_by_micro_batch(loss.gradients, batch.micro_batches)
         cache.add_means({"loss": loss.loss_sum, **loss.metric_sums}, global_counts)
     return cache
