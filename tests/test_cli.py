@@ -1,5 +1,6 @@
 """The command line without Ray: parsing, messages, exit codes."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -46,6 +47,15 @@ def test_printed_config_loads_as_recipe(typed, tmp_path):
     assert code == 0 and from_yaml(out, "printed").batch.micro == 16
     (tmp_path / "mine.yaml").write_text(out)
     assert typed("train", str(tmp_path / "mine.yaml"), "--print-config")[1] == out
+
+
+def test_prepare_of_conversations_names_the_recipe_that_trains_them(typed, prepares_here, tmp_path):
+    turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": 0, "messages": turns}) + "\n")
+    code, out, err = typed("prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set"))
+    assert code == 0 and f"mmray train vlm --data.train {tmp_path}/set" in " ".join(out.split()), (
+        err
+    )
 
 
 LENGTH = ["clip", "--batch.micro", "8", "--batch.accumulation=2"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from tyro.conf import OmitArgPrefixes
 
 from mmray import api
 from mmray.cli.args import OutPath, SourcePath, parse_args
 from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter, shell_path
+from mmray.data.store.manifest import Manifest
+from mmray.data.store.prepared_set import PreparedSet
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,19 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
         reporter=console,
         **dict(command.settings),
     )
-    kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
-    recipe = "sample-av " if kinds else ""
-    is_sound = kinds and not any(kind in kinds for kind in ("image", "video"))
-    flags = " --model.inputs.frames 0 --objective.kind audio_text" if is_sound else ""
-    console.log(f"mmray train {recipe}--data.train {shell_path(command.out)}{flags}", "next")
+    console.log(_train_command(command.out, manifest), "next")
     return 0
+
+
+def _train_command(folder: str, manifest: Manifest) -> str:
+    """Return the command that trains a recipe for the kind of rows of a set."""
+    command = f"--data.train {shell_path(folder)}"
+    (row,) = PreparedSet.open(folder).read_without_references(np.zeros(1, np.int64))
+    if row.messages:
+        return f"mmray train vlm {command}"
+    kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
+    if not kinds:
+        return f"mmray train {command}"
+    is_sound = "image" not in kinds and "video" not in kinds
+    flags = " --model.inputs.frames 0 --objective.kind audio_text" if is_sound else ""
+    return f"mmray train sample-av {command}{flags}"
