@@ -72,16 +72,6 @@ def assert_equal_runs(copies: list[torch.nn.Module], start: torch.nn.Module) -> 
     assert any(not torch.equal(ours[name], value) for name, value in start.state_dict().items())
 
 
-def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = build_bench(tiny(), Group(), micro=4)
-    copies: list[torch.nn.Module] = []
-    monkeypatch.setattr(step, "deepcopy", collect(copies, deepcopy))
-    _, loop_loss = bench.loop_window(8)
-    _, bare_loss = bench.bare_window(8)
-    assert_equal_runs(copies, bench.model)
-    assert loop_loss == pytest.approx(bare_loss, rel=1e-4)
-
-
 def test_best_loop_takes_the_steps_of_the_accumulated_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The global batch in one pass, with the weights of the benchmark and its frozen parameters."""
     bench = build_bench(
