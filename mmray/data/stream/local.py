@@ -24,8 +24,6 @@ from mmray.processes import ChildPool
 if TYPE_CHECKING:
     from mmray.data.vlm.reader import ConversationReader
 
-# at most: smaller blocks of a step are divided more evenly between the processes
-BLOCK_MB = 8.0
 # of the shared memory, unless two slots need more; then fewer blocks are read ahead
 MAX_SLOTS_MB = 2000.0
 MAX_CRASHES = 5
@@ -42,8 +40,8 @@ class LocalBlocks:
     Args:
         reader: Reads and encodes rows of the training set.
         start: The sample order, and the first step that the workers take.
-        block_mb: About how many MB one process decodes at a time, limited to 8. This may be a part
-            of the rows of a step.
+        block_mb: About how many MB one process decodes at a time. This may be a part of the rows of
+            a step.
         num_processes: Number of data processes.
         warn: Called with a line for the log if a process died.
         rank: Rank of the worker.
@@ -58,7 +56,7 @@ class LocalBlocks:
         warn: Callable[[str], None],
         rank: int = 0,
     ) -> None:
-        blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
+        blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, block_mb)
         self._blocks_per_step = blocks.blocks_per_step
         rows = start.plan.rank_rows * blocks.steps_per_block
         # One block that is awaited, and two of each process: one in work, one that follows.
