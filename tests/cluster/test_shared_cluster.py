@@ -178,7 +178,7 @@ def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
         prepared = make_set(tmp_path, [row(number) for number in range(ROWS)])
         inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
         reader = SlowReader(0.5, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
-        ranks, runs = [], []
+        ranks, runs, waits = [], [], []
         limits = DecoderLimits(1, 1, 64)
         for _ in range(3):
             ranks.append(PacedRank.remote())
@@ -190,13 +190,14 @@ def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
             after = ray.get([each.state.remote() for each in ranks])
             shares = [(b[0] - a[0]) / 10 for a, b in zip(before, after, strict=True)]
             sizes = [size for _, size in after]
+            waits.append(shares)
             print(f"decode actors {sizes}, waits {[f'{share:.0%}' for share in shares]}")
         ray.get([each.stop.remote() for each in ranks])
         ray.get(runs)
     finally:
         ray.shutdown()
     assert sum(sizes) == 15 and max(sizes) - min(sizes) <= 1
-    assert max(shares) < 0.2
+    assert np.mean(waits, axis=0).max() < 0.2
 
 
 @pytest.mark.slow  # a minute; run by hand
