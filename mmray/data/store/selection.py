@@ -39,7 +39,6 @@ _PARTS = (
     *(ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Constant, ast.List, ast.Tuple),
     *(ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub, *_ARITHMETIC),
 )
-_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 Values = Any  # pa.Array or pa.Scalar
 
 
@@ -169,8 +168,6 @@ class RowFilter:
         kind = _kind(value)
         if _kind(other) != kind:
             raise self._error(right, f"is a {_kind(other)}, and is compared with a {kind}")
-        if kind == "condition" and isinstance(op, _ORDERED):
-            raise self._error(left, "true and false have no order; use == or !=")
         if value.type != other.type:  # Arrow refuses large integers
             value = _as_float(value)
             other = _as_float(other)
