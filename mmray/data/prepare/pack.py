@@ -338,7 +338,7 @@ class _ChunkPacker:
         self.builder = RowBuilder(job, subprocess_decoder)
         self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
+        self.rows: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
         self.columns = KeptColumns(has_types)
         self.bad_rows: list[dict[str, Any]] = []
         # never overwrite a file that an earlier manifest names
@@ -374,21 +374,20 @@ class _ChunkPacker:
         text_digest, row_digest = (
             _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
         )
-        shard = list(self.writers).index(row.split)
-        self.rows.append(
-            (
-                item.line,
-                location,
-                row.key,
-                # Conversations about one image are different rows unless they are equal, too.
-                row_digest if row.messages else image_digest[:32],
-                row_digest,
-                text_digest,
-                shard,
-                row.language,
-                row.media_kinds,
-            )
-        )
+        values = {
+            "line": item.line,
+            "location": location,
+            "key": row.key,
+            # Conversations about one image are different rows unless they are equal, too.
+            "image_digest": row_digest if row.messages else image_digest[:32],
+            "row_digest": row_digest,
+            "text_digest": text_digest,
+            "shard": list(self.writers).index(row.split),
+            "language": row.language,
+            "kinds": row.media_kinds,
+        }
+        for name, value in values.items():
+            self.rows[name].append(value)
 
     def write_columns(self) -> None:
         if self.job.settings.keep:
@@ -401,9 +400,7 @@ class _ChunkPacker:
             "class_names": list(self.job.class_names),
             "chunk": asdict(self.chunk),
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
-            "rows": {
-                name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)
-            },
+            "rows": self.rows,
             "columns": self.columns.types,
             "bad_rows": self.bad_rows,
             "files": self.builder.signatures,
