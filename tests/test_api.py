@@ -23,7 +23,7 @@ from mmray.models.build import build
 from mmray.report.sweep import SweepRecord
 from tests.checkpoints import save_checkpoint
 from tests.conftest import ROOT
-from tests.made import CAPTIONS, noisy
+from tests.made import CAPTIONS, make_set, noisy, row
 from tests.report.factories import line, make_run, make_whole_run
 from tests.training import runs
 
@@ -260,6 +260,7 @@ def test_command_tunes_what_the_function_tunes(sweeps, arguments, line):
 def test_functions_do_what_their_commands_do(calls, tmp_path):
     run = make_run(tmp_path / "run", evaluate={"limit": 7})
     out = str(tmp_path / "out")
+    make_set(out, [row(0)])  # the command reads a row of the set that it has prepared
     mmray.prepare(tmp_path / "a", out, holdout=0.1, columns=["image=url"], retry_quarantined=True)
     mmray.evaluate(
         run, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"]
