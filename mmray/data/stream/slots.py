@@ -45,6 +45,11 @@ class PixelSlots:
         """File of the memory, which other processes of this user and machine can open."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
+    @property
+    def inode(self) -> int:
+        """Number of the file at `path`."""
+        return os.fstat(self._file).st_ino
+
     def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
         return reduction.DupFd(self._file), self.pixels.shape
 
@@ -61,11 +66,13 @@ class LentSlot(NamedTuple):
 
     Attributes:
         path: File of the memory, in the folder of the process that created it.
+        inode: Number of that file: in another container the path may be another file.
         shape: Shape of all slots: (slots, rows, *shape of the pixels of a row).
         number: Number of the slot.
     """
 
     path: str
+    inode: int
     shape: tuple[int, ...]
     number: int
 
@@ -75,7 +82,7 @@ class LentSlot(NamedTuple):
         Raises:
             OSError: This process may not open it, or has no folder `/proc`.
         """
-        pixels: np.ndarray = _open_slots(self.path, self.shape)[self.number]
+        pixels: np.ndarray = _open_slots(self.path, self.inode, self.shape)[self.number]
         return pixels
 
 
@@ -102,7 +109,8 @@ class SlotPool:
         """
         if not self._free:
             return None
-        return LentSlot(self._slots.path, self._slots.pixels.shape, self._free.pop())
+        slots = self._slots
+        return LentSlot(slots.path, slots.inode, slots.pixels.shape, self._free.pop())
 
     def receive(self, slot: LentSlot, num_rows: int) -> np.ndarray:
         """Return the pixels that a process has written to a slot, without a copy.
@@ -131,9 +139,11 @@ class SlotPool:
 
 
 @lru_cache(1)
-def _open_slots(path: str, shape: tuple[int, ...]) -> np.ndarray:
+def _open_slots(path: str, inode: int, shape: tuple[int, ...]) -> np.ndarray:
     file = os.open(path, os.O_RDWR)
     try:
+        if os.fstat(file).st_ino != inode:
+            raise FileNotFoundError(f"{path} is the file of another process")
         memory = mmap.mmap(file, int(np.prod(shape)))
     finally:
         os.close(file)

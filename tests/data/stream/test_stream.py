@@ -213,12 +213,15 @@ def test_actors_of_the_node_write_pixels_into_memory_that_no_block_uses(local_ra
     assert sum(few) >= 90 and 5 <= sum(many) < 90
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="opens memory in /proc")
 def test_slot_is_lent_again_when_no_part_of_its_pixels_is_used():
     slots = SlotPool(2, 4, (3, 8, 8))
     lent, _ = slots.lend(), slots.lend()
     lent.open()[:3] = 7
     pixels = slots.receive(lent, 3)
     assert pixels.shape == (3, 3, 8, 8) and (pixels == 7).all()
+    with pytest.raises(FileNotFoundError, match="file of another process"):
+        lent._replace(inode=0).open()
     part = torch.from_numpy(pixels[1:])[0]
     del pixels
     assert slots.lend() is None
