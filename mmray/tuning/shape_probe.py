@@ -16,7 +16,6 @@ from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import (
     MmrayError,
     OutOfMemoryError,
-    TrainingError,
     UsageError,
     first_line,
     is_out_of_memory,
@@ -215,6 +214,8 @@ def measure_in_groups(
     """Measure batch shapes (global batch and micro-batch) in worker groups.
 
     A group that runs out of memory is followed by another one, which measures smaller batch shapes.
+    A worker that is lost for an unknown reason counts as out of memory only if another one is lost
+    at the same batch shape: Ray does not report processes that the kernel killed as such.
 
     Args:
         task: The batch shapes to measure, and what was measured before.
@@ -230,24 +231,32 @@ def measure_in_groups(
         OutOfMemoryError: Not even a micro-batch of one row fits.
         Exception: Another error that a worker raised.
     """
+    unexplained = set[tuple[int, int] | None]()
     while True:
         watch = _GroupWatch(task, reporter)
         try:
             measurements = run(task, watch.on_message)
         except WorkerFailed as error:
+            task = watch.task
             trying = watch.trying
             reason = first_line(error.cause)
             shape = "start of the workers"
             if trying is not None:
                 shape = f"global batch of {trying[0]} in micro-batches of {trying[1]}"
-            # SIGKILL is a sign of it, see describe_signal.
-            if is_out_of_memory(error.cause) and trying is not None and trying[1] > 1:
-                task = watch.task.add(Failure(*trying, reason))
-                reporter.log(f"{shape}: {reason}; measuring shapes that need less memory", "memory")
-                continue
-            if error.kind != "lost":
+            is_memory = is_out_of_memory(error.cause)  # SIGKILL is a sign of it
+            if error.kind == "lost" and not is_memory:
+                if trying not in unexplained:
+                    unexplained.add(trying)
+                    text = f"{shape}: {reason}; not known to be out of memory, measuring again"
+                    reporter.log(text, "workers")
+                    continue
+                is_memory = True
+                reason += ", twice at this shape, which counts as out of memory"
+            if not is_memory or trying is None or trying[1] == 1:
                 raise error.cause from None
-            raise TrainingError(f"{shape}: {reason}. Rerun the same command") from error
+            task = task.add(Failure(*trying, reason))
+            reporter.log(f"{shape}: {reason}; measuring shapes that need less memory", "memory")
+            continue
         # Without failures, all global batches have fewer rows than workers.
         if not measurements.visits and measurements.failures:
             raise OutOfMemoryError(measurements.failure(max(task.global_rows), 1))

@@ -179,9 +179,17 @@ def run_failing(*failures: tuple[int, Exception]) -> tuple[list[ShapeTask], list
     return tasks, [text for _, text in reporter.notes]
 
 
-def test_lost_worker_that_is_not_known_to_be_out_of_memory_ends_the_measurement() -> None:
-    with pytest.raises(TrainingError, match="micro-batches of 8: its node died"):
-        run_failing((8, lost("its node died")))
+def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_shape() -> None:
+    tasks, (note,) = run_failing((8, lost("its node died")))
+    assert [task.failures for task in tasks] == [(), ()] and "measuring again" in note
+    tasks, notes = run_failing(
+        (8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error"))
+    )
+    reason = "NCCL error, twice at this shape, which counts as out of memory"
+    assert [task.failures for task in tasks] == [(), (), (), (Failure(16, 8, reason),)]
+    assert reason in notes[2]
+    with pytest.raises(TrainingError, match="node died"):
+        run_failing((0, lost("its node died")), (0, lost("its node died")))
 
 
 @pytest.mark.parametrize(
