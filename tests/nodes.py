@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 
@@ -53,8 +54,13 @@ def free_ports(count):
 def ray_head(folder, port, options, env, is_ready):
     """A separate head, started with `ray start` until `is_ready()`, and killed with its
     children.
+
+    It has its own folder of Ray's files (with a short path, for its sockets), because a job joins
+    the cluster that was started last with the same folder, and not that of its head.
     """
+    temporary = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
     words = ["ray", "start", "--head", "--block", f"--port={port}", "--num-gpus=0", *options]
+    words.append(f"--temp-dir={temporary.name}")
     with (folder / "head.log").open("w") as log:
         # Started in a separate folder, because workers import from the folder of the head.
         head = subprocess.Popen(
@@ -80,3 +86,4 @@ def ray_head(folder, port, options, env, is_ready):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         head.wait()
+        temporary.cleanup()
