@@ -183,9 +183,23 @@ def _normalize(text: str) -> list[str]:
 
 
 def _similarity(first: str, second: str) -> float:
-    from torchmetrics.functional.text import edit_distance
-
     first = " ".join(first.lower().split())
     second = " ".join(second.lower().split())
-    longest = max(1, len(first), len(second))
-    return 1 - float(edit_distance(first, second)) / longest
+    longest = max(len(first), len(second))
+    return 1 - _levenshtein(first, second) / longest if longest else 1.0
+
+
+def _levenshtein(first: str, second: str) -> int:
+    """Fewest insertions, deletions and substitutions of characters between two texts.
+
+    The function of torchmetrics searches a beam only, and finds more for shifted texts.
+    """
+    row = list(range(len(second) + 1))
+    for index, letter in enumerate(first, 1):
+        previous = row[0]
+        row[0] = index
+        for column, other in enumerate(second, 1):
+            cost = previous + (letter != other)
+            previous = row[column]
+            row[column] = min(cost, row[column] + 1, row[column - 1] + 1)
+    return row[-1]

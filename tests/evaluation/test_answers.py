@@ -17,6 +17,7 @@ from mmray.evaluation.answers import caption_scores, cider_d, split_words
         ("The red.", ["red"], (0, 1, 0)),
         ("two", ["2"], (0, 1, 0)),
         ("reds", ["red"], (0, 0, 0.75)),
+        ("x" * 60 + "abcdefghij" * 10, ["abcdefghij" * 10], (0, 0, 0.625)),
         ("red", ["red"] * 2 + ["blue"] * 8, (1, (8 * 2 / 3 + 2 * 1 / 3) / 10, 1)),
     ],
 )
