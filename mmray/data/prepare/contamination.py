@@ -340,15 +340,25 @@ def nearest(
             distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
             near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
-            found.append(np.stack([query, distance, reference_rows[candidate]])[:, near])
-    matches = np.concatenate(found, axis=1)
-    matches = matches[:, np.lexsort(matches[::-1])]
-    query, first = np.unique(matches[0], return_index=True)
+            matches = np.stack([query, distance, reference_rows[candidate]])[:, near]
+            # Of a thousand similar frames of a video, a million pairs match.
+            found.append(_best_matches(matches))
+    query, distance, reference = _best_matches(np.concatenate(found, axis=1))
     best = np.full((2, len(query_rows)), NO_ROW, np.int64)
-    best[:, query] = matches[1:, first]
+    best[:, query] = [distance, reference]
     out = np.full((2, len(queries)), NO_ROW, np.int64)
     out[:, queries["has_phash"]] = best[:, group]
     return out[1], out[0]
+
+
+def _best_matches(matches: np.ndarray) -> np.ndarray:
+    """Return the nearest match of each query, and the first reference of equal distances.
+
+    Columns of `matches` int64 [3, P] are query, distance and reference of a pair.
+    """
+    ordered = matches[:, np.lexsort(matches[::-1])]
+    _, first = np.unique(ordered[0], return_index=True)
+    return ordered[:, first]
 
 
 def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -399,7 +399,7 @@ class _ChunkPacker:
             "job": self.job.digest(),
             "class_names": list(self.job.class_names),
             "chunk": asdict(self.chunk),
-            "shards": [asdict(writer.entry()) for writer in self.writers.values()],
+            "shards": [vars(writer.entry()) for writer in self.writers.values()],
             "rows": self.rows,
             "columns": self.columns.types,
             "bad_rows": self.bad_rows,

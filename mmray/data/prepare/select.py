@@ -8,9 +8,10 @@ a killed command resumes.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,9 @@ from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
 _READ_ROWS = 64
-# embeddings that are compared at a time, and of the kept ones
-_BLOCK = 2048
-_CHUNK = 1 << 14
+_BLOCK = 2048  # embeddings that are compared at a time
+_CHUNK = 1 << 14  # kept embeddings that they are compared with at a time
+_RECORD_VERSION = 2  # of the records of copied shards
 _ROUNDING = 1e-6  # of a cosine in float32
 
 
@@ -282,7 +283,7 @@ def _copy(
         out=str(folder),
     )
     items = [
-        {"number": number, "shards": [asdict(shard) for shard in group]}
+        {"number": number, "shards": [dict(vars(shard)) for shard in group]}
         for number, group in enumerate(groups)
     ]
     entries: dict[int, Shard] = {}
@@ -292,8 +293,8 @@ def _copy(
         for result in results:
             shard = Shard.from_json(result["shard"])
             entries[result["number"]] = shard
-            for language, kinds in result["rows"]:
-                counts.add(shard.split, language, kinds)
+            for language, kinds, number in result["rows"]:
+                counts.add(shard.split, language, kinds, number)
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
     before = prepared.manifest
@@ -317,24 +318,28 @@ def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
     folder = to_path(out)
     kept = "".join(f"{shard.sha256} {shard.dropped}\n" for shard in shards)
     columns = source.manifest.columns
-    digest = hashlib.sha256(f"{kept}{columns}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{_RECORD_VERSION}{kept}{columns}".encode()).hexdigest()[:16]
     record_file = folder / CHUNK_RECORDS / f"select-{item['number']:05d}-{digest}.json"
     if record_file.exists():
         return dict(orjson.loads(record_file.read_bytes()))
     prepared = source.with_shards(tuple(shards))
     split = shards[0].split
     name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}-{digest[:8]}.arrow"
-    rows = []
+    rows: Counter[tuple[str | None, str]] = Counter()
     with open_shard(folder, name, split) as writer:
         for start in range(0, prepared.num_rows, _READ_ROWS):
             numbers = np.arange(start, min(start + _READ_ROWS, prepared.num_rows))
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
-                rows.append((row.language, row.media_kinds))
+                rows[row.language, row.media_kinds] += 1
     for group in columns:
         _copy_columns(prepared, shards, group, folder, name)
-    shard = asdict(writer.entry())
-    result = {"job": "select", "number": item["number"], "shard": shard, "rows": rows}
+    result = {
+        "job": "select",
+        "number": item["number"],
+        "shard": vars(writer.entry()),
+        "rows": [[*kind, count] for kind, count in rows.items()],
+    }
     write_atomic(record_file, orjson.dumps(result))
     return result
 

@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,14 +52,15 @@ def shard_arrays(
     """
     folder.mkdir(parents=True, exist_ok=True)
     existing = set(list_names(folder))
-    missing = [shard for shard in prepared.shards if array_file(shard) not in existing]
+    shards = prepared.shards
+    missing = [shard for shard in shards if array_file(shard) not in existing]
     done = 0
     total = sum(shard.num_kept for shard in missing)
     on_rows(done, total)
     # Without a cache, and with the texts of all columns.
     bare = PreparedSet(prepared.folder, replace(prepared.manifest, shards=()))
     work = partial(_compute_task, prepared=bare, folder=str(folder), compute=compute)
-    with closing(map_tasks(work, [asdict(shard) for shard in missing])) as results:
+    with closing(map_tasks(work, [dict(vars(shard)) for shard in missing])) as results:
         for result in results:
             done += result["num_rows"]
             on_rows(done, total)
@@ -69,7 +70,7 @@ def shard_arrays(
         array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         return array
 
-    return list(iter_parallel(read, prepared.shards))
+    return list(iter_parallel(read, shards))
 
 
 def _compute_task(

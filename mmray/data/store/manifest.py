@@ -133,16 +133,18 @@ class RowCounts:
         self._languages: Counter[str] = Counter()
         self._media: Counter[tuple[str, str]] = Counter()
 
-    def add(self, split: str | None, language: str | None, kinds: str) -> None:
-        """Count a row.
+    def add(self, split: str | None, language: str | None, kinds: str, number: int = 1) -> None:
+        """Count rows.
 
         Args:
-            split: Its split; None: none.
-            language: Its language; None: unknown.
-            kinds: Sorted kinds of its media, such as `audio image image`.
+            split: Their split; None: none.
+            language: Their language; None: unknown.
+            kinds: Sorted kinds of the media of each, such as `audio image image`.
+            number: Number of rows.
         """
-        self._languages.update([language] if language else [])
-        self._media[split or "", kinds] += 1
+        if language:
+            self._languages[language] += number
+        self._media[split or "", kinds] += number
 
     def fields(self) -> dict[str, Any]:
         """Return `languages`, `num_images` and `media_kinds` of the manifest."""
