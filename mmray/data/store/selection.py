@@ -35,10 +35,8 @@ _COMPARISONS = {
     ast.NotEq: pc.not_equal,
 }
 _ARITHMETIC = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
-_PARTS = (
-    *(ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Constant, ast.List, ast.Tuple),
-    *(ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub, *_ARITHMETIC),
-)
+_OPERATORS = (ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub)
+_OPERANDS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
 Values = Any  # pa.Array or pa.Scalar
 
 
@@ -112,7 +110,8 @@ class RowFilter:
     def _check_nodes(self) -> None:
         """Raise ValueError for a part that no condition may have, such as a call."""
         for node in ast.walk(self._root):
-            if not isinstance(node, _PARTS):
+            is_literal = isinstance(node, ast.Constant) and not isinstance(node.value, bytes)
+            if not (is_literal or isinstance(node, _OPERATORS + _OPERANDS + tuple(_ARITHMETIC))):
                 raise self._error(
                     node if isinstance(node, ast.expr) else self._root,
                     f"{type(node).__name__} is not supported; a condition has {_SYNTAX}",

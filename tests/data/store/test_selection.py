@@ -173,6 +173,7 @@ def test_condition_selects_rows_as_sql_does(where, selected):
         ("abs(width) > 3", r"at `abs\(width\)`: Call is not supported"),
         ("width == None", "at `None`: not a value; compare with `is None`"),
         ("width in license", "at `license`: `in` needs a list"),
+        ("similarity > b'a'", r"at `b'a'`: Constant is not supported"),
         ("[width] == 3", r"at `\[width\]`: not a value"),
         ("__import__('os').system('true')", "is not supported"),
         ("1 < 2", "names no column"),
