@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
-# which ranks connect. Of Ray Train, that a worker does not respond.
+# which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to "
-    "host|NCCL|Socket Timeout|health check (has been hanging|timed out)"
+    "host|NCCL|Socket Timeout"
     "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
     "caused pair closure"
 )
@@ -67,6 +67,16 @@ def is_lost(error: BaseException) -> bool:
         return error.exit_code is None or error.exit_code < 0
     # An error of mmray may quote NCCL.
     return not isinstance(error, MmrayError) and _is_of_collective(error)
+
+
+def is_process_lost(error: BaseException) -> bool:
+    """Return whether a process was lost: `is_lost` for a single worker, which has no connections to
+    others.
+
+    Args:
+        error: The error that the worker raised, or a ChildDied.
+    """
+    return isinstance(error, ChildDied) and is_lost(error)
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -31,6 +31,8 @@ from mmray.training.backend import (
     Attempt,
     WorkerFailed,
     format_counts,
+    is_lost,
+    is_process_lost,
     resume_point,
     select_cause,
 )
@@ -320,7 +322,8 @@ class LocalWorkers(Workers):
             end_s = time.monotonic() + ERROR_WAIT_S
             for receiver in self._receivers:
                 receiver.join(max(0.0, end_s - time.monotonic()))
-            raise select_cause(self._errors)
+            is_single = len(self._processes) == 1
+            raise select_cause(self._errors, is_process_lost if is_single else is_lost)
         for process in self._processes:
             process.close()
         return self._outcome

@@ -406,7 +406,9 @@ def is_worker_lost(error: BaseException) -> bool:
     """
     if type(error) is ray.exceptions.RayError:  # a task's error that cannot be pickled
         return False
-    return isinstance(error, ray.exceptions.RayError) or is_lost(error)
+    # Its class is not part of Ray's public API.
+    is_hung = type(error).__name__ == "WorkerHealthCheckTimeoutError"
+    return is_hung or isinstance(error, ray.exceptions.RayError) or is_lost(error)
 
 
 def cause_in_group(error: BaseException) -> WorkerFailed:

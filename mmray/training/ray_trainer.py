@@ -322,12 +322,10 @@ def run_group(
     Raises:
         ResourceError: The workers did not get their resources in time.
     """
-    coordinator = start_coordinator(set())
-    loop_config = arguments | {"coordinator": coordinator}
-    trainer = torch_trainer(loop, config, folder, demand, loop_config)
     wait = ResourceWait(demand, config.cluster.queue_timeout_s, log)
-    group = reserve(demand)
+    coordinator: Any = None  # it starts with the workers: a command that waits has only its driver
     num_received = 0
+    group = reserve(demand)
 
     def poll() -> None:
         nonlocal num_received
@@ -339,10 +337,14 @@ def run_group(
     try:
         while not is_reserved(group):
             wait.poll()
+        coordinator = start_coordinator(set())
+        loop_config = arguments | {"coordinator": coordinator}
+        trainer = torch_trainer(loop, config, folder, demand, loop_config)
         return run_in_thread(partial(trainer.fit_in, group), poll)
     finally:
         ray.util.remove_placement_group(group)
-        ray.kill(coordinator)
+        if coordinator is not None:
+            ray.kill(coordinator)
 
 
 class RankOutput(io.TextIOBase):

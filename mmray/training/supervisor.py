@@ -27,6 +27,7 @@ from mmray.errors import (
     UsageError,
 )
 from mmray.evaluation.build import best_metric
+from mmray.processes import ChildDied
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath
 from mmray.storage.requests import TransientStorageError
@@ -143,7 +144,7 @@ def decide_recovery(
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
     message = str(error).strip() or type(error).__name__
-    if failure.kind == "raised":
+    if failure.kind == "raised" and not isinstance(error, ChildDied):
         message = f"{type(error).__name__}: {message}"
     repeated = (
         before is not None
@@ -306,7 +307,7 @@ class Supervisor:
             start_step=start_step,
             progress=self.progress,
             retried_errors=self.backend.errors,
-            failed_resizes=self.failed_resizes,
+            failed_resizes=self.failed_resizes if world == self.resized_from else 0,
             should_stop=self.should_stop,
         )
         try:

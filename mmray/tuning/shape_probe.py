@@ -27,7 +27,7 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training import RunReporter
-from mmray.training.backend import WorkerFailed, select_cause
+from mmray.training.backend import WorkerFailed, is_process_lost, select_cause
 from mmray.training.driver import check_classes
 from mmray.training.local import check_gpus, resolve_on_this_machine
 from mmray.training.local_worker import configure_process
@@ -290,7 +290,7 @@ def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
     try:
         return child.result(on_message)
     except Exception as error:  # noqa: BLE001 - raised with its kind
-        raise select_cause([error]) from None
+        raise select_cause([error], is_process_lost) from None
     finally:
         child.kill()
 

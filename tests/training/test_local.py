@@ -206,6 +206,14 @@ def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
     ended = {-11: "SIGSEGV", None: "closed its connection"}.get(code, f"exited with code {code}")
     failed = backend.select_cause([ChildDied("worker", code)])
     assert failed.kind == kind and ended in str(failed.cause)
+    alone = backend.select_cause([ChildDied("worker", code)], backend.is_process_lost)
+    assert alone.kind == kind
+
+
+def test_broken_connection_of_a_single_worker_is_a_bug():
+    broken = BrokenPipeError("Broken pipe")
+    assert backend.select_cause([broken]).kind == "lost"
+    assert backend.select_cause([broken], backend.is_process_lost).kind == "raised"
 
 
 class KillingDataProcess(Stopping):
