@@ -235,6 +235,7 @@ def show_rows(
     console: ConsoleReporter,
     columns: dict[str, tuple[str, str]],
     shown: Callable[[dict[str, Any]], dict[str, Any]],
+    empty: str,
 ) -> None:
     """Print a list as a table, or as JSON if the file of --json is `-`.
 
@@ -246,6 +247,7 @@ def show_rows(
         console: Receives the table.
         columns: Title and format of each column, for `rows_table`.
         shown: Returns texts of a row that replace its values in the table.
+        empty: Printed if there are no rows.
     """
     if json_file == "-":
         console.print_raw(json.dumps({name: rows}, indent=2))
@@ -254,4 +256,4 @@ def show_rows(
     if rows:
         console.print(rows_table([row | shown(row) for row in rows], columns))
     else:
-        console.log(f"no {name}")
+        console.log(empty)

@@ -122,15 +122,18 @@ def parse_shares(text: str) -> list[float]:
         text: Such as `0,0.5,1`.
 
     Raises:
-        UsageError: A part is no number.
+        UsageError: A part is no number, or is given twice.
     """
     try:
-        return [float(part) for part in text.split(",")]
+        shares = [float(part) for part in text.split(",")]
     except ValueError:
+        shares = []
+    if not shares or len(set(shares)) < len(shares):
         raise UsageError(
-            f"--interpolate {text}: write factors from 0 (the start) to 1 (the end), such as "
-            "0,0.25,0.5,0.75,1"
-        ) from None
+            f"--interpolate {text}: write factors from 0 (the start) to 1 (the end), each once, "
+            "such as 0,0.25,0.5,0.75,1"
+        )
+    return shares
 
 
 def _evaluate_run(argv: Sequence[str], console: ConsoleReporter) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
 from tyro.conf import OmitArgPrefixes
 
 from mmray import api
 from mmray.cli.args import OutPath, SourcePath, parse_args
 from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter, shell_path
-from mmray.data.store.manifest import Manifest
-from mmray.data.store.prepared_set import PreparedSet
+
+if TYPE_CHECKING:
+    from mmray.data.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,14 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
 
 def _train_command(folder: str, manifest: Manifest) -> str:
     """Return the command that trains a recipe for the kind of rows of a set."""
+    # Here, because every command imports this module.
+    import numpy as np
+
+    from mmray.data.store.prepared_set import PreparedSet
+    from mmray.storage.paths import to_path
+
     command = f"--data.train {shell_path(folder)}"
-    (row,) = PreparedSet.open(folder).read_without_references(np.zeros(1, np.int64))
+    (row,) = PreparedSet(to_path(folder), manifest).read_without_references(np.zeros(1, np.int64))
     if row.messages:
         return f"mmray train vlm {command}"
     kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)

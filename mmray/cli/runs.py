@@ -54,7 +54,8 @@ def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
         "age": ("active", ">"),
     }
     rows = list_runs(to_path(command.folder))
-    show_rows(rows, "runs", command.json, console, columns, _texts)
+    empty = f"no runs in {command.folder}"
+    show_rows(rows, "runs", command.json, console, columns, _texts, empty)
     return 0
 
 

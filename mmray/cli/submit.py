@@ -115,7 +115,7 @@ def status(argv: Sequence[str], console: ConsoleReporter) -> int:
         "age": ("started", ">"),
         "command": ("command", ""),
     }
-    show_rows(rows, "jobs", command.json, console, columns, _texts)
+    show_rows(rows, "jobs", command.json, console, columns, _texts, "no jobs")
     return 0
 
 

@@ -137,7 +137,11 @@ def test_interpolated_weights_are_evaluated_on_named_sets(
             if "loss" not in name:  # of another global batch
                 assert each["metrics"][name] == pytest.approx(value, abs=1e-6)
     assert found[0]["metrics"] != found[2]["metrics"]
-    for shares, text in (("0,1.5", "must be between 0 (the start) and 1"), ("0,a", "such as 0,0.")):
+    for shares, text in (
+        ("0,1.5", "must be between 0 (the start) and 1"),
+        ("0,a", "such as 0,0."),
+        ("0,0.0", "each once"),
+    ):
         command = ["evaluate", str(folder), "--data", data, "--interpolate", shares]
         assert cli.run(command, ConsoleReporter()) == 2
         assert text in capsys.readouterr().err
