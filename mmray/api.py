@@ -1,4 +1,4 @@
-"""mmray from Python, for notebooks and scripts; the commands of these names call them.
+"""mmray from Python, for notebooks and scripts; most commands of these names call them.
 
 Each function takes a `reporter` that receives messages and progress. By default these are shown as
 on the command line: a live bar in a terminal and in Jupyter with ipywidgets, lines elsewhere. An

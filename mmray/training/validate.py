@@ -384,7 +384,7 @@ def objective_reasons(config: Config) -> list[str]:
     for term, (head, _, off) in HEADS.items():
         if term in model.objectives and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set {off}"
-            reasons.append(f"model.{head}: no objective trains it; {advice}")
+            reasons.append(f"the head of {term}: no objective trains it; {advice}")
     if getattr(model, "logit_bias", None) is not None and "sigmoid" not in terms:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"

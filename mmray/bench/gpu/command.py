@@ -187,7 +187,8 @@ def write_json(file: Path, value: Any) -> None:
         file: The file, which is replaced.
         value: JSON data; NaN and infinity are written as null.
     """
-    write_atomic(file, orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    write_atomic(file, orjson.dumps(value, option=options))
 
 
 def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:
