@@ -16,7 +16,6 @@ from mmray.config import Batch, Prepare, recipes, to_yaml
 from mmray.config.model_kinds import Clip
 from mmray.config.search_space import DEFAULT_SAMPLES, Range
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -64,7 +63,8 @@ def calls(monkeypatch, tmp_path):
     trained = make_run(tmp_path / "trained")
     outcome = SimpleNamespace(path=trained, already_done=True, result={"steps": 9})
     keep("training.driver.train", outcome)
-    keep("data.prepare.pipeline.prepare", Manifest(9, 9, 0, {}, {}, "ab", None, {}, {}, ()))
+    # The command reads a row of the set that it has prepared.
+    keep("data.prepare.pipeline.prepare", make_set(tmp_path / "out", [row(0)]).manifest)
     keep("training.evaluate_export.evaluate_run", [{"loss": 1.0}])
     keep("training.evaluate_export.export_run", tmp_path)
     return received
@@ -260,7 +260,6 @@ def test_command_tunes_what_the_function_tunes(sweeps, arguments, line):
 def test_functions_do_what_their_commands_do(calls, tmp_path):
     run = make_run(tmp_path / "run", evaluate={"limit": 7})
     out = str(tmp_path / "out")
-    make_set(out, [row(0)])  # the command reads a row of the set that it has prepared
     mmray.prepare(tmp_path / "a", out, holdout=0.1, columns=["image=url"], retry_quarantined=True)
     mmray.evaluate(
         run, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"]
