@@ -44,7 +44,9 @@ COLUMNS = (
     "messages",
     "conversations",
     "audio",
+    "audios",
     "video",
+    "videos",
     "t0_s",
     "t1_s",
 )

@@ -27,7 +27,8 @@ KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
-MEDIA_COLUMNS = ("audio", "video")  # of one medium each, by its kind
+MEDIA_KINDS = {"audio": ("audio", "audios"), "video": ("video", "videos")}  # columns by kind
+MEDIA_COLUMNS = (*MEDIA_KINDS["audio"], *MEDIA_KINDS["video"])
 SPAN_COLUMNS = ("t0_s", "t1_s")  # start and end of a text in seconds
 # Names of start and end in the segments of a text, as mmray and as Whisper write them.
 _SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
@@ -36,7 +37,13 @@ TEXT_COLUMNS = ("text", "texts")
 TEXT_COLUMN = "column of the text"  # name in a text {"text": ...}, of one of several columns
 MESSAGE_COLUMNS = ("messages", "conversations")
 # Columns of which a row has one.
-_KINDS = (("id", "key"), IMAGE_COLUMNS, ("text", "texts"), MESSAGE_COLUMNS)
+_KINDS = (
+    ("id", "key"),
+    IMAGE_COLUMNS,
+    *MEDIA_KINDS.values(),
+    ("text", "texts"),
+    MESSAGE_COLUMNS,
+)
 # The first characters of images in base64: JPEG, PNG, GIF, WebP, TIFF, BMP, and AVIF or JPEG 2000.
 _BASE64_IMAGES = ("/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkq", "TU0AK", "Qk", "AAAA")
 _MIN_BASE64_LENGTH = 64
@@ -117,8 +124,9 @@ def parse_row(
     Args:
         values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,
             `text` or `texts`, `label`, `split`, `language`, `boxes` ([x, y, width, height] in
-            pixels), `box_labels`, `messages` or `conversations`, `audio`, `video`, `t0_s` and
-            `t1_s` (seconds). None is the same as a missing column. A BadRow is raised.
+            pixels), `box_labels`, `messages` or `conversations`, `audio` or `audios`, `video` or
+            `videos`, `t0_s` and `t1_s` (seconds). None is the same as a missing column. A BadRow is
+            raised.
         location: Key of a row without one, such as `captions.jsonl:12`.
         hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
@@ -171,7 +179,8 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     texts: Sequence[Any] = [message_text(each) for each in messages if each["role"] == "assistant"]
     has_texts = not values.keys().isdisjoint(("text", "texts"))
     # Audio and video of one row are a pair without a text.
-    if has_texts or not (messages or set(MEDIA_COLUMNS) <= values.keys()):
+    has_pair = not any(values.keys().isdisjoint(names) for names in MEDIA_KINDS.values())
+    if has_texts or not (messages or has_pair):
         texts = _single_column(values, ("text", "texts"), "no-text")
     text_columns = [item.get(TEXT_COLUMN) for item in texts if isinstance(item, dict)]
     plain, spans = _split_spans(values, texts)
@@ -264,16 +273,16 @@ def _parse_conversation(
 
     Without messages, audio and video follow the images. Raises BadRow.
     """
-    kinds = [kind for kind in MEDIA_COLUMNS if kind in values]
+    kinds = [kind for kind, names in MEDIA_KINDS.items() if not values.keys().isdisjoint(names)]
     has_images = not values.keys().isdisjoint(IMAGE_COLUMNS)
     if values.keys().isdisjoint(MESSAGE_COLUMNS):
         images: tuple[Any, ...] = ()
         if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
-        media = [parse_image(values[kind], hosts, kind) for kind in kinds]
+        media = [_parse_only_medium(values, kind, hosts) for kind in kinds]
         return [], [parse_image(image, hosts) for image in images] + media
     in_columns = {"image": _as_items(_single_value(values, IMAGE_COLUMNS)) if has_images else ()}
-    in_columns |= {kind: _as_items(values[kind]) for kind in kinds}
+    in_columns |= {kind: _as_items(_single_value(values, MEDIA_KINDS[kind])) for kind in kinds}
     try:
         messages, in_parts = parse_messages(
             _single_value(values, MESSAGE_COLUMNS), tuple(in_columns)
@@ -291,7 +300,7 @@ def _parse_conversation(
     ]
     messages = insert_media(messages, unplaced)
     in_parts = [PartMedium(kind) for kind in unplaced] + in_parts
-    for kind in ("image", *MEDIA_COLUMNS):
+    for kind in ("image", *MEDIA_KINDS):
         num_places = in_parts.count(PartMedium(kind))
         num_given = len(in_columns.get(kind, ()))
         if num_places != num_given:
@@ -306,6 +315,18 @@ def _parse_conversation(
         parse_image(next(rest[kind]) if value is None else value, hosts, kind)
         for kind, value in in_parts
     ]
+
+
+def _parse_only_medium(values: dict[str, Any], kind: str, hosts: tuple[str, ...]) -> ImageRef:
+    """Return the audio or video of a row without messages. Raises BadRow if it has several."""
+    items = _single_column(values, MEDIA_KINDS[kind], f"no-{kind}")
+    if len(items) > 1:
+        raise BadRow(
+            "columns",
+            f"{kind}-count",
+            f"the row has {len(items)} of {kind}; a row without messages has at most one",
+        )
+    return parse_image(items[0], hosts, kind)
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

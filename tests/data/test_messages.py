@@ -172,7 +172,7 @@ def test_videos_and_audio_take_their_places() -> None:
     row = parse_row(
         {
             "images": ["a.png"],
-            "video": ["b.mp4", "c.mp4"],
+            "videos": ["b.mp4", "c.mp4"],
             "audio": "d.wav",
             "t0_s": 1,
             "t1_s": 2.5,
@@ -205,6 +205,21 @@ def test_videos_and_audio_take_their_places() -> None:
             {"video": "a.mp4", "messages": [messages[0] | {"content": "<video><video>"}, ANSWER]},
             "made:1",
         )
+
+
+def test_lists_of_videos_are_of_conversations() -> None:
+    messages = [{"role": "user", "content": "<video>What?"}, ANSWER]
+    with pytest.raises(BadRow, match=r"columns video-count: .* 1 places .* the row has 0"):
+        parse_row({"videos": [], "messages": messages}, "made:1")
+    with pytest.raises(BadRow, match="both video and videos: choose one"):
+        parse_row({"video": "a.mp4", "videos": ["b.mp4"], "messages": messages}, "made:1")
+    row = parse_row({"videos": ["a.mp4"], "audios": ["b.wav"]}, "made:1")
+    assert [(each.kind, each.name) for each in row.images] == [
+        ("audio", "b.wav"),
+        ("video", "a.mp4"),
+    ]
+    with pytest.raises(BadRow, match="columns video-count: the row has 2 of video"):
+        parse_row({"videos": ["a.mp4", "b.mp4"], "text": "two"}, "made:1")
 
 
 def test_boxes_need_one_image() -> None:

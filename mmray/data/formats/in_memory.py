@@ -118,7 +118,7 @@ def encode_row(
 def _encode_value(column: str, value: Any) -> Any:
     if value is None:
         return None
-    if column == "images" and not isinstance(value, (str, bytes)):
+    if column in ("images", "audios", "videos") and not isinstance(value, (str, bytes)):
         return [_encode_image(image) for image in value]
     if column in (*IMAGE_COLUMNS, *MEDIA_COLUMNS):
         return _encode_image(value)

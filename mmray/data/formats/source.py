@@ -24,6 +24,7 @@ from mmray.data.rows import (
     IMAGE_SIZE,
     KEPT_COLUMNS,
     MEDIA_COLUMNS,
+    MEDIA_KINDS,
     MESSAGE_COLUMNS,
     BadRow,
     is_valid_name,
@@ -367,7 +368,8 @@ def check_columns(
     advice = []
     missing = []
     has_pairs = all(
-        not set(source_columns(columns, column)).isdisjoint(names) for column in MEDIA_COLUMNS
+        any(not set(source_columns(columns, column)).isdisjoint(names) for column in of_kind)
+        for of_kind in MEDIA_KINDS.values()
     )
     # The images of a conversation may be in its parts.
     for kind, ours in (
