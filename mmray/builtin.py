@@ -57,7 +57,9 @@ KEEP_ALL = "all"
 
 
 def is_column_name(name: str) -> bool:
-    """Return whether a column of the source can have a name in `data.where`, which is Python."""
+    """Return whether a name can be used as a column in a condition such as `data.where`: it must be
+    a Python identifier and no keyword.
+    """
     return name.isidentifier() and not iskeyword(name)
 
 
@@ -67,8 +69,8 @@ class ModelKind(NamedTuple):
     Args:
         settings: Its `model` section, a subclass of `mmray.config.model:Model`. The class also
             names its branches and the objectives that train it.
-        model: Its torch module, see mmray/models/protocol.py. It is called with the section, the
-            vocabulary size, and the description of the architecture from a checkpoint (None: none).
+        model: Its torch module, which is called with the section, the vocabulary size, and the
+            description of the architecture from a checkpoint (None: none).
         hf_type: `model_type` of the models of transformers that it loads with `--weights`, or "".
     """
 

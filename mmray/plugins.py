@@ -42,7 +42,8 @@ def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
     Args:
         name: A key of the table such as `contrastive`, or a user's `package.module:Class`.
         setting: Name of the setting, such as `objective.kind`, for errors.
-        table: `module:Class` by built-in name, such as `mmray.builtin.OBJECTIVES`.
+        table: `module:Class` by built-in name, such as {"contrastive":
+            "mmray.objectives.contrastive:Contrastive"}.
 
     Returns:
         The class.

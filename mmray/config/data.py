@@ -105,7 +105,7 @@ class Mixture:
 
 
 class EvalSet(NamedTuple):
-    """A set to evaluate on, as `data.eval` names it.
+    """A set to evaluate on, one entry of the setting `data.eval`.
 
     Attributes:
         name: Prefix of its metrics; "" for the only set without a name.
@@ -197,7 +197,9 @@ def parse_captions(text: str) -> dict[str, float]:
 
 
 def format_eval_sets(sets: list[EvalSet]) -> str:
-    """Format sets as a value of `data.eval`, which `parse_eval_sets` reads."""
+    """Format sets as a value of the setting `data.eval`, such as `flickr=prepared/flickr,
+    in1k=prepared/in1k (zero_shot imagenet)`.
+    """
     terms = []
     for each in sets:
         task = " ".join(filter(None, (each.task, each.prompts)))
@@ -473,7 +475,9 @@ class Data(Section, settings_prefix="data"):
 
     @property
     def eval_sets(self) -> list[EvalSet]:
-        """The sets of `eval`; without a value one set without a name and address."""
+        """The sets of the setting `eval`. If it is None, one set with empty name and address, for
+        the split `eval_split` of the training set.
+        """
         return parse_eval_sets(self.eval or "")
 
     @property

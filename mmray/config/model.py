@@ -191,7 +191,9 @@ class Model(Section, settings_prefix="model"):
 
 
 class CustomModel(Model):
-    """A user-defined model class, constructed from this section and the vocabulary size."""
+    """Settings of a model class of your own, which is called with this section and the vocabulary
+    size.
+    """
 
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Settings passed to your class."
@@ -205,7 +207,7 @@ def model_section(kind: str) -> type[Model]:
         kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
 
     Raises:
-        UsageError: The kind is neither in KINDS nor `package.module:Class`, or was removed.
+        UsageError: The kind is unknown, or was removed.
     """
     if kind in REMOVED_KINDS:
         raise UsageError(REMOVED_KINDS[kind])
@@ -232,7 +234,7 @@ AnyModel = Annotated[SerializeAsAny[Model], BeforeValidator(_validate_model)]
 
 
 class Objective(Section, settings_prefix="objective"):
-    """Training objective."""
+    """Loss to train on: a built-in one, your own, or a weighted sum."""
 
     kind: str = Field(
         "contrastive",

@@ -81,7 +81,7 @@ def _pretrained_reasons(setting: str, weights: str) -> list[str]:
 
 
 class EmbeddingModel(Model):
-    """Base of models with an image and a text branch and one embedding space."""
+    """Base of the settings of models with an image and a text branch and one embedding space."""
 
     branches: ClassVar[tuple[str, ...]] = ("image", "text")
     shares_only_loss = True
@@ -92,7 +92,9 @@ class EmbeddingModel(Model):
 
 
 class ImageTower(VisionTransformer, settings_prefix="model.image"):
-    """Image tower; `width` is the channels of the first stage of a convnet, `depth` its stages."""
+    """Settings of the image tower; of a `convnet`, `width` is the channels of the first stage and
+    `depth` the number of stages.
+    """
 
     name: Literal[
         "convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"
@@ -109,8 +111,8 @@ class ImageTower(VisionTransformer, settings_prefix="model.image"):
 
 
 class TextTower(DropoutTransformer, settings_prefix="model.text"):
-    """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its
-    shape.
+    """Settings of the text tower: a transformer, or a pretrained one such as BERT, whose weights
+    define its shape.
     """
 
     weights: Weights = Field(
@@ -119,7 +121,7 @@ class TextTower(DropoutTransformer, settings_prefix="model.text"):
 
 
 class TowerModel(EmbeddingModel):
-    """Base of models with an image tower and a text tower."""
+    """Base of the settings of models with an image tower and a text tower."""
 
     image: ImageTower = ImageTower(width=48, depth=4)
     text: TextTower = TextTower()
@@ -182,11 +184,13 @@ class TowerModel(EmbeddingModel):
 
 
 class TwoTower(TowerModel):
-    """Dual encoder: image and text towers with one embedding space and a contrastive loss."""
+    """Settings of a dual encoder: image and text towers with one embedding space and a contrastive
+    loss.
+    """
 
 
 class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
-    """Cross-attention layers from text tokens to the features of other modalities."""
+    """Shape of the cross-attention layers from text tokens to the features of other modalities."""
 
 
 class PairModel(TowerModel):
@@ -236,7 +240,9 @@ class PairModel(TowerModel):
 
 
 class Fusion(PairModel):
-    """Dual encoder with cross-attention layers between text tokens and image features."""
+    """Settings of a dual encoder with cross-attention layers between text tokens and image
+    features.
+    """
 
     branches = ("image", "text", "cross")
     objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
@@ -277,7 +283,7 @@ class Fusion(PairModel):
 
 
 class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
-    """Transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
+    """Shape of the transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
 
     weights: Weights = Field(
         "none",
@@ -287,7 +293,9 @@ class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
 
 
 class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
-    """Transformer over the frames of a video clip, of the width of the image tower."""
+    """Settings of the transformer over the frames of a video clip; its width is that of the image
+    tower.
+    """
 
     depth: int = Field(1, ge=0, description="Number of layers; 0: the mean over the frames.")
     weights: Weights = Field(
@@ -298,7 +306,9 @@ class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
 
 
 class ClipInputs(Inputs):
-    """Clips of audio and video inside the span of a text, and its tokenization."""
+    """How clips are taken from the audio and video in the time span of a text, and how the text is
+    tokenized.
+    """
 
     clip_s: float = Field(
         10.0, gt=0, le=600, description="Longest clip in seconds; longer spans are cut at random."
@@ -315,8 +325,8 @@ class ClipInputs(Inputs):
 
 
 class Towers(PairModel):
-    """Branches for audio, video and text with one embedding space, and heads on cross-attention
-    between them; a row may lack any modality.
+    """Settings of a model with branches for audio, video and text, one embedding space, and heads
+    on cross-attention between them; a row may lack any modality.
     """
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "audio", "video")
@@ -371,15 +381,15 @@ class Towers(PairModel):
 
 
 class ClipImage(VisionTransformer, settings_prefix="model.image"):
-    """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
+    """Shape of the image encoder of CLIP or SigLIP, without pretrained weights; those define it."""
 
 
 class ClipText(Transformer, settings_prefix="model.text"):
-    """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
+    """Shape of the text encoder of CLIP or SigLIP, without pretrained weights; those define it."""
 
 
 class HfModel(Model):
-    """Base of models that are one class of transformers."""
+    """Base of the settings of models that are one class of transformers."""
 
     weights: Weights = Field(
         "none",
@@ -408,7 +418,7 @@ class HfModel(Model):
 
 
 class ClipFamily(HfModel, EmbeddingModel):
-    """Base of transformers' CLIP and SigLIP."""
+    """Base of the settings of transformers' CLIP and SigLIP."""
 
     image: ClipImage = ClipImage(width=768, depth=12, heads=12, patch=32)
     text: ClipText = ClipText(width=512, depth=12, heads=8)
@@ -424,7 +434,9 @@ class ClipFamily(HfModel, EmbeddingModel):
 
 
 class Clip(ClipFamily):
-    """transformers' CLIP: causal text encoder, features of the last token, softmax loss."""
+    """Settings of transformers' CLIP: causal text encoder, features of the last token, softmax
+    loss.
+    """
 
     embed_dim: EmbedDim = 512
     activation: Literal["quick_gelu", "gelu"] | None = Field(
@@ -435,7 +447,7 @@ class Clip(ClipFamily):
 
 
 class Siglip(ClipFamily):
-    """transformers' SigLIP: attention pooling, text padded to max_tokens, sigmoid loss."""
+    """Settings of transformers' SigLIP: attention pooling, padded text, sigmoid loss."""
 
     inputs: Inputs = Inputs(fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
     image: ClipImage = ClipImage(width=768, depth=12, heads=12)
@@ -466,7 +478,9 @@ class Siglip(ClipFamily):
 
 
 class VlmInputs(Section, settings_prefix="model.inputs"):
-    """Inputs of a vision-language model, which its own processor computes."""
+    """Limits of the inputs of a vision-language model, which its processor (of transformers)
+    computes.
+    """
 
     # Settings of other models that these do not have.
     language_token: ClassVar[str] = ""
@@ -502,8 +516,8 @@ class VlmInputs(Section, settings_prefix="model.inputs"):
 
 
 class Vlm(Model):
-    """Any supported vision-language model of transformers; the loss covers the assistant's
-    messages.
+    """Settings of any supported vision-language model of transformers; the loss covers the
+    assistant's messages.
     """
 
     branches = ("vision", "audio", "language")

@@ -45,7 +45,8 @@ OPENAI: Any = {
 
 
 def sample() -> Config:
-    """Small two-tower model with contrastive loss on the generated sample set.
+    """Return the recipe of a small two-tower model with contrastive loss on the generated sample
+    set.
 
     It has under a million parameters and trains on a laptop in about a minute.
     """
@@ -73,7 +74,8 @@ def sample() -> Config:
 
 
 def sample_vlm() -> Config:
-    """Small Qwen3-VL that answers questions about shapes, on generated conversations.
+    """Return the recipe of a small Qwen3-VL that answers questions about shapes, on generated
+    conversations.
 
     A conversation has 0 to 3 images. The model has 0.7 million parameters and trains on two cores
     in about a minute.
@@ -91,9 +93,10 @@ def sample_vlm() -> Config:
 
 
 def sample_av() -> Config:
-    """Small model of texts, audio and video on generated clips of moving shapes and tones.
+    """Return the recipe of a small model of texts, audio and video on generated clips of moving
+    shapes and tones.
 
-    It compares all pairs of the three, and trains on two cores in about two minutes.
+    Its losses compare each pair of the three. It trains on two cores in about two minutes.
     """
     return Config(
         recipe="sample-av",
@@ -125,7 +128,8 @@ def sample_av() -> Config:
 
 
 def resnet50_bert() -> Config:
-    """Two towers with contrastive (softmax) loss: ResNet-50 of torchvision and BERT-base.
+    """Return the recipe of two towers with contrastive (softmax) loss: ResNet-50 of torchvision and
+    BERT-base.
 
     Both start from pretrained weights, at 224 pixels. A good starting point for own data.
     """
@@ -148,7 +152,7 @@ def resnet50_bert() -> Config:
 
 
 def clip() -> Config:
-    """Fine-tune OpenAI's CLIP ViT-B/32 with contrastive (softmax) loss.
+    """Return the recipe that fine-tunes OpenAI's CLIP ViT-B/32 with contrastive (softmax) loss.
 
     `clip-scratch` trains it from random weights.
     """
@@ -167,7 +171,8 @@ def clip() -> Config:
 
 
 def clip_scratch() -> Config:
-    """Train CLIP ViT-B/32 from random weights with the settings of OpenAI and open_clip.
+    """Return the recipe that trains CLIP ViT-B/32 from random weights with the settings of OpenAI
+    and open_clip.
 
     The loss is contrastive (softmax). Images keep their original size (`prepare.image_side` 0),
     since training crops them at random.
@@ -188,7 +193,7 @@ def clip_scratch() -> Config:
 
 
 def siglip() -> Config:
-    """Fine-tune Google's SigLIP ViT-B/16 with its sigmoid loss.
+    """Return the recipe that fine-tunes Google's SigLIP ViT-B/16 with its sigmoid loss.
 
     To train from scratch: --model.weights none --optimizer.lr 1e-3.
     """
@@ -214,7 +219,7 @@ def siglip() -> Config:
 
 
 def fusion() -> Config:
-    """ResNet-50 and BERT-base with four cross-attention layers.
+    """Return the recipe of ResNet-50 and BERT-base with four cross-attention layers.
 
     The losses are contrastive, for retrieval, and matching of images and texts.
     """
@@ -239,7 +244,8 @@ def fusion() -> Config:
 
 
 def vlm() -> Config:
-    """Fine-tune Qwen2.5-VL (3B), or another `model.weights`, on conversations with images.
+    """Return the recipe that fine-tunes Qwen2.5-VL (3B), or another `model.weights`, on
+    conversations with images.
 
     The vision encoder is frozen. Each worker takes micro-batches of at most 8,192 tokens.
     """

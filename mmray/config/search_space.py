@@ -114,8 +114,7 @@ class Space:
 
         Returns:
             Value by setting of each combination, such as [{"batch.micro": 8, "optimizer.lr":
-            1e-05}, ...]. The last setting changes fastest. Only the first MAX_CORNERS (1000) are
-            returned.
+            1e-05}, ...]. The last setting changes fastest. At most the first 1000 are returned.
         """
         values = [
             (axis.low, axis.high) if isinstance(axis, Range) else axis

@@ -45,9 +45,8 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class HeartbeatState:
     """What a training process does now: the name of its state and a count of its progress.
 
-    A rank whose count does not grow for longer than the limit of its state
-    (`Cluster.state_limits_s`) is hung. Without a driver, as under torchrun, nothing reads the
-    state.
+    A rank whose count does not grow for longer than the limit of its state is hung, and the driver
+    restarts the workers. Without a driver, as under torchrun, nothing reads the state.
     """
 
     def __init__(self) -> None:

@@ -177,9 +177,9 @@ def probe_memory(
 class MemoryProbe:
     """Finds the largest micro-batch that fits into memory, by steps of training on synthetic rows.
 
-    Each rank searches on its own, without communication (FakeGroup), and all take the smallest
-    result. If a forward has collectives (FSDP), the ranks search together, because the unsharded
-    model need not fit on one device.
+    Each rank searches on its own, without communication, and all take the smallest result. If a
+    forward has collectives (FSDP), the ranks search together, because the unsharded model need not
+    fit on one device.
 
     Args:
         state: Model, objective, optimizer and group.

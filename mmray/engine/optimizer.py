@@ -408,7 +408,7 @@ class ExponentialMovingAverage:
     """EMA of the weights: average = decay x average + (1 - decay) x weights.
 
     It starts at the weights after the first step. Of a sharded model each rank averages its shard.
-    There is one set of buffers: those of the model.
+    Buffers, such as running statistics of BatchNorm, are not averaged.
 
     Args:
         model: The model, not wrapped; it may be sharded.

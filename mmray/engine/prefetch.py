@@ -324,10 +324,11 @@ def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iter
 
 
 class DeviceCopier:
-    """Copies a rank's rows of a step to the GPU on a side stream.
+    """Copies a rank's rows of a step to the GPU on a side stream: call it with a LocalBatch.
 
-    Pixels that are in pinned memory are copied at once from where they are. Other columns are
-    copied at once through pinned memory that is reused.
+    The call returns when the copy is queued, with the batch on the GPU and an event of its end.
+    Pixels in pinned memory are copied from there in one piece; other columns first to pinned memory
+    that is reused.
 
     Args:
         device: The GPU.

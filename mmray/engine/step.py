@@ -54,8 +54,9 @@ def optimizer_step(
     """Take one step: forward and backward of all micro-batches, then the update.
 
     Args:
-        state: Model, optimizer and group; the weights change.
-        batch: This rank's rows in micro-batches; every rank has equally many.
+        state: Model, objective, optimizer and group of this rank; the weights change.
+        batch: This rank's micro-batches of the step (tensors by column); every rank has equally
+            many.
         seed_of: Maps the index of a micro-batch to the seed of its random numbers.
         stop: Whether this rank requests the end of the run after this step.
 

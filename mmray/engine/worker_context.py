@@ -95,7 +95,7 @@ class DriverHandle:
 
 @dataclass
 class DataBoundHint:
-    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors the run needs.
+    """Callback that suggests how many decode actors the run needs, at most every 100 steps.
 
     Decode actors are the processes that read and decode rows. The hint appears if training waits
     for data.

@@ -34,7 +34,8 @@ def _is_plain(attention: Any) -> bool:
 class FusedAttention(nn.Module):
     """Self-attention with one matrix product for q, k and v.
 
-    It has the weights and settings of transformers' CLIPAttention or SiglipAttention.
+    It takes the place of transformers' CLIPAttention or SiglipAttention and has the same weights
+    and settings.
     """
 
     num_heads: int

@@ -36,7 +36,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
 
     Returns:
         A module whose forward takes a batch (dict of tensors) and returns outputs by name, such as
-        `image_embed` and `text_embed` (mmray/models/protocol.py).
+        `image_embed` and `text_embed` [B, D].
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.

@@ -47,7 +47,7 @@ class FrozenBase(NamedTuple):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The values that meta.json of a checkpoint has as `base`."""
+        """`weights` and `sha256` by these names, which meta.json of a checkpoint has as `base`."""
         return {"weights": self.weights, "sha256": self.sha256}
 
     def check(self, saved: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ class NormalizePixels(nn.Module):
     """Normalize pixels uint8 [B, 3, S, S] to the dtype in which the first layer computes.
 
     That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
-    that of the weights. With `train.compile` it is one kernel (engine/parallel/transforms.py).
+    in the dtype of the weights.
 
     Args:
         mean: Mean of each of the three channels, for pixels in 0..1.

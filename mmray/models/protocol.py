@@ -35,7 +35,7 @@ class HeadScores(NamedTuple):
 
 
 class Model(Protocol):
-    """Methods that training and evaluation call."""
+    """Interface of a model: a torch module whose methods training and evaluation call."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs that the objective reads.

@@ -139,8 +139,8 @@ class LabelTexts(nn.Module):
         """Tokenize the label names.
 
         Args:
-            encoder: A TextEncoder (mmray/data/text/tokenizer.py); its `encode(texts)` returns ids
-                int32 [C, T] and numbers of tokens int32 [C].
+            encoder: The tokenizer; its `encode(texts)` returns ids int32 [C, T] and numbers of
+                tokens int32 [C].
         """
         ids, num_tokens = encoder.encode(list(self._names))
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])

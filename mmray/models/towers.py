@@ -82,7 +82,9 @@ class VideoBranch(MediaBranch):
             lengths: Frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            As MediaBranch returns.
+            L2-normalized embeddings [B, D]; arbitrary for a row without video. Built
+            `with_features` also before them the features [B, T, W], and a mask int64 [B, T], 0 for
+            padding.
         """
         pixels = self.pixels(media.flatten(0, 1)).unflatten(0, media.shape[:2])
         return super().forward(pixels, lengths)
@@ -144,9 +146,10 @@ class Towers(PairHeads, nn.Module):
 
         Returns:
             `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized, 0 for a missing
-            modality; and the scalar `logit_scale`. With heads also those of
-            `PairHeads.head_outputs`, and `media_embed_sum` [B, D], the sum of the embeddings of
-            audio and video.
+            modality; and the scalar `logit_scale`. With heads also `media_embed_sum` [B, D], the
+            sum of the embeddings of audio and video; `class_logits` [B, C] with a classification
+            head; and with a matching head and negatives `match` and `match_negative` [B], the
+            logits that a row matches its own and its negative text.
         """
         encoded = self._encode(batch)
         outputs: dict[str, Tensor] = {}
@@ -209,7 +212,8 @@ class Towers(PairHeads, nn.Module):
         """Return the features of texts with their audio and video, which the heads read.
 
         Args:
-            batch: As of `forward`; each row has a text.
+            batch: The columns that `forward` reads, such as `input_ids` int64 [B, T], `audio` int16
+                [B, N] and `num_samples` int64 [B]; each row has a text.
 
         Returns:
             Features [B, W], where W is the width of the cross-attention.

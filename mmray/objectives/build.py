@@ -37,8 +37,9 @@ def build(config: ObjectiveConfig) -> Any:
             as `contrastive + 0.5 * matching`.
 
     Returns:
-        An object with the members of `Objective` (mmray/objectives/protocol.py); for a sum, or a
-        weight other than 1, a WeightedSum.
+        An object with `count(batch)` and `compute_loss(outputs, batch, gathered)`, which return the
+        denominator of the loss and its sum. For a sum, or a weight other than 1, it is a
+        WeightedSum.
 
     Raises:
         UsageError: A class cannot be imported, or it lacks `gathered_outputs`,
@@ -82,8 +83,9 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
 class WeightedSum:
     """A sum of objectives such as `contrastive + 0.5 * matching`.
 
-    It is computed in two `objective_parts`: the sum of its global and the sum of its local losses.
-    In a sum of K losses of one kind, loss sums and counts are vectors [K].
+    A step computes it in two parts, `objective_parts`: the sum of the losses over pairs of rows of
+    all ranks, and the sum of the losses that are sums over rows. Methods return vectors [K] with an
+    element for each of K objectives, because each loss has its own denominator.
 
     Args:
         terms: The K objectives with their names and weights.

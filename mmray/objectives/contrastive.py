@@ -32,7 +32,7 @@ class Contrastive(RowLoss):
         """Return the rows that count, bool [B].
 
         Args:
-            outputs: The two embeddings of B rows.
+            outputs: The two embeddings [B, D] by name, such as `image_embed` and `text_embed`.
             valid: Valid rows, bool [B].
         """
         return valid
@@ -97,8 +97,8 @@ class Contrastive(RowLoss):
 
 
 class PairContrastive(Contrastive):
-    """`Contrastive` of two modalities, either of which a row may lack (Girdhar et al. 2023,
-    ImageBind, arXiv:2305.05665, equation 1).
+    """InfoNCE between two modalities, in both directions, either of which a row may lack (Girdhar
+    et al. 2023, ImageBind, arXiv:2305.05665, equation 1).
 
     The embedding of a missing modality is 0. Rows that lack one of the two neither count nor serve
     as negatives.
@@ -108,7 +108,8 @@ class PairContrastive(Contrastive):
         """Return the rows with both modalities, bool [B].
 
         Args:
-            outputs: The two embeddings of B rows.
+            outputs: The two embeddings [B, D] by name, such as `audio_embed` and `text_embed`; 0
+                for a missing modality.
             valid: Valid rows, bool [B].
         """
         first, second = (outputs[name].detach().any(dim=1) for name in self.gathered_outputs)
@@ -126,19 +127,33 @@ class PairContrastive(Contrastive):
 
 
 class AudioText(PairContrastive):
-    """`PairContrastive` of audio and texts."""
+    """InfoNCE between audio and texts, in both directions; rows that lack one of them do not count.
+
+    Outputs: `audio_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
+    `logit_scale`.
+    """
 
     gathered_outputs = ("audio_embed", "text_embed")
 
 
 class VideoText(PairContrastive):
-    """`PairContrastive` of videos and texts."""
+    """InfoNCE between videos and texts, in both directions; rows that lack one of them do not
+    count.
+
+    Outputs: `video_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
+    `logit_scale`.
+    """
 
     gathered_outputs = ("video_embed", "text_embed")
 
 
 class AudioVideo(PairContrastive):
-    """`PairContrastive` of audio and videos."""
+    """InfoNCE between audio and videos, in both directions; rows that lack one of them do not
+    count.
+
+    Outputs: `audio_embed`, `video_embed` [B, D], L2-normalized, 0 if missing, and the scalar
+    `logit_scale`.
+    """
 
     gathered_outputs = ("audio_embed", "video_embed")
 

@@ -12,8 +12,8 @@ from mmray.objectives.protocol import Batch, LossSums, Outputs
 class LanguageModelling:
     """Cross-entropy of the next token, divided by the number of targets in the global batch.
 
-    The model computes it, so that the logits of all positions are never in memory
-    (models/vlm/loss.py).
+    The model computes it in its forward, so that the logits of all positions are never in memory.
+    Outputs: the scalars `loss_sum` and `num_correct`.
     """
 
     gathered_outputs: tuple[str, ...] = ()

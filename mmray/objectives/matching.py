@@ -96,7 +96,8 @@ class Matching(RowLoss):
 
 
 class ClipMatching(Matching):
-    """`Matching` of texts with audio and video, of which a row may lack some.
+    """Matching of texts with audio and video, of which a row may lack some, against in-batch hard
+    negative texts.
 
     Similarities are those of the text with the sum of the embeddings of audio and video, the output
     `media_embed_sum` [B, D]. Rows without text, or with neither audio nor video, do not count.

@@ -27,13 +27,17 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 class Objective(Protocol):
-    """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the
-    `objective` section.
+    """Interface of a loss, as sums and counts, which micro-batches and ranks add up.
 
-    `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum
-    over rows. A global loss reads only these, its scalar outputs, and the one-dimensional tensors
-    of the batch (in evaluation only `valid` and `label`). `scalar_output_names`: outputs that
-    belong to the step and not to a row, such as the temperature.
+    For `objective.kind: package.module:Class` your class is called with the `objective` section.
+
+    Attributes:
+        gathered_outputs: Names of the outputs [B, ...] that the loss needs of all ranks at once;
+            empty for a sum over rows. A loss with such outputs reads only these, its scalar
+            outputs, and the one-dimensional tensors of the batch (in evaluation only `valid` and
+            `label`).
+        scalar_output_names: Names of the outputs that belong to the step and not to a row, such as
+            the temperature.
     """
 
     gathered_outputs: tuple[str, ...]
@@ -90,7 +94,8 @@ class RowLoss:
         """Return the number of rows that count, an int64 scalar: the denominator of the loss.
 
         Args:
-            batch: The columns that `counted_rows` reads.
+            batch: `valid` bool [B], False for padding and unreadable rows, and the other columns
+                that the loss needs to decide which rows count, such as `has_text` bool [B].
         """
         return self.counted_rows(batch).sum()
 
@@ -197,18 +202,19 @@ class ObjectiveParts:
 
     @cached_property
     def mining_loss(self) -> HardNegativeMining | None:
-        """The loss that is a sum over rows, if it needs hard negatives from all ranks; otherwise
-        None.
+        """The local loss if it needs hard negatives, which its `sample_hard_negatives` chooses from
+        the rows of all ranks; otherwise None.
         """
         local = self.local_loss
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
     @cached_property
     def pairwise_loss(self) -> PairwiseLoss | None:
-        """The loss over rows of all ranks if its pairs can be scored in chunks, otherwise None.
+        """The global loss if it is a sum over pairs of rows, such as the sigmoid loss; otherwise
+        None.
 
-        A chunk has some of the gathered rows. It is None with hard negatives, which need all
-        embeddings at once.
+        The pairs of such a loss can be scored in chunks of the gathered rows, which bounds memory.
+        None also if hard negatives are sampled, because that needs all embeddings at once.
         """
         return (
             self.global_loss

@@ -41,7 +41,8 @@ class Meter:
         precision: Precision of training, which determines the peak FLOP/s of a GPU.
         devices: Number of devices of a worker.
         compiles: Whether the model has compiled blocks, whose number of graphs is then a metric.
-        token_counts: Sums of TokenCounts (engine/prefetch.py) over the steps, float64 [6].
+        token_counts: Numbers of real and padded caption tokens, real and padded samples of audio,
+            real and padded frames of video, summed over the steps, float64 [6].
         flops_of_row: Floating point operations of a forward and a backward of one row, counted in
             the first step; None before.
     """
@@ -99,8 +100,9 @@ def reduce_over_ranks(
         local: Metrics of this rank, numbers by name; every rank has the same names.
 
     Returns:
-        The sums over ranks, in order, and the metrics: the maximum over ranks if the name starts
-        with one of MAXIMA, such as `memory/`, otherwise the mean.
+        The sums over ranks, in order, and the metrics: of memory, compilation and the slowest steps
+        (such as `memory/peak_gib` and `time/step_p95_s`) the maximum over ranks, of all others the
+        mean.
     """
     values = torch.tensor(
         [float(value) for value in local.values()], dtype=torch.float64, device=group.device
@@ -119,7 +121,8 @@ def padding_fractions(token_counts: list[float]) -> Metrics:
     """Return the fractions of caption tokens, samples and frames that are padding.
 
     Args:
-        token_counts: Sums of TokenCounts (engine/prefetch.py) over rows.
+        token_counts: Six sums over rows, where padded means including padding: real and padded
+            caption tokens, real and padded samples of audio, real and padded frames of video.
 
     Returns:
         `batch/padding` of captions, `batch/padding_audio` and `batch/padding_video`, each 0 to 1.

@@ -111,8 +111,8 @@ def unsupported_layer(branch: nn.Module) -> str:
 
 
 class BranchGraphs:
-    """The call of a branch: eager at first, and from the third call with the same shapes of inputs
-    on as CUDA graphs.
+    """Runs a branch of the model, such as its image encoder: eagerly at first, and from the third
+    call with the same shapes of inputs on as CUDA graphs.
 
     Args:
         name: Name of the branch, for messages.
@@ -216,7 +216,8 @@ class PendingBackward:
 
 
 class BranchGraph:
-    """Graphs of a branch for one shape of its inputs, and the tensors that they read and write.
+    """CUDA graphs of a branch (a part of the model) for one shape of its inputs, and the tensors
+    that they read and write.
 
     Args:
         call: The branch in eager or compiled code.

@@ -72,7 +72,7 @@ class LogMel(nn.Module):
         self.register_buffer("filters", filters.float(), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
-        """Return the spectrogram [B, 64, T] of samples int16 [B, N]; T is N // hop + 1."""
+        """Return the spectrogram [B, 64, T] of samples int16 [B, N], one frame each 10 ms."""
         # Half precision has too few bits for the power of a spectrum.
         with torch.autocast(audio.device.type, enabled=False):
             samples = audio.to(self.window.dtype) / 32768
@@ -80,7 +80,12 @@ class LogMel(nn.Module):
             return (mels.clamp(min=MIN_POWER).log10() + 2) / 2
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Return how many frames are about audio, int64 [B], for numbers of samples int64 [B]."""
+        """Return how many frames of each row's spectrogram have audio and not only padding, int64
+        [B].
+
+        Args:
+            num_samples: Number of samples of each row without padding, int64 [B].
+        """
         return (num_samples + self.hop - 1) // self.hop
 
 

@@ -140,11 +140,13 @@ class PairHeads:
         """Return the outputs of the heads.
 
         Args:
-            features: Features of the modalities other than text, as of `CrossEncoder`.
+            features: Features of each position of the other modalities [B, N, width], by name, such
+                as `image`.
             text_features: Features of each token of the texts [B, T, W].
             batch: `attention_mask` int64 [B, T]. Optional: `negative_ids` and `negative_mask` int64
                 [B, T], texts that do not match.
-            masks: As of `CrossEncoder`.
+            masks: int64 [B, N] of each modality by name, 0 for padding and for rows that lack it;
+                None: no row lacks any.
 
         Returns:
             With a classification head `class_logits` [B, C]. With a matching head and negatives

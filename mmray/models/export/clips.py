@@ -28,7 +28,7 @@ class ClipEmbedder(Embedder):
     """Embeds texts, audio, video and images in one space; the dot product of two embeddings is
     their similarity.
 
-    Its arguments are those of Embedder.
+    `mmray.load` returns one for an export of the kind `towers`.
     """
 
     def embed_audio(

@@ -88,7 +88,7 @@ def export(
         tokenizer_json: Its tokenizer, the text of a tokenizer.json.
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
         adapters_only: Write the adapters and the fully trained layers as peft does, without the
-            weights that the run started with; for a model with `hf_names`.
+            weights that the run started with; for a model of transformers' CLIP or SigLIP.
 
     Returns:
         The folder.
@@ -131,8 +131,8 @@ def replace_export(out: AnyPath) -> Iterator[Path]:
     An earlier export at this path is complete until the block has ended.
 
     Args:
-        out: Folder of the export, on a disk or an object store. The block must write config.json
-            with EXPORT_MARKER.
+        out: Folder of the export, on a disk or an object store. The block must write a config.json
+            with the key `mmray`, which marks the folder as an export.
 
     Raises:
         UsageError: The folder contains something else, or is not writable.
@@ -217,7 +217,12 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
 
 
 def hf_name(model: Any, name: str) -> str:
-    """Return the name in transformers of a weight of a model with `hf_names`."""
+    """Return the name that a weight of a model has in transformers.
+
+    Args:
+        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+        name: Name of the weight in the model.
+    """
     return _rename(name, model.hf_names)
 
 

@@ -38,8 +38,8 @@ def packed_attention(
     """Attention within each row of a packed sequence; causal unless `is_causal` is False.
 
     transformers calls it for each attention layer of the language model if `_attn_implementation`
-    is PACKED_ATTENTION, and of the vision encoders of Qwen with PACKED_VISION_ATTENTION, whose rows
-    are images.
+    is `mmray_packed`, and for each of the vision encoders of Qwen (`mmray_flash`), whose rows are
+    images.
 
     Args:
         module: The attention layer; not used.

@@ -48,7 +48,7 @@ OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index")
 
 
 class Vlm(nn.Module):
-    """A model of transformers' AutoModelForMultimodalLM.
+    """A vision-language model of transformers (AutoModelForMultimodalLM) with its next-token loss.
 
     Args:
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
