@@ -320,6 +320,8 @@ def _parse_conversation(
 def _parse_only_medium(values: dict[str, Any], kind: str, hosts: tuple[str, ...]) -> ImageRef:
     """Return the audio or video of a row without messages. Raises BadRow if it has several."""
     items = _single_column(values, MEDIA_KINDS[kind], f"no-{kind}")
+    if isinstance(items[0], (int, float, list)):  # samples or frames, which are refused
+        return parse_image(list(items), hosts, kind)
     if len(items) > 1:
         raise BadRow(
             "columns",
