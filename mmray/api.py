@@ -125,8 +125,9 @@ def prepare(
     """Validate, deduplicate and pack a source into a prepared set; resumes an interrupted one.
 
     Args:
-        source: file or folder, in a format of mmray/data/formats/README.md, or its address; or rows
-            in memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
+        source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
+            COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset; or
+            rows in memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
             DatasetDict, or an iterable of dicts. Until the set is complete, rows are stored as
             Parquet files in the folder OUT.rows.
         out: folder of the set.
@@ -183,7 +184,8 @@ def check_source(
     """Show how `prepare` understands a source, and check its first 100 rows; nothing is written.
 
     Args:
-        source: file or folder, in a format of mmray/data/formats/README.md, or its address.
+        source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
+            COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset.
         reporter: receives messages; None: they are shown.
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
 

@@ -56,8 +56,8 @@ class ExtraColumns(Protocol):
             index: Index of the row in the block, below R.
             row: The stored row: its key, images, texts and boxes.
             image_size: (width, height) of its upright image in pixels, before it was transformed.
-            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS] in [0, 1), the same
-                as for its pixels; None: no augmentation.
+            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1), the
+                same as for its pixels; None: no augmentation.
         """
         ...
 

@@ -36,7 +36,7 @@ _MEDIA_FIELDS = (*_KINDS, "url", "path")
 
 
 class PartMedium(NamedTuple):
-    """The medium of a content part.
+    """The image, video or audio of a content part of a message.
 
     Args:
         kind: `image`, `video` or `audio`.

@@ -341,8 +341,8 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
         columns: Column of the source by mmray's column name, such as {"text": "title"}.
 
     Returns:
-        The same values by mmray's names. Columns without an entry keep their name. The texts of
-        several columns are a list of {"text", TEXT_COLUMN}.
+        The same values by mmray's names. Columns without an entry keep their name. If several
+        columns have texts, `texts` is a list of dicts with the text and the name of its column.
     """
     if not columns:
         return values

@@ -52,7 +52,7 @@ def source_class(name: str) -> type[Source]:
     """Return the class that reads a source format, a subclass of Source.
 
     Args:
-        name: A key of FORMATS, such as `parquet`, or a user's `package.module:Class`.
+        name: Name of a format, such as `parquet`, or a user's `package.module:Class`.
 
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.

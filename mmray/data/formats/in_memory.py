@@ -57,9 +57,10 @@ def store_rows(
     Equal rows are stored once: the folder is named after the content of its files.
 
     Args:
-        dataset: Rows as in the table of mmray/data/formats/README.md. An image may also be a PIL
-            image, an array of uint8 [H, W] or [H, W, C], or a path, relative to the working
-            directory.
+        dataset: A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
+            DatasetDict, or an iterable of dicts, with columns such as `image` and `text`. An image
+            may also be a PIL image, an array of uint8 [H, W] or [H, W, C], or a path, relative to
+            the working directory.
         folder: Parent folder, or its address, that all nodes can write.
         columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
         keep: Other columns to store, `prepare.keep`.

@@ -90,8 +90,8 @@ class RawRow(NamedTuple):
 class Source(ABC):
     """Rows of one source format, such as CSV; cheap to construct in each task.
 
-    A subclass implements `scan`, `records` and `parse`, and sets the class attributes; the table
-    FORMATS of mmray/builtin.py has a name for each.
+    A subclass implements `scan`, `records` and `parse`, and sets the class attributes; a user's own
+    subclass is named as `--format package.module:Class`.
 
     `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ... (`class_names`),
     if known. For listed files it also sets `split_rows`, the number of rows by the split that the
@@ -163,8 +163,8 @@ class Source(ABC):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether a folder has this format, given that no format before it in FORMATS
-        matches.
+        """Return whether a folder has this format. Formats are tried in a fixed order, and the
+        first that matches is used.
 
         Args:
             names: Visible files of the folder, as relative paths.

@@ -47,13 +47,18 @@ CP1252_HINT = "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FIL
 
 
 class LineReader(Iterator[bytes]):
-    """Iterates the lines of a file, without the byte order mark; counts bytes and lines, and hashes
-    them.
+    """Iterates the lines of a file as bytes, without the byte order mark; counts bytes and lines,
+    and hashes them.
 
     Args:
         file: Binary file that can seek.
         start: Byte of the first line.
         stop: Byte after the last line.
+
+    Attributes:
+        offset: Position in the file after the last line that was returned, in bytes.
+        num_lines: Number of complete lines so far.
+        digest: SHA-256 (hashlib) of the bytes so far.
     """
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:

@@ -29,7 +29,7 @@ NO_LABEL = -1  # label of a row or a box without one
 
 
 class BoxColumns:
-    """Boxes of a row's image on the model's square, padded to a fixed number (data/columns.py).
+    """Boxes of a row's image on the model's square, padded to a fixed number.
 
     A block has boxes float32 [R, M, 4] in fractions of the square, box_labels int64 [R, M] and
     num_boxes int32 [R]. A batch has boxes [B, N, 4], box_labels [B, N] and box_mask bool [B, N]
@@ -81,8 +81,8 @@ class BoxColumns:
             row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
                 `box_labels` are class numbers or None.
             image_size: (width, height) of its upright image in pixels, before it was transformed.
-            uniforms: Random numbers of the augmentation, float64 [NUM_UNIFORMS] in [0, 1), the same
-                as for the pixels; None: no augmentation.
+            uniforms: Random numbers of the augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1), the
+                same as for the pixels; None: no augmentation.
         """
         if not row.boxes:
             return
@@ -143,7 +143,7 @@ def to_model_coords(
         size: (width, height) of the image in pixels.
         inputs: The `model.inputs` section, with `fit` and `image_side`.
         augment: The `augment` section, whose crop and flip are applied; None for none.
-        uniforms: Its random numbers, float64 [NUM_UNIFORMS] in [0, 1); None: no augmentation.
+        uniforms: Its random numbers, float64 [NUM_UNIFORMS (49)] in [0, 1); None: no augmentation.
 
     Returns:
         Boxes float64 [N, 4] in the same format. Parts outside the square are below 0 or above 1.

@@ -61,8 +61,8 @@ def transform(
         rgb: Pixels uint8 [H, W, 3].
         inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
         augment: The `augment` section: random crop, flip and color jitter; None for none.
-        uniforms: Random numbers that determine crop, flip and colors, float64 [NUM_UNIFORMS] in [0,
-            1), a pure function of seed, row and epoch in training; None: no augmentation.
+        uniforms: Random numbers that determine crop, flip and colors, float64 [NUM_UNIFORMS (49)]
+            in [0, 1), a pure function of seed, row and epoch in training; None: no augmentation.
 
     Returns:
         Contiguous pixels uint8 [3, side, side], not normalized.

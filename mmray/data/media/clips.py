@@ -160,6 +160,11 @@ class ClipColumns:
 
         Args:
             num_rows: Number of rows, R.
+
+        Returns:
+            Arrays of zeros by name: `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio`
+            int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R], without those of a
+            modality that the model does not take.
         """
         columns = {"has_text": np.zeros(num_rows, bool)}
         side = self.inputs.image_side
@@ -183,12 +188,13 @@ class ClipColumns:
         """Decode the clip of one row into the columns of several rows (a block).
 
         Args:
-            columns: Those of `empty`; changed in place at `index`.
+            columns: A block of R rows, arrays [R, ...] such as `video` uint8 [R, F, 3, S, S] and
+                `num_frames` int32 [R]; changed in place at `index`.
             index: Index of the row in the block.
             row: The stored row with at most one text, and its span.
             image_size: Not used.
-            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS] in [0, 1); None: the middle of the
-                span, and no augmentation.
+            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS (51)] in [0, 1); None: the middle of
+                the span, and no augmentation.
 
         Raises:
             BadImage: The row has several media of a kind, or one cannot be decoded.
@@ -244,7 +250,8 @@ class ClipColumns:
         """Return the columns of a batch, trimmed to the longest clip.
 
         Args:
-            rows: Columns of a block for the rows of the batch.
+            rows: Columns of a block (several rows read together) for the rows of the batch: arrays
+                [B, ...] such as `video` and `num_frames`.
 
         Returns:
             `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] and
@@ -266,7 +273,11 @@ class ClipColumns:
         """Return columns of random clips of the maximum length, for runs without data.
 
         Args:
-            num_rows: Number of rows.
+            num_rows: Number of rows, R.
+
+        Returns:
+            Arrays [R, ...] by name, such as `video` uint8 [R, F, 3, S, S] and `num_frames` int32
+            [R].
         """
         columns = self.empty(num_rows)
         draw = np.random.default_rng(0)

@@ -96,6 +96,9 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
         kind: `audio` or `video`.
         max_pixels: Maximum width x height of a frame.
 
+    Returns:
+        Start and duration in seconds, rate, channels, and width and height of upright frames.
+
     Raises:
         BadMedia: The header cannot be read, there is no stream of this kind, or it exceeds a limit.
     """
@@ -112,7 +115,8 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
         max_pixels: Maximum width x height of a frame.
 
     Returns:
-        The header with the measured start and duration.
+        Measured start and duration in seconds, and from the header rate, channels, and width and
+        height of upright frames.
 
     Raises:
         BadMedia: With reason `empty`, `format`, `no-audio`, `no-video`, `too-large`, `too-long`,

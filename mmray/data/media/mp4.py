@@ -11,7 +11,7 @@ _COUNT_AT = {b"stsz": 8, b"stz2": 8, b"trun": 4}
 
 
 def header_problem(data: bytes) -> str:
-    """Return why the header of an MP4 is not read by FFmpeg; empty if it is.
+    """Return why an MP4 must not be given to FFmpeg, according to its header; empty if it may.
 
     It states more samples, in all tracks and fragments, than the file has bytes: FFmpeg allocates
     some 40 bytes for each. Or it is compressed, as QuickTime could write it.

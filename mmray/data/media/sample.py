@@ -35,13 +35,14 @@ LOWEST_HZ = 300
 
 
 class Scene(NamedTuple):
-    """A shape and its sound.
+    """One scene of the generated sample clips: a moving shape and its sound.
 
     Attributes:
-        shape: One of SHAPES; the number of beeps.
-        color: One of COLORS; the pitch.
-        movement: One of MOVEMENTS; the change of the pitch or the volume.
-        background: One of BACKGROUNDS; a pure or a harsh tone.
+        shape: Name of the shape, such as `circle`; it determines the number of beeps.
+        color: Name of its color, such as `red`; it determines the pitch.
+        movement: `up`, `down`, `left`, `right` or `still`; it determines how pitch or volume
+            change.
+        background: `white` (a pure tone) or `black` (a harsh tone).
         start_s: Start in the recording in seconds.
         end_s: End in seconds.
     """

@@ -168,8 +168,8 @@ class DedupResult:
     Attributes:
         duplicate_of: Number of the kept row that each row repeats, int32 [N] (int64 above 2^31
             rows); -1: not a duplicate.
-        reason: uint8 [N], index in REASONS: why it is a duplicate, such as an equal key; 0: it is
-            none.
+        reason: uint8 [N], why it is a duplicate: 1 (same key), 2 (same images, or same images and
+            captions, by the rule), 3 (same captions); 0: it is none.
         num_same_text: Number of kept rows that have the captions of an earlier row.
         contaminated: Sentence for quarantine.jsonl by number of the contaminated row.
     """

@@ -69,7 +69,7 @@ class ContaminatedRow(NamedTuple):
         match: Number of the other row in that set.
         match_key: Its key.
         match_image: Number of the image in the other row.
-        hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT: the
+        hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT (-1): the
             images have the same bytes.
     """
 
@@ -321,7 +321,8 @@ def nearest(
     pages cost as much as one.
 
     Args:
-        queries: N records of IMAGE_HASH_DTYPE (digest and perceptual hash of an image).
+        queries: N records of IMAGE_HASH_DTYPE, a structured dtype: `sha256`, `phash` and `colors`
+            of an image (its digest, perceptual hash and mean colors), and its row.
         references: Such records to search in.
         max_distance: Maximum Hamming distance in bits.
 

@@ -25,7 +25,8 @@ class KeptColumns:
         has_types: Whether the values of the source have types; the fields of a CSV are texts.
 
     Attributes:
-        types: Type of each column, a name of row_columns.TYPES; None: all values are missing.
+        types: Type of each column by its name: `bool`, `int64`, `double` or `string`; None: all
+            values are missing.
     """
 
     def __init__(self, has_types: bool) -> None:

@@ -277,9 +277,9 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
     Returns:
         `job` (digest of the settings), `class_names`, `chunk` (fields of the SourceChunk), `shards`
-        (their manifest entries), `rows` (a list of values for each of RECORD_COLUMNS), `columns`
-        (types of the kept columns), `bad_rows` and `files` (name, size and time of the image
-        files). None if the record is missing or unreadable.
+        (their manifest entries), `rows` (for each column, such as `key` and `shard`, the list of
+        its values), `columns` (types of the kept columns), `bad_rows` and `files` (name, size and
+        time of the image files). None if the record is missing or unreadable.
     """
     try:
         record: dict[str, Any] = orjson.loads((out / name).read_bytes())

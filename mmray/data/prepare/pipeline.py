@@ -252,9 +252,14 @@ def _with_shard_size(settings: Prepare, out: AnyPath, before: Manifest | None = 
 
 
 def create_folders(out: AnyPath) -> None:
-    """Create the folders of a prepared set.
+    """Create the folder of a prepared set, and in it those of its shards and of the records of
+    finished parts.
 
-    Raises UsageError if it is not writable, or has other files.
+    Args:
+        out: Folder of the set; it may have an interrupted or a complete set.
+
+    Raises:
+        UsageError: It is not writable, or has other files.
     """
     try:
         names = set(list_names(out)) - {lease.FOLDER}

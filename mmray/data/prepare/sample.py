@@ -91,7 +91,7 @@ class Scene(NamedTuple):
     """What an image of the sample data shows.
 
     Attributes:
-        shape: One of SHAPES, such as `star`.
+        shape: Name of the shape, such as `star`.
         color: Name of its color.
         size: `small` or `large`.
         where: Position of a single shape, or a word for the number of shapes, such as `three`.
@@ -254,7 +254,7 @@ def draw_shape(
 
     Args:
         pen: Drawing context of the image, which is changed.
-        shape: One of SHAPES, such as `star`.
+        shape: `circle`, `square`, `triangle`, `star`, `cross` or `ring`.
         center: (x, y) in pixels.
         radius: Approximate distance from the center to the outline in pixels.
         color: (red, green, blue), 0 to 255.

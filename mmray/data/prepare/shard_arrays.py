@@ -24,7 +24,14 @@ from mmray.storage.requests import iter_parallel
 
 
 def array_file(shard: Shard) -> str:
-    """Return the name of the file with the array of a shard; dropped rows are not part of it."""
+    """Return the name of the .npy file in which `shard_arrays` stores the array that was computed
+    for a shard, such as numbers of tokens.
+
+    The array has no values for dropped rows, so the name depends on them.
+
+    Args:
+        shard: Entry of the shard in the manifest; its digest and dropped rows are read.
+    """
     return f"{hashlib.sha256(f'{shard.sha256} {shard.dropped}'.encode()).hexdigest()[:32]}.npy"
 
 

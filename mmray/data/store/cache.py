@@ -52,7 +52,7 @@ def node_cache() -> ShardCache:
     """Return the cache on the local disk for the tables of shards, in the temporary folder of the
     node.
 
-    A table of shards (shard_table.py) lists the files of a prepared set.
+    A table of shards lists the files of a prepared set.
 
     Raises:
         UsageError: The temporary folder cannot be used.
@@ -67,7 +67,7 @@ class ShardCache:
     """Files of an object store, cached in a folder of the local disk; cheap to pickle.
 
     Args:
-        folder: A folder of each node, or AUTO for one in its temporary folder.
+        folder: A folder of each node, or `auto` for one in its temporary folder.
         max_bytes: Limit of all entries in the folder, also those of other sets.
         used_bytes: How many bytes a run uses at a time; the disk must have them.
     """

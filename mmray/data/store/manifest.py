@@ -62,7 +62,7 @@ class Manifest:
         media_kinds: Number of rows with audio or video by the kinds of their media (`audio`,
             `video`, `audio video`, ...), for each split in the same way.
         columns: Type of each column of the rows by its name, by folder in `columns/`: those that
-            `prepare.keep` stores, and scores (store/row_columns.py).
+            `prepare.keep` stores, and scores. An example is {"kept": {"width": "int64"}}.
     """
 
     num_rows: int

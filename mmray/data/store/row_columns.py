@@ -44,7 +44,8 @@ def column_file(folder: str, shard_file: str) -> str:
 
 
 def value_type(value: Any, is_field: bool = False) -> str:
-    """Return the type in which a value of the source is stored, a name of TYPES.
+    """Return the type in which a value of the source is stored: `bool`, `int64`, `double` or
+    `string`.
 
     Args:
         value: The value, not None.
@@ -72,12 +73,12 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
     """Return the type of a column with values of two types.
 
     Args:
-        first: Name of a type; None: all values are missing.
+        first: `bool`, `int64`, `double` or `string`; None: all values are missing.
         second: The other one.
         are_fields: Whether the values are fields of a CSV, which also can be texts.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No type can store the values of both.
     """
     types = {first, second} - {None}
     if len(types) < 2:

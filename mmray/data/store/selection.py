@@ -75,7 +75,8 @@ class RowFilter:
         """Check the condition against the columns of a set.
 
         Args:
-            types: Type of each column by name, a key of TYPES; others cannot be compared.
+            types: Type of each column by name: `bool`, `int64`, `double` or `string`; columns of
+                other types, such as embeddings, cannot be compared.
 
         Raises:
             ValueError: A column does not exist, or is compared with a value of another type.
@@ -193,8 +194,8 @@ def check_where(where: str, types: Mapping[str, str], place: str, setting: str) 
     """Return the filter of an expression after checking it against the columns of a set.
 
     Args:
-        where: The expression.
-        types: Type of each column of the set by name.
+        where: The condition, such as `similarity > 0.3`.
+        types: Type of each column of the set by name, such as {"width": "int64"}.
         place: The set, for the message.
         setting: Setting that has the expression, such as `data.where`.
 
@@ -214,7 +215,7 @@ def check_names(where: str, names: Collection[str] | None, place: str, setting: 
     """Return the filter of an expression after checking the names of its columns.
 
     Args:
-        where: The expression.
+        where: The condition, such as `similarity > 0.3`.
         names: Names of the columns; None: unknown.
         place: Where they are, for the message.
         setting: Setting that has the expression, such as `data.where`.
@@ -247,7 +248,7 @@ def drop_rows(
 
     Args:
         prepared: The set.
-        where: The condition.
+        where: The condition, such as `similarity > 0.3`.
         setting: Setting that has the condition, for messages.
         on_rows: Called with the number of rows checked so far and of all rows.
 
@@ -301,7 +302,7 @@ def select_rows(
 
     Args:
         prepared: The set.
-        where: The condition.
+        where: The condition, such as `similarity > 0.3`.
         folder: Folder that all nodes can read, in which the list of shards is stored.
         setting: Setting that has the condition, for messages.
         on_rows: Called with the number of rows checked so far and of all rows.

@@ -76,8 +76,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class TableFile:
-    """The file of a table of shards, with which a process opens the table again after unpickling
-    it.
+    """Location of the file that has the table of the shards (files) of a set. It is pickled in
+    place of the table, and another process opens the file.
 
     Args:
         folder: Folder of the set.
@@ -124,7 +124,8 @@ class ShardTable:
     """The shards (files) of a set in source order; cheap to pickle if the table has a file.
 
     Args:
-        data: An Arrow IPC file with the columns of _SCHEMA in one record batch, a row per shard.
+        data: An Arrow IPC file with one record batch, a row per shard, with the columns `file`,
+            `split`, `num_rows`, `num_bytes`, `sha256`, `dropped` and `offsets`.
         file: Where the data is from, to read it again after unpickling; None: it is pickled.
     """
 

@@ -199,7 +199,11 @@ class Row:
 
 
 def to_row(values: dict[str, Any]) -> Row:
-    """Return the row of stored values."""
+    """Convert the values of a row as a shard stores them to a Row.
+
+    Args:
+        values: The fields of Row by name, with `media` as a list of dicts.
+    """
     return Row(**values | {"media": [Media(**media) for media in values["media"]]})
 
 

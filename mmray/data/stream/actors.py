@@ -152,8 +152,8 @@ def _future_of(
 
 
 class ActorPool:
-    """The decode actors (Ray actors that read and decode rows) of a rank, as the pool of an
-    OrderedMap.
+    """The decode actors (Ray actors that read and decode rows) of a rank, as a pool of processes
+    for OrderedMap, which submits the numbers of blocks to them.
 
     Ray ends them with the rank.
 

@@ -21,8 +21,8 @@ NumpyBatch = dict[str, np.ndarray]
 def is_flat(batch: Batch) -> bool:
     """Return whether a micro-batch cannot be sliced by row, because its tensors join all rows.
 
-    So are the micro-batches of a vision-language model (data/vlm/collate.py): they have
-    `target_index`, and only valid rows.
+    So are the micro-batches of a vision-language model: they have `target_index`, and only valid
+    rows.
 
     Args:
         batch: Tensors by column.

@@ -27,7 +27,8 @@ class Decoded(NamedTuple):
     """Some decoded rows (a block).
 
     Args:
-        block: Columns by name, as the `read_block` of a reader returns them.
+        block: Arrays of R rows by column, such as `image` uint8 [R, 3, S, S], `input_ids` int32 [R,
+            T], `valid` bool [R] and `pos` int64 [R] (position in the sample order).
         crashed: Whether an image ended the child process that decoded it.
     """
 
@@ -36,7 +37,8 @@ class Decoded(NamedTuple):
 
 
 class BlockDecoder:
-    """Decodes blocks (the rows that are decoded at a time) by number, in a data process.
+    """Function object that decodes blocks (the rows that are decoded at a time) by number, in a
+    data process.
 
     Args:
         reader: Reads and encodes rows of the training set.

@@ -328,7 +328,7 @@ class RowReader(SetReader):
             row_id: Number of the row in the set, for the cache of images.
             row: The stored row, with one image.
             uniforms: Random numbers in [0, 1) that determine its augmentation, float64
-                [NUM_UNIFORMS]; None: no augmentation.
+                [NUM_UNIFORMS (49)]; None: no augmentation.
 
         Returns:
             Pixels uint8 [3, S, S] for the image side S of the model, and (width, height) of the

@@ -17,13 +17,14 @@ from mmray.ordered_map import OrderedMap, Pool
 class RankBlocks:
     """Iterates the rows of a rank in sample order, some (a block) at a time.
 
-    A block has the columns that the reader of the BlockDecoder returns. Iterating raises the errors
-    of the decoder.
+    A block is a dict of arrays of R rows by column, such as `image` uint8 [R, 3, S, S], `input_ids`
+    int32 [R, T] and `pos` int64 [R]. Iterating raises the errors of decoding.
 
     Args:
         blocks: Which rows each block of all ranks has.
         rank: The rank whose blocks are iterated.
-        pool: Processes that run a BlockDecoder on numbers of blocks. It is closed with the stream.
+        pool: Processes that read and decode a block, given its number. It is closed with the
+            stream.
         late_s: Seconds after which a block is requested from another process too; None: never.
     """
 

@@ -156,10 +156,11 @@ def _deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan(SamplePlan):
-    """A sample plan whose micro-batches are limited by tokens, not by a number of rows.
+    """The rows of each step of a run, whose micro-batches are limited by tokens, not by a number of
+    rows.
 
-    Each step has the same rows as with a SamplePlan, but `assign_rows` divides them among the
-    ranks.
+    Each step has the same rows as without a limit of tokens. They are divided among the ranks and
+    their micro-batches so that numbers of tokens are similar.
 
     Args:
         num_tokens: Tokens of each row of the set, uint32 [rows of the set]; of a mixture, set by
@@ -171,7 +172,8 @@ class TokenPlan(SamplePlan):
         ranks_per_group: Number of consecutive ranks that divide their rows of a step among
             themselves, such as the ranks of a node; None: all ranks.
 
-    The other arguments are those of SamplePlan.
+    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_rows` of a
+    step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and `block_shuffle`.
     """
 
     num_tokens: np.ndarray = field(compare=False)

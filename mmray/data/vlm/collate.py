@@ -31,7 +31,8 @@ RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 class RowCollator:
-    """Builds the inputs of a vision-language model for the rows of a micro-batch.
+    """Function object that builds the inputs of a vision-language model for the encoded rows of a
+    micro-batch.
 
     Args:
         family: Names and layouts of the model's inputs.
@@ -149,7 +150,7 @@ def join_media(rows: Sequence[EncodedRow]) -> Batch:
         rows: Encoded rows, which may lack media.
 
     Returns:
-        The inputs of those rows that have them, by name.
+        Tensors by name, such as `pixel_values` and `image_grid_thw`, of the rows that have media.
     """
     names = dict.fromkeys(name for row in rows for name in row.images)
     return {

@@ -96,10 +96,14 @@ class MediaSize(NamedTuple):
 
 
 def encoder_arguments(inputs: Any) -> dict[str, Any]:
-    """Return the arguments of ProcessorEncoder that the section `model.inputs` sets.
+    """Return the limits that the section `model.inputs` sets, as keyword arguments of
+    ProcessorEncoder.
 
     Args:
         inputs: The section; one that an older version exported may lack settings.
+
+    Returns:
+        Values by name, such as `max_tokens`, `max_pixels` and `frames`.
     """
     return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
@@ -191,8 +195,9 @@ class ProcessorEncoder:
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
                 {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
-            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of
-                `audio_rate`: one for each part of its kind, in order.
+            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
+                3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
+                part of its kind, in order.
 
         Returns:
             Token ids [T], the mask of the assistant's tokens, and the inputs of the vision encoder.
@@ -225,8 +230,9 @@ class ProcessorEncoder:
         Args:
             messages: Messages {role, content}. content is a text or a list of parts
                 {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
-            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of
-                `audio_rate`: one for each part of its kind, in order.
+            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
+                3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
+                part of its kind, in order.
 
         Returns:
             Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The

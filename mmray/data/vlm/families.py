@@ -197,8 +197,7 @@ def find_family(config: dict[str, Any], weights: str) -> Family:
 def is_packable(config: dict[str, Any], family: Family) -> bool:
     """Return whether rows may be packed: all layers of the model have full causal attention.
 
-    The attention function for packed rows (models/vlm/attention.py) supports neither sliding
-    windows nor soft caps.
+    The attention function for packed rows supports neither sliding windows nor soft caps.
 
     Args:
         config: Content of the model's config.json; `text_config` is read.

@@ -98,6 +98,10 @@ def load_frame_processor(
         frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
             default.
 
+    Returns:
+        An object that resizes the frames of a clip and cuts them into patches, in place of
+        transformers' video processor.
+
     Raises:
         UsageError: The settings cannot be read.
     """

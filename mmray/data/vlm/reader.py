@@ -36,7 +36,7 @@ BYTES_PER_TOKEN = 6000
 
 
 class ConversationReader(SetReader):
-    """Reads rows of a prepared set as inputs of a vision-language model; used like a RowReader.
+    """Reads rows of a prepared set as inputs of a vision-language model, in the sample order.
 
     The processor is loaded on first use.
 
@@ -119,7 +119,8 @@ class ConversationReader(SetReader):
                 audio that the model takes.
 
         Returns:
-            RGB images of PIL, `Clip`s of videos, and audio int16 [N], in the order of `row.media`.
+            RGB images of PIL, `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
+            seconds), and audio int16 [N], in the order of `row.media`.
 
         Raises:
             BadImage: A medium cannot be decoded, or has more than `max_pixels`.
@@ -193,7 +194,7 @@ def read_clip(
         max_pixels: Maximum width x height of a frame before it is resized.
 
     Returns:
-        The frames, or samples int16 [N] of `audio_rate`.
+        The frames uint8 [F, H, W, 3] with their times, or samples int16 [N] of the model's rate.
 
     Raises:
         BadMedia: It cannot be decoded.

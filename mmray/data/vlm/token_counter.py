@@ -23,7 +23,8 @@ class ProcessorCounter:
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        limits: Limits of pixels and frames, as `encoder_arguments` returns them.
+        limits: Limits by name, as in `model.inputs`: `max_tokens`, `max_pixels`, `frames` and
+            others.
         question: User message of a row that has only captions. Of several captions the longest
             counts.
     """

@@ -330,7 +330,8 @@ class Vlm(nn.Module):
                 the user's. content is a text or a list of parts {"type": "image"} and
                 {"type": "text", "text": ...}.
             images: For each conversation its media, one per part in order: RGB images of PIL or
-                uint8 [H, W, 3], `Clip`s of videos, and audio int16 [N] of `encoder.audio_rate`.
+                uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
+                seconds), and audio int16 [N] of `encoder.audio_rate`.
             max_new_tokens: Most tokens of an answer.
             in_lockstep: Whether all ranks of a sharded model make this call, each with its own
                 conversations or none. Then each runs the vision encoder, and the decoder until the
