@@ -40,7 +40,12 @@ def first_line(error: BaseException) -> str:
 
 
 class MmrayError(Exception):
-    """Base of errors that are printed without a traceback."""
+    """Base of errors that are printed without a traceback.
+
+    Attributes:
+        exit_code: Exit status of the command: 1, or another one of a subclass, such as 2 of
+            UsageError.
+    """
 
     exit_code = 1
 
@@ -102,7 +107,7 @@ class DeviceError(TrainingError):
         """Return a DeviceError for an error that a worker is handling, with its traceback as note.
 
         Args:
-            error: The error, for which `is_device_error` is true.
+            error: The error of the driver, of NCCL or of CUDA that the worker caught.
             where: The GPU, for the message.
             node: ID of the node of the GPU in Ray; empty for this machine.
         """

@@ -47,7 +47,9 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
 
 
 class Pool(Protocol[Item, Result]):
-    """The processes that compute the items of an OrderedMap."""
+    """Interface of the processes that compute the items of an OrderedMap, which iterates results in
+    order.
+    """
 
     @property
     def workers(self) -> Sequence[Worker[Item, Result]]:
@@ -134,19 +136,19 @@ class OrderedMap(Generic[Item, Result]):
     pool.
 
     Items are submitted before their results are requested, each to the process with the fewest
-    items. Items of a lost process are submitted to others, with `careful` True because they may
-    have killed it. An item that is late is submitted to another process too, and the first result
-    counts. If there is no other process, the caller's process computes it. Iterating raises what
-    the function raises.
+    items. Items of a lost process are submitted to others with a flag, `careful`: the function must
+    protect its process, because the item may have killed the lost one. An item that is late is
+    submitted to another process too, and the first result counts. If there is no other process, the
+    caller's process computes it. Iterating raises what the function raises.
 
     Args:
         pool: The processes.
         items: Arguments of the function.
-        late_s: An item is late after this many seconds or LATE_FACTOR times the median time of an
-            item, whichever is longer; None: items are never late.
+        late_s: An item is late after this many seconds or 8 times the median time of an item,
+            whichever is longer; None: items are never late.
 
     Attributes:
-        careful: If True, all further items are submitted with `careful` True.
+        careful: Set it to True to submit all further items with this flag.
         waited_s: Seconds that the caller has waited for results.
     """
 

@@ -320,7 +320,8 @@ def _serve(channel: Channel, work: Callable[..., Any]) -> None:
 
 
 class ChildPool(Generic[Item, Result]):
-    """Child processes that run `work(item, careful)`, for an OrderedMap (ordered_map.py).
+    """Child processes that run `work(item, careful)` for an OrderedMap, which iterates the results
+    in order.
 
     They start at once. Each has a pipe of its own: in the pipe that the processes of a
     ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.

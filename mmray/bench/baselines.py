@@ -161,6 +161,12 @@ class TunedDataset(BaselineDataset):
 
     `TunedDataset.collate` builds the batch. A row is an image uint8 [3, side, side] and the ids of
     the unpadded caption.
+
+    Args:
+        source: (image file, caption) of each row, or a prepared set.
+        tokenizer_json: Content of tokenizer.json.
+        side: Height and width of an image in pixels.
+        max_tokens: Longer captions are truncated.
     """
 
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:

@@ -103,10 +103,10 @@ def write_clips(modality: str, rows: int, cache: Path) -> Path:
 
 
 def read_rows(folder: Path, modality: str) -> list[ClipRow]:
-    """Return the rows of a folder of `write_clips`.
+    """Return the file, start and caption of each clip in a folder with rows.jsonl.
 
     Args:
-        folder: The folder.
+        folder: The folder, which `write_clips` has written.
         modality: `audio` or `video`.
     """
     rows = map(json.loads, (folder / ROWS).read_text().splitlines())

@@ -148,6 +148,9 @@ def measure_node(gpus_of_ray: int) -> NodeReport:
 
     Args:
         gpus_of_ray: GPUs that Ray counts here; torch is imported only if there are any.
+
+    Returns:
+        Versions, numbers of GPUs and cores, sizes of memory and disk, load, and rate of decoding.
     """
     busy = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
     gpus_of_torch = 0

@@ -30,7 +30,7 @@ Measure = Callable[["Config", Group, Path], Any]
 
 
 class WorkerFailed(TrainingError):
-    """A worker process failed."""
+    """A process of a benchmark died, or the measured function raised an error in it."""
 
 
 def select_device(config: Config) -> torch.device:

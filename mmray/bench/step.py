@@ -70,8 +70,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     `bare` has the settings of the config. `best` has the settings that are fastest on this device.
 
     Args:
-        config: The model and the batch; the objective must be `contrastive`. A vision-language
-            model is compared with padded rows instead (bench/conversations.py).
+        config: The model and the batch; the objective must be `contrastive`. For vision-language
+            models use `bench_conversations`.
         pairs: Number of rounds, in each of which every loop is timed once.
         window_s: Approximate seconds of each timing.
 

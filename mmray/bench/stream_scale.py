@@ -133,7 +133,7 @@ def _cpu_times() -> dict[str, float]:
 class SleepingReader:
     """A reader of rows that decodes nothing, to measure the stream alone.
 
-    It has the method of RowReader that decode actors (processes that read and decode rows) call.
+    Decode actors (processes that read and decode rows) call its `read_block`, as of any reader.
 
     Args:
         decode_s: Seconds to sleep for each block (rows that are read together).

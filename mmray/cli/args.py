@@ -245,7 +245,8 @@ def show_rows(
         json_file: Local path of a JSON file; `-`: print JSON instead of the table; None: only the
             table.
         console: Receives the table.
-        columns: Title and format of each column, for `rows_table`.
+        columns: (title, format) of each column by name; the format is Python's, such as `,.3f`, or
+            empty for text.
         shown: Returns texts of a row that replace its values in the table.
         empty: Printed if there are no rows.
     """

@@ -65,7 +65,7 @@ def submit(argv: Sequence[str], console: ConsoleReporter) -> int:
     """Run a command as a job of a cluster, and show its log.
 
     Args:
-        argv: options of SubmitCommand, then the command, such as `["train", "clip"]`.
+        argv: `--address` and `--detach`, then the command, such as `["train", "clip"]`.
         console: receives messages.
 
     Returns:

@@ -62,7 +62,7 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
 def settings_columns(
     rows: Sequence[TrialRow], without: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """Return the table column of each setting that a sweep varies, for `rows_table`.
+    """Return the column of each setting that a sweep varies, for a table of trials.
 
     Args:
         rows: rows of trials.jsonl. All trials vary the same settings, so the first row defines the
@@ -70,7 +70,8 @@ def settings_columns(
         without: settings without a column, such as `batch.micro`.
 
     Returns:
-        Setting -> (title, style), such as `{"optimizer.lr": ("lr", "")}`.
+        Setting -> (title, format), such as `{"optimizer.lr": ("lr", "")}`; an empty format means
+        text.
     """
     settings = rows[0].settings if rows else {}
     return {key: (key.rpartition(".")[2], "") for key in settings if key not in without}

@@ -75,8 +75,8 @@ def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
             set with a name as `NAME/METRIC`.
 
     Returns:
-        A table with a line per share, and per set a column of each of its main metrics
-        (MAIN_METRICS), otherwise of its loss.
+        A table with a line per share, and per set a column of each of its main metrics (mean
+        recall@1, zero-shot top 1, exact match and perplexity), otherwise of its loss.
     """
     columns = {"share": ("share", "g")}
     for name, metrics in scores_by_set(next(iter(by_share.values()))).items():
@@ -97,7 +97,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, 
         rows: the cells of each line by name of the column. A missing value or None is shown as a
             dash.
         columns: name -> (title, style), in the order of the table. The style is a format of Python
-            such as `,.3f`, or COMPACT for about three digits. A column with an empty style has
+            such as `,.3f`, or `compact` for about three digits. A column with an empty style has
             text, which is aligned to the left.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))

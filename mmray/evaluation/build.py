@@ -76,8 +76,8 @@ def build_evaluator(
 ) -> SetsEvaluator:
     """Build the evaluators for the kind of model of a run, one for each set.
 
-    They are a ConversationEvaluator for `vlm`, otherwise an Evaluator. Each has a method `score`
-    with the arguments of SetsEvaluator.score.
+    They compute loss and scores of generated answers for `vlm`, otherwise retrieval and
+    classification metrics.
 
     Args:
         config: The config of the run; `data.eval` has the task of each set.
@@ -85,6 +85,10 @@ def build_evaluator(
         tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
             processor.
         on_rows: Called with the number of rows of each batch when it is done, to show progress.
+
+    Returns:
+        An object whose `score(model, group, objective, global_rows)` returns the metrics of all
+        sets by name.
 
     Raises:
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.
@@ -175,7 +179,7 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
 
 
 def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> int:
-    """Return how many rows `score` reads, for the total of a progress bar.
+    """Return how many rows an evaluation of the sets reads, for the total of a progress bar.
 
     Rows for which an answer is generated are read twice and count twice.
 

@@ -51,7 +51,8 @@ class ClipEvaluator(EvalDataset):
     """Computes retrieval metrics of a model of kind `towers` on held-out clips.
 
     A clip is a row with one of its texts: the middle of the text's span, if it is longer than
-    `model.inputs.clip_s`. Its arguments are those of EvalDataset.
+    `model.inputs.clip_s`. It is built with the set of the held-out rows, the `model.inputs`
+    section, the content of tokenizer.json, and the `evaluate` section.
     """
 
     @torch.no_grad()

@@ -102,14 +102,14 @@ class ConversationEvaluator:
         A collective call of all ranks, each of which reads its part of the rows.
 
         Args:
-            model: The model without DDP, of the class `Vlm` in mmray.models. It may be sharded by
-                FSDP, whose ranks must make the same calls; ranks with fewer readable rows then call
-                it with the dummy row.
+            model: The vision-language model, not wrapped by DDP. It may be sharded by FSDP, whose
+                ranks must make the same calls; ranks with fewer readable rows then call it with the
+                dummy row.
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.
-            save_examples: Receives generated answers to show, the result of `answer_examples`;
-                given on one rank or none.
+            save_examples: Called with generated answers to show as JSON values, the content of
+                examples.json; given on one rank or none.
 
         Returns:
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,

@@ -35,7 +35,8 @@ from mmray.objectives.protocol import Objective, split_objective
 class Evaluator(EvalDataset):
     """Computes retrieval and classification metrics of a model that embeds images and texts.
 
-    Its arguments are those of EvalDataset.
+    It is built with the set of the held-out rows, the `model.inputs` section, the content of
+    tokenizer.json, and the `evaluate` section.
     """
 
     def score(
@@ -167,7 +168,7 @@ def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[s
 def topk_accuracy(
     hits: Tensor, name: str, num_classes: int, unit: str = "rows"
 ) -> dict[str, float]:
-    """Return accuracies from the counts of `topk_hits`.
+    """Return the top-1 and top-5 accuracy from numbers of correct predictions.
 
     Args:
         hits: Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
@@ -216,7 +217,8 @@ def compute_ranks_in_parallel(
     group: Group,
     gallery_counts: Tensor | None = None,
 ) -> Tensor:
-    """Return what `compute_ranks` returns; each process of the group computes a part of it.
+    """Return the retrieval rank of the best correct result of each query, of which each process of
+    the group computes a part.
 
     A collective call, with equal arguments on all ranks.
 

@@ -266,10 +266,10 @@ class ClipExamples:
         """Return the content of examples.json.
 
         Returns:
-            JSON values: a list for each direction as in `retrieval_examples`, in which `row` is the
-            number of a clip; `clips` has the excerpt (`make_excerpt`) of each clip that can be
-            decoded by its number as text, and `images` the frame in its middle. `rows` is the
-            number of clips.
+            JSON values: for each direction, such as `audio_to_text`, a list of queries {row, key,
+            caption, rank, answers}, in which `row` is the number of a clip; `clips`, by this number
+            as text, the frames and the sound of each clip that can be decoded, as data URIs;
+            `images`, in the same way, its middle frame; and `rows`, the number of clips.
         """
         images = {
             number: clip["frames"][len(clip["frames"]) // 2]["image"]

@@ -82,8 +82,9 @@ class SetRecord:
         statistics: Properties of more rows.
         repeats: The largest groups of rows with the same image, audio or video: `count` of the
             rows, `keys` of the first ones, `kind` of the medium and `image` (data URI or None).
-        quarantine: Counts and examples of quarantined rows, see `quarantine_summary`; an example
-            has also `image`, a thumbnail or None.
+        quarantine: Counts and examples of quarantined rows: `num_read`, `num_rows`, `reasons`
+            (pairs of reason and count) and `shown` (examples as {reason, key, source, detail,
+            image}, with a thumbnail or None as image).
         column_error: Why columns of the rows, such as scores, are not shown; empty if they are.
         page: The HTML file, once it is written.
     """
@@ -482,7 +483,7 @@ def describe_media(media: Any) -> str:
     """Return size, duration, rate and channels of an image, audio or video in one line.
 
     Args:
-        media: A `Media` of a row.
+        media: An image, audio or video of a row of a prepared set.
     """
     parts = [f"{media.width} × {media.height}"] if media.width else []
     if media.duration is not None:

@@ -15,7 +15,8 @@ class Column(NamedTuple):
     """A column of the table of trials.
 
     Attributes:
-        field: Name of a searched setting, such as `optimizer.lr`, or a field of `TrialRow`.
+        field: Name of a searched setting, such as `optimizer.lr`, or of a measurement in
+            trials.jsonl, such as `peak_gib`.
         title: Heading.
         digits: Digits after the point; None: about three significant digits.
         scale: Factor of the shown value.

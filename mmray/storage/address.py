@@ -70,7 +70,8 @@ def rejection_reason(url: str, hosts: Collection[str]) -> str:
 
     Args:
         url: Address of an image.
-        hosts: Allowed hosts in the form of `parse_host`, such as `images.example.org`.
+        hosts: Allowed hosts in lower case, as `host` or `host:port` without the port 443, such as
+            `images.example.org`.
 
     Returns:
         The reason; an empty string if the URL may be fetched.

@@ -222,8 +222,9 @@ def to_path(address: str | AnyPath) -> AnyPath:
     """Convert user input to a path.
 
     Args:
-        address: a local path, or a URI with one of SCHEMES and maybe options after a question
-            mark: `s3://bucket/runs?region=eu-west-1`. It may be percent-encoded.
+        address: a local path, or a URI (`file`, `s3`, `gs`, `gcs`, `abfs`, `abfss` or `hdfs`),
+            maybe with options after a question mark: `s3://bucket/runs?region=eu-west-1`. It may be
+            percent-encoded.
 
     Returns:
         A Path for a local path or a `file` URI, absolute because another process may have another

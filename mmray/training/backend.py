@@ -45,7 +45,8 @@ class WorkerFailed(Exception):
     """A worker failed, or did not start.
 
     Args:
-        kind: Kind of the failure, such as `lost`, `device` or `raised` (see `supervisor.Failure`).
+        kind: Kind of the failure: `lost` (a worker, node or connection), `device` (a GPU or its
+            link), `preempted` (its node was drained) or `raised` (code raised an error).
         cause: The error of the worker.
     """
 
@@ -317,6 +318,7 @@ class Backend(Protocol):
             monitor: The monitor of these workers, which has their last heartbeats.
 
         Returns:
-            The kind of the failure and its error. Kinds are those of `Failure`, such as `lost` (a
-            worker or node was lost), `device` (a GPU failed) or `raised` (code raised an error).
+            The kind of the failure and its error. Kinds are `lost` (a worker or node was lost),
+            `device` (a GPU failed), `preempted` (a node was drained) and `raised` (code raised an
+            error).
         """

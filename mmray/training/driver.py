@@ -47,7 +47,8 @@ class RunOutcome:
 
 
 class StartTimeline:
-    """Reporter that passes progress to another one, and records when each stage of a start began.
+    """Reporter that passes progress to another one, and records when each stage of a start began,
+    in `starts`: for each start a list of {"stage": name, "at_s": seconds since the command}.
 
     A start is that of the command, or a restart of the workers; it ends with step 1 or the first
     step after the restart.

@@ -143,8 +143,8 @@ class RankListener:
 
 
 class LocalBackend:
-    """Starts the worker of a run in a new process of this machine, again after a failure; the
-    methods are described in `Backend`.
+    """Starts the worker of a run in a new process of this machine, without Ray, and again after a
+    failure. It implements the protocol `Backend`.
 
     The first process imports torch while the driver prepares the run.
 
@@ -268,7 +268,8 @@ def resolve_on_this_machine(config: Config) -> Config:
 class LocalWorkers(Workers):
     """The worker processes of a run on this machine, and the threads that receive their messages.
 
-    The methods are described in `monitor.Workers`.
+    It implements the protocol `Workers`: the driver waits for them, reads their messages and stops
+    them.
 
     Args:
         processes: By rank, processes that run `run_worker` and wait for their arguments.

@@ -105,7 +105,9 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
 
 
 def configure_process() -> None:
-    """Set what a worker process needs before it imports torch."""
+    """Ignore SIGTERM, which the driver handles, and set how long OpenMP threads of torch spin when
+    they wait. Call it in a worker process before torch is imported.
+    """
     # Slurm, systemd and torchrun send it to all processes; the driver handles it. Not SIG_IGN,
     # which data processes inherit: after a crash their pool ends the others with SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -75,8 +75,8 @@ NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after abou
 
 
 class RayBackend:
-    """Starts the workers of a run with Ray Train, again after a failure; the methods are described
-    in `Backend`.
+    """Starts the workers of a run with Ray Train, and again after a failure. It implements the
+    protocol `Backend`.
 
     Args:
         check_storage: Check before the run that all nodes can use `run.storage`, and the memory of
@@ -194,7 +194,8 @@ class RayBackend:
 class RayWorkers(Workers):
     """Ray Train's worker group of a run, with its decode actors and its coordinator actor.
 
-    The methods are described in `monitor.Workers`.
+    It implements the protocol `Workers`: the driver waits for them, reads their messages and stops
+    them.
 
     Args:
         attempt: Run, settings, batch shape and checkpoint that the workers start from.
@@ -415,7 +416,7 @@ def cause_in_group(error: BaseException) -> WorkerFailed:
     """Return why a worker group of Ray Train failed.
 
     Args:
-        error: The error of `fit`.
+        error: The error that Ray Train's trainer raised.
 
     Returns:
         The error of a worker with its kind: `lost` (also if the group did not start), `device` or

@@ -195,19 +195,25 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 class ReservedTrainer(DataParallelTrainer):
     """Ray Train's trainer for workers whose resources the driver has reserved.
 
-    So a driver that waits for resources needs no controller meanwhile.
+    So a driver that waits for resources needs no controller of Ray Train meanwhile. Call `fit_in`
+    in place of `fit`.
     """
 
     _group: PlacementGroup
 
     def fit_in(self, group: PlacementGroup) -> Any:
-        """Run the workers to their end.
+        """Run the trainer's `train_loop_per_worker` on all workers, in resources that are reserved,
+        and wait until it has ended.
 
         Args:
-            group: Placement group of the workers, from `waiting.reserve`, which has its resources.
+            group: Ray's placement group with a bundle of resources for each worker; Ray must have
+                reserved it already.
 
         Returns:
-            What rank 0 returned.
+            What the loop returned on rank 0.
+
+        Raises:
+            TrainingFailedError: A worker failed (Ray Train's error).
         """
         self._group = group
         result: Any = self.fit()

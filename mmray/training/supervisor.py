@@ -215,7 +215,8 @@ class Supervisor:
         lease: The exclusive right of this process to write into the folder.
         reporter: Receives progress and messages.
         backend: Starts the workers.
-        starts: Stages of each start, `StartTimeline.starts`, for result.json.
+        starts: For each start a list of its stages as {"stage": name, "at_s": seconds since the
+            command}, for result.json; it grows meanwhile. None: not recorded.
         should_stop: Polled each second; True stops like Ctrl-C.
     """
 

@@ -202,12 +202,13 @@ class TrackingReporter:
 class TrackerThread(threading.Thread):
     """Calls one tracker from a daemon thread, which starts at once.
 
-    `put` never blocks; `warnings` is read by the driver.
+    `put` never blocks. The driver logs the texts in `warnings`, a deque.
 
     Args:
         tracker: `mlflow`, `wandb`, or a user's `package.module:Class`.
         folder: Folder of the run, for the file with the tracker's run ID.
-        run_info: Argument of `Tracker.start`.
+        run_info: `name` and `folder` of the run, and its settings as the dict `config`, without
+            secrets.
     """
 
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:

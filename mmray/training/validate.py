@@ -84,7 +84,8 @@ def check_selections(config: Config) -> None:
 
 
 def check_eval_selections(config: Config) -> None:
-    """Check `data.eval_where` and `data.eval_captions`, as `check_selections` does.
+    """Check `data.eval_where` and `data.eval_captions` against the columns of the sets to evaluate
+    on.
 
     Args:
         config: Settings of the run.
@@ -347,8 +348,7 @@ def _hf_weights_reasons(
 def objective_reasons(config: Config) -> list[str]:
     """Return why the objective cannot train the model, as sentences with a fix; [] if it can.
 
-    Classes of the user are checked later, by a synthetic step before the first one
-    (engine/memory_probe.py).
+    Classes of the user are checked later, by a synthetic step before the first one.
     """
     model: Any = config.model
     kind = model.kind

@@ -45,7 +45,12 @@ SAVE_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Paths and files of one sweep, on storage that all nodes share."""
+    """The folder of one sweep, with sweep.json, trials.jsonl and the runs of its trials, on storage
+    that all nodes share.
+
+    Args:
+        path: The folder.
+    """
 
     def run(self, trial: str) -> RunDir:
         """Return the folder of a trial's run, with methods to read and write its files.

@@ -102,7 +102,7 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     write STAGE.json.
 
     Args:
-        name: Name of the stage, a key of LIMITS_S such as `step`.
+        name: Name of the stage, such as `step`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results.
         end_s: time.monotonic() after which no further case starts.
@@ -131,7 +131,7 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     limit.
 
     Args:
-        name: Name of the stage, a key of LIMITS_S such as `step`.
+        name: Name of the stage, such as `step`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results, in which STAGE.json and STAGE.log are written.
         limit_s: Time limit in seconds.

@@ -69,7 +69,7 @@ def steps_of(
     these.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         first: Index of the first step.
         plan: Number of steps and rows.
         micro_batch_size: Rows of a micro-batch.
@@ -98,7 +98,7 @@ def spec_of(
     """Return a training run of a tiny model, with the same initial weights on each device.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         plan: Number of steps and rows.
@@ -146,7 +146,7 @@ def train(
     """Train a tiny model, and return its final weights in one vector on the CPU.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device of the model.
         plan: Number of steps and rows.
         micro_batch_size: Rows of a micro-batch.
@@ -193,7 +193,7 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
     The runs train a tiny model with EMA and activation checkpointing.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check.
 
     Returns:
@@ -225,7 +225,7 @@ def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
     one pass.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check.
 
     Returns:
@@ -245,7 +245,7 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
     All micro-batches have one shape, because each shape is compiled separately.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check.
 
     Returns:
@@ -268,7 +268,7 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
     A step of several micro-batches must use no graphs.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check; on a CPU no graphs are captured.
 
     Returns:
@@ -319,7 +319,7 @@ def check_branches(kind: str, device: torch.device) -> dict[str, float]:
     In half precision the weights must be finite.
 
     Args:
-        kind: Name of a tiny model with an image and a text branch, a key of MODELS such as `clip`.
+        kind: Name of a tiny model with an image and a text branch, such as `clip`.
         device: The first device.
 
     Returns:
@@ -342,7 +342,7 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
     The loss of bf16 must be close to that of fp32, the one of fp16 finite.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check.
         syncs: Counts host synchronizations in its attribute `count`; None: torch counts them.
 

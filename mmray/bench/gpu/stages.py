@@ -304,7 +304,7 @@ def run_stage(
     A failed case does not end the stage.
 
     Args:
-        name: Name of the stage, a key of STAGES such as `step`.
+        name: Name of the stage, such as `step`.
         device: The device to measure.
         write: Called with the rows of all cases so far before and after each case. A row has
             `case`, its measurements and `seconds`, or `error` or `skipped` with the reason; the
