@@ -20,6 +20,9 @@ class Run:
     Args:
         folder: folder of the run, or its address on an object store.
 
+    Attributes:
+        path: the folder as a path.
+
     Raises:
         UsageError: the folder has no config.yaml.
     """

@@ -304,7 +304,7 @@ def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arriv
 
     Args:
         arrivals: Time and number of rows of each block, as it arrives; not read further afterwards.
-        window_s: Seconds.
+        window_s: Seconds to collect after the warm-up.
 
     Returns:
         Time and number of rows of each block until then.

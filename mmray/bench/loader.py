@@ -98,10 +98,10 @@ def bench_loader(
         modality: `image`; `audio` or `video` for clips of synthetic files.
 
     Returns:
-        `machine` (dict), `ratios` (medians of the ratios of two loaders' rates by name), `spread`
-        ({min, max, pairs} by ratio), `rows` (per loader: `arm`, its name, `images_per_s`
-        (of clips `clips_per_s` and `hours_per_s`) and `first_batch_s`, medians) and `notes` (texts
-        about the bottleneck of images).
+        `machine` (dict), `ratios` (of the rates of two loaders, such as `stream_vs_tuned`,
+        medians), `spread` ({min, max, pairs} by ratio), `rows` (per loader: `arm`, its name,
+        `images_per_s` (of clips `clips_per_s` and `hours_per_s`) and `first_batch_s`, medians) and
+        `notes` (texts about the bottleneck of images).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.

@@ -277,12 +277,14 @@ def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None
 
 
 def format_resources(resources: Resources) -> str:
-    """Format resources for a message, such as `1 CPU and 1 GPU`."""
+    """Format resources, such as {"CPU": 1, "GPU": 1}, for a message as `1 CPU and 1 GPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
 
 
 def format_label_selector(selector: LabelSelector) -> str:
-    """Format a label selector for a message, such as ` labeled role=gpu`; "" if it is empty."""
+    """Format a label selector, such as {"role": "gpu"}, for a message as ` labeled role=gpu`; "" if
+    it is empty.
+    """
     return f" labeled {', '.join(map('='.join, selector.items()))}" if selector else ""
 
 

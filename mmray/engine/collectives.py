@@ -208,7 +208,9 @@ class Group:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value, which must be picklable, on every rank."""
+        """Return rank 0's value, which must be picklable, on every rank; the values of other ranks
+        are not used.
+        """
         if self.world_size == 1:
             return value
         values = [value]

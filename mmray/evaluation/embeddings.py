@@ -36,7 +36,10 @@ class RowFile:
 
     Args:
         width: Numbers D of a row.
-        dtype: Their type.
+        dtype: Their type in numpy.
+
+    Attributes:
+        num_rows: Number of rows that were written.
     """
 
     def __init__(self, width: int, dtype: Any = np.float32) -> None:

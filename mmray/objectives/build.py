@@ -65,7 +65,7 @@ class Term(NamedTuple):
     Attributes:
         name: Name of the objective, such as `matching`.
         weight: Factor of its loss.
-        objective: The objective.
+        objective: The objective, with `count` and `compute_loss`.
     """
 
     name: str
@@ -89,6 +89,12 @@ class WeightedSum:
 
     Args:
         terms: The K objectives with their names and weights.
+
+    Attributes:
+        gathered_outputs: Outputs of the model that the terms need from all ranks, by name.
+        scalar_output_names: Outputs of the model that are one number for the step.
+        score_outputs: Outputs from which terms choose hard negatives.
+        gathered_inputs: Columns of the batch that are copied for hard negatives.
     """
 
     def __init__(self, terms: list[Term]) -> None:

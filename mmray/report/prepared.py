@@ -210,7 +210,9 @@ def set_notices(record: SetRecord) -> list[str]:
 
 
 def describe_basis(record: SetRecord) -> str:
-    """Return a sentence about the rows on which charts and repeats are based."""
+    """Return a sentence for the page of a set: on how many rows its charts and repeats are
+    based.
+    """
     total = record.prepared.num_rows
     read = record.statistics.num_rows
     if read + record.statistics.num_unreadable == total:

@@ -50,6 +50,10 @@ class Lease:
         stale_after_s: seconds without a heartbeat after which an owner on another machine is dead.
         activity: what an owner does with the directory, for the UsageError of a second process.
         advice: what the user of the second process can do, for the same error.
+
+    Attributes:
+        fencing_token: number of this process's claim, higher than that of all earlier owners; 0
+            without the lease.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class Attempt:
     changes. In the last two cases another attempt resumes from the newest checkpoint.
 
     Args:
-        resolved: The run.
+        resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
         folder: Folder of the run.
         fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
             no longer write.

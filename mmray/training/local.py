@@ -83,6 +83,9 @@ class RankListener:
 
     Args:
         world_size: Number of ranks N.
+
+    Attributes:
+        address: Host, port and secret key (hexadecimal) with which a worker connects.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -248,7 +248,7 @@ def torch_trainer(
     """Build Ray Train's trainer for a loop, without retries.
 
     Args:
-        loop: The `train_loop_per_worker`.
+        loop: The `train_loop_per_worker`: a function that runs on each worker.
         config: Settings of the run; the timeout of collectives is read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources and labels, which Ray Train sends to the

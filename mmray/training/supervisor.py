@@ -210,7 +210,7 @@ class Supervisor:
     Each start is an attempt. `config` has the range of workers that the user set.
 
     Args:
-        resolved: The run.
+        resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
         run: Its folder.
         lease: The exclusive right of this process to write into the folder.
         reporter: Receives progress and messages.

@@ -124,6 +124,10 @@ class TrackingReporter:
         config: Settings of the run; `run.trackers` names the trackers.
         folder: Folder of the run.
         reporter: The other reporter.
+
+    Attributes:
+        run_status: How the run ended, such as `finished`, which the driver sets before the end of
+            the block; `failed` until then.
     """
 
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:

@@ -45,7 +45,7 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
     """Return which global batches to measure.
 
     Args:
-        base: The recipe.
+        base: The recipe, with `batch`, `cluster` and `train` settings.
         space: Search space with a list of `batch.global`; None: the recipe's own global batch.
 
     Returns:

@@ -120,17 +120,21 @@ def base_and_space(
     space: Mapping[str, str | Sequence[Any]] | None,
     goal: str,
 ) -> tuple[Config, Mapping[str, str | Sequence[Any]] | None]:
-    """Return the recipe of a sweep with its training length, and the search space.
+    """Combine the settings of a sweep with the training length of the recipe, and choose the search
+    space if the user gave none.
 
     Args:
-        settings: The recipe with the settings of all trials, without its own training length.
+        settings: The recipe with the settings that all trials have, whose training length is
+            replaced by that of `recipe`.
         recipe: The recipe as the user named it.
-        space: Values or ranges by searched setting, as the user gave them; None: the usual ones.
+        space: Values or ranges by searched setting, as the user gave them, such as {"optimizer.lr":
+            "loguniform(1e-5,1e-3)"}; None: the learning rate for the goals `loss` and `recall`, and
+            `batch.tokens` for `throughput` of a vision-language model.
         goal: `throughput`, `loss` or `recall`.
 
     Returns:
-        The recipe, in which `batch.tokens` replaces the micro-batch if it is searched, and the
-        space; None as the space: batch shapes are timed on synthetic batches.
+        The recipe, and the space. The space is None for `throughput` of other models: batch shapes
+        are then timed on synthetic batches.
     """
     base = restore_length(settings, recipe)
     if space is not None:

@@ -394,7 +394,7 @@ class SyncCounter:
     """Host synchronizations with a GPU so far, and the lines of Python that caused them.
 
     Attributes:
-        caught: Warnings of torch, one per synchronization, among others.
+        caught: Warnings that were caught: one of torch per synchronization, and unrelated ones.
     """
 
     caught: list[warnings.WarningMessage] = field(default_factory=list)
@@ -442,6 +442,10 @@ class SyncsPerStep:
 
     Args:
         syncs: Counts host synchronizations in its attribute `count`.
+
+    Attributes:
+        counts: Value of `syncs.count` at the start and after each step.
+        lines: Metrics of each logged step.
     """
 
     def __init__(self, syncs: Any) -> None:

@@ -32,10 +32,13 @@ KERNEL_KINDS = {
 
 
 class ProfiledSteps:
-    """Callback of a training loop that profiles PROFILED_STEPS (5) steps after the warm-up.
+    """Callback of a training loop that profiles 5 steps after the warm-up.
 
     Args:
         device: The device whose kernels, or on a CPU operators, are recorded.
+
+    Attributes:
+        profile: The torch.profiler.profile, with its events after these steps.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -77,7 +77,14 @@ class GroupedSource(ListingSource):
         return (row.values.get("split"), repr(images)), row.values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a listed row. Raises BadRow if the source could not parse it."""
+        """Return the values of a row that the driver has listed.
+
+        Args:
+            record: Values of the row by column name, such as `image` and `texts`, or its error.
+
+        Raises:
+            BadRow: The other source could not parse the row.
+        """
         if _BAD_ROW in record:
             raise BadRow(*record[_BAD_ROW])
         return record

@@ -98,7 +98,7 @@ def encode_row(
 ) -> dict[str, Any]:
     """Return the known columns of a row with values that Parquet can store.
 
-    Images become {"path", "bytes"}, and conversations JSON.
+    Images become {"path": ..., "bytes": ...}, and conversations a JSON text.
 
     Args:
         row: Values by column name.

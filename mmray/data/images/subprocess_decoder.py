@@ -28,6 +28,9 @@ CRASH = "decoder-crash"  # reason of an image that killed its decoder
 class SubprocessDecoder:
     """Checks in a child process that an image does not crash its decoder; the caller then decodes
     it itself.
+
+    Attributes:
+        num_crashes: How often an image has ended the child process.
     """
 
     def __init__(self) -> None:

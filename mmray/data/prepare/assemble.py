@@ -324,7 +324,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
 @dataclass
 class PrepareResult:
-    """Shards without the dropped rows, and counts of rows.
+    """The rows that become the set, and counts of the rows that do not.
 
     Attributes:
         shards: The shards (files of the set), with the rows of each that are dropped. Rows without
@@ -332,8 +332,9 @@ class PrepareResult:
         quarantine: Name of the file that lists bad and dropped rows.
         reasons: Number of bad and dropped rows by reason, such as `truncated`.
         examples: Location and a sentence about one such row by reason.
-        counts: Counts of the kept rows.
-        column_types: Types of each kept column in the chunks, by its name.
+        counts: Numbers of the kept rows by split, language and kinds of media.
+        column_types: By name of a column that `prepare.keep` stores: the types of its values in the
+            parts of the source (`bool`, `int64`, `double` or `string`; None: no values).
     """
 
     shards: list[Shard]

@@ -19,7 +19,8 @@ _ADVICE = "Name other columns with --keep NAME,NAME, or change the source"
 
 
 class KeptColumns:
-    """The kept columns of the rows of one chunk (a part of the source).
+    """Collects the columns that `prepare.keep` stores, for the rows of one chunk (a part of the
+    source).
 
     Args:
         has_types: Whether the values of the source have types; the fields of a CSV are texts.
@@ -39,7 +40,7 @@ class KeptColumns:
 
         Args:
             split: Split of the row; None: none.
-            values: Values by column.
+            values: Value of each column by its name, such as {"width": 640}.
             location: Location of the row, for messages.
 
         Raises:
@@ -92,11 +93,15 @@ class KeptColumns:
 
 
 def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[str, dict[str, str]]:
-    """Return the columns of a set for its manifest.
+    """Return the type of each column that `prepare.keep` stores, for the manifest of the set.
 
     Args:
-        types: Types of each column in the chunks by name.
+        types: By name of a column, the types of its values in the parts of the source: `bool`,
+            `int64`, `double` or `string`; None: no values.
         has_types: Whether the values of the source have types; the fields of a CSV are texts.
+
+    Returns:
+        {"kept": {name: type}}; {} without columns.
 
     Raises:
         DataError: A column has values of different types.

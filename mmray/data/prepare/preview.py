@@ -132,7 +132,7 @@ def describe_source(
     """Yield lines for the user that describe how `prepare` understands a source.
 
     Args:
-        job: Source and settings.
+        job: Location of the source, and the `prepare` settings.
         source: The source, whose `scan` was iterated.
         chunks: The chunks (parts of the source) that `scan` yielded.
         first_rows: The first rows, parsed: values by column, or a BadRow.
@@ -242,7 +242,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     Nothing is written but a list of files in a temporary folder. Images by URL are not read.
 
     Args:
-        job: Source and settings; its output folder is not used.
+        job: Location of the source, and the `prepare` settings; its output folder is not used.
 
     Yields:
         (line, heading): the lines of `describe_source`; the number of good rows among the first

@@ -147,7 +147,8 @@ class PreparedSet:
         """Return this set with other shards, such as some of them, or all with more dropped rows.
 
         Args:
-            shards: The shards.
+            shards: Entries of the manifest: file, number of rows and dropped rows of each shard
+                (file of the set).
         """
         return self._with(manifest=replace(self.manifest, shards=shards))
 

@@ -87,7 +87,8 @@ class LentSlot(NamedTuple):
 
 
 class SlotPool:
-    """The slots of a rank, lent to processes of its node that decode for it.
+    """Shared memory for decoded pixels, divided into slots that a rank lends to the processes of
+    its node that decode for it.
 
     Memory is used from the first write to a slot on, and those that were used last are lent first.
 
@@ -116,7 +117,7 @@ class SlotPool:
         """Return the pixels that a process has written to a slot, without a copy.
 
         Args:
-            slot: The slot.
+            slot: A slot from `lend`, to which the process has finished writing.
             num_rows: Number of rows R that were written.
 
         Returns:
@@ -133,7 +134,7 @@ class SlotPool:
         """Let a slot be lent again.
 
         Args:
-            slot: A slot to which no process writes.
+            slot: A slot from `lend`, to which no process writes.
         """
         self._free.append(slot.number)
 

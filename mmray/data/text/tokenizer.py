@@ -76,6 +76,11 @@ class TextEncoder:
     Args:
         tokenizer_json: Content of a tokenizer.json file.
         max_tokens: Maximum number of tokens of a text, special tokens included.
+
+    Attributes:
+        pad_id: Id of the padding token; 0 if the tokenizer has none.
+        vocab_size: The largest token id plus 1.
+        special_tokens: Special tokens as text, such as `[CLS]`.
     """
 
     languages: tuple[str, ...] = ()  # languages with a token, see languages.py

@@ -125,6 +125,11 @@ class ProcessorEncoder:
             default.
         without_torch: Do not import torch, in a process that will not need it.
 
+    Attributes:
+        config: Content of the model's config.json.
+        kinds: Kinds of media that a row may have, of `image`, `video` and `audio`.
+        tokenizer: The tokenizer of transformers.
+
     Raises:
         UsageError: The model is not supported, takes no videos, or has no usable chat template.
     """

@@ -45,6 +45,9 @@ class CheckpointManager:
         max_wait_s: longest wait of a save for the previous one; None: no limit.
         cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if this
             process saves alone.
+
+    Attributes:
+        save_duration_s: seconds from start to end of the newest finished save; None: none yet.
     """
 
     def __init__(

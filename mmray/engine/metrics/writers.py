@@ -245,6 +245,9 @@ class LogUploader:
         notify: Called if an upload fails, with the word to print before a warning, and the warning.
         check_lease: Raises TrainingError if another process owns the run: nothing is uploaded then.
 
+    Attributes:
+        local_folder: Local folder in which the files grow, such as metrics.jsonl.
+
     Raises:
         StorageError: The log so far cannot be read.
     """

@@ -117,7 +117,7 @@ class BranchGraphs:
     Args:
         name: Name of the branch, for messages.
         branch: The module.
-        recorder: Captures the graphs.
+        recorder: Captures the graphs, which share its memory.
         notify: Called if a capture fails, with the word to print before a line, and the line.
     """
 
@@ -223,7 +223,7 @@ class BranchGraph:
         call: The branch in eager or compiled code.
         inputs: Tensors with the shapes and dtypes of the inputs.
         weights: Trainable weights of the branch.
-        recorder: Captures the graphs.
+        recorder: Captures the graphs, which share its memory.
 
     Raises:
         RuntimeError: An operator cannot be captured, or memory runs out.

@@ -39,6 +39,10 @@ class PretrainedAudio(nn.Module, ABC):
         window: Samples of a spectrum.
         filters: Mel filters [window // 2 + 1, mels].
         max_samples: Number of samples to which audio is padded.
+
+    Attributes:
+        rate: Samples per second that the weights expect.
+        hop: Samples from a spectrum to the next.
     """
 
     window: Tensor
