@@ -31,8 +31,8 @@ class Goal(NamedTuple):
     Attributes:
         title: Name of the value, with its unit.
         maximize: Whether a higher value is better.
-        eval_metric: Held-out metric of metrics.jsonl by which trials are compared at rungs; None:
-            the speed of a trial counts.
+        eval_metric: Held-out metric of metrics.jsonl by which trials are compared after the same
+            number of samples; None: the speed of a trial counts.
     """
 
     title: str
@@ -174,7 +174,8 @@ class Recommendation:
     Attributes:
         best: Name of the trial.
         why: Sentences for the user.
-        per_global: For batch shapes: name of the best one by rows of the global batch, as text.
+        per_global: For batch shapes (global batch and micro-batch): name of the best one by rows of
+            the global batch, as text.
     """
 
     best: str

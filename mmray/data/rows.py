@@ -370,7 +370,8 @@ def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
 
     Args:
         columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
-        ours: Name of mmray; without an entry the source has the same name.
+        ours: mmray's column name, such as `text`; without an entry the column of the source has the
+            same name.
     """
     theirs = columns.get(ours, ours)
     return split_names(theirs) if ours in TEXT_COLUMNS else (theirs,)

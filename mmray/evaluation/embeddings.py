@@ -70,7 +70,7 @@ class RowFile:
         self.num_rows = max(self.num_rows, first + len(rows))
 
     def empty(self) -> RowFile:
-        """Return a new file for rows of the same kind."""
+        """Return a new file without rows, for rows of the same width and type."""
         return RowFile(self.width, self._dtype)
 
     def tensor(self) -> Tensor:
@@ -83,7 +83,7 @@ class RowFile:
 
 
 class Step(NamedTuple):
-    """A batch that this rank embeds at the same time as each other rank embeds one.
+    """One of the steps that all ranks take together to embed their batches.
 
     Attributes:
         batch: Rows of this rank; None: this rank has no rows left, but another rank has.

@@ -226,7 +226,7 @@ def _pretrained_network(spec: Any, model_class: Any) -> Any:
 
 
 class Clip(PretrainedDualEncoder):
-    """transformers' CLIPModel as two branches.
+    """transformers' CLIPModel as an image and a text branch with a learned temperature.
 
     Args:
         spec: The `model` section, of kind `clip`.
@@ -334,7 +334,8 @@ def initialize_clip(net: Any) -> None:
 
 
 class Siglip(PretrainedDualEncoder):
-    """transformers' SiglipModel as two branches; the temperature is not clamped.
+    """transformers' SiglipModel as an image and a text branch with a learned temperature, which is
+    not clamped.
 
     Args:
         spec: The `model` section, of kind `siglip`.

@@ -89,16 +89,16 @@ def select_cause(
 ) -> WorkerFailed:
     """Return why a group of workers failed.
 
-    Other ranks' errors only follow from a failed device or a lack of memory; broken connections
-    follow from any error.
+    A failed device or a lack of memory of one rank causes errors of other ranks, and any error
+    causes broken connections. So errors of devices and memory are the first choice, broken
+    connections the last.
 
     Args:
         errors: What the workers raised, at least one.
         is_lost: Returns whether an error means that a worker was lost, not that its code failed.
 
     Returns:
-        The error of the first worker of those with the most important one; its kind is `device`,
-        `raised` or `lost`.
+        The most likely cause, and its kind: `device`, `raised` or `lost`.
     """
 
     def order(error: BaseException) -> tuple[bool, ...]:

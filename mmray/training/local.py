@@ -129,15 +129,17 @@ class RankListener:
             )
 
     def take(self) -> list[RankProcess]:
-        """Return the connected workers in the order of their ranks, for one attempt."""
+        """Return the connected workers in the order of their ranks, for one start of the run's
+        workers; later calls do not return them again.
+        """
         with self._changed:
             connected = sorted(self._connected.items())
             self._connected = {}
         return [process for _, process in connected]
 
     def close(self) -> None:
-        """Close the connections of workers that no attempt has taken, also of those that connect
-        later; they end.
+        """Close the connections of workers that `take` has not returned, also of those that connect
+        later; these workers end.
         """
         with self._changed:
             self._closed = True
@@ -276,7 +278,8 @@ class LocalWorkers(Workers):
 
     Args:
         processes: By rank, processes that run `run_worker` and wait for their arguments.
-        attempt: Run, settings, batch shape and checkpoint that the workers start from.
+        attempt: Run, settings, global batch and micro-batch, and checkpoint that the workers start
+            from.
     """
 
     def __init__(self, processes: Sequence[ChildProcess | RankProcess], attempt: Attempt) -> None:

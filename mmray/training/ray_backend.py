@@ -192,13 +192,15 @@ class RayBackend:
 
 
 class RayWorkers(Workers):
-    """Ray Train's worker group of a run, with its decode actors and its coordinator actor.
+    """Ray Train's worker group of a run, with its decode actors (which read and decode rows) and
+    the actor that passes messages to the driver.
 
     It implements the protocol `Workers`: the driver waits for them, reads their messages and stops
     them.
 
     Args:
-        attempt: Run, settings, batch shape and checkpoint that the workers start from.
+        attempt: Run, settings, global batch and micro-batch, and checkpoint that the workers start
+            from.
         nodes: Nodes on which workers can start.
         excluded: IDs of nodes on which a device failed.
         autoscaler: The run's request for nodes.

@@ -256,11 +256,14 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
 
 
 def with_sample_weights(config: Config) -> Config:
-    """Return the config with the folder of the model of the sample set, if it names this model.
+    """Replace `sample-vlm` as `model.weights` by the folder of this small model, which is written
+    if it does not exist.
 
     Args:
-        config: Settings of a run; with `model.weights` `sample-vlm` the model is written to
-            `data.cache`, unless it exists.
+        config: Settings of a run; the model is written to `data.cache`.
+
+    Returns:
+        The config with the folder; unchanged with other weights.
 
     Raises:
         UsageError: `data.cache` is on an object store, or not writable.

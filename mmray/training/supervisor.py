@@ -83,7 +83,7 @@ class Restart:
 
     Args:
         reason: A line for the log.
-        batch_shape: Batch shape from now on; None: unchanged.
+        batch_shape: Global batch and micro-batch from now on; None: unchanged.
     """
 
     reason: str
@@ -207,7 +207,8 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
 class Supervisor:
     """Starts the workers of a run, restarts them after failures, and writes result.json.
 
-    Each start is an attempt. `config` has the range of workers that the user set.
+    Each start is an attempt: it ends when the run is finished, a worker fails, or the number of
+    workers changes.
 
     Args:
         resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.

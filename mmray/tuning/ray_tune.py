@@ -132,7 +132,8 @@ def replay_trials(sweep: SweepRecord) -> tune.ResultGrid:
     """Return the stored results of a sweep as Ray Tune's; nothing is trained.
 
     Args:
-        sweep: The sweep. Its trials without a rung, such as infeasible ones, are left out.
+        sweep: The sweep. Trials that reached no rung (a number of samples after which trials are
+            compared), such as infeasible ones, are left out.
 
     Raises:
         UsageError: No trial of the sweep was measured.

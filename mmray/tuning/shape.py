@@ -69,7 +69,7 @@ class ShapeTask:
     Attributes:
         config: Settings of the workers.
         global_rows: Rows of each global batch, ascending.
-        visits: Batch shapes that were timed.
+        visits: Batch shapes (global batch and micro-batch) that were timed.
         failures: Batch shapes that did not fit into memory.
     """
 

@@ -20,8 +20,8 @@ from mmray.tuning.shape import Measurements, ShapeTask
 
 
 class ShapeGroup:
-    """A Ray worker group that measures batch shapes: as many workers as fit, at most the configured
-    ones.
+    """A Ray worker group that measures batch shapes (global batch and micro-batch): as many workers
+    as fit, at most the configured ones.
 
     Args:
         config: Settings of the workers and of the cluster.

@@ -305,7 +305,8 @@ class TrialResources:
 
     Attributes:
         num_concurrent: Number of trials at a time.
-        decode_actors: Largest number of decode actors of a trial; None: as a run alone.
+        decode_actors: Largest number of decode actors (processes that read and decode rows) of a
+            trial; None: as a run alone.
         cpus_per_worker: CPUs of a worker if the setting is `auto`; None: as a run alone.
     """
 

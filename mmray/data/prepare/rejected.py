@@ -23,11 +23,11 @@ def read_rejected_images(
 ) -> dict[str, bytes]:
     """Read the first images of quarantined rows from the source of a set, as far as it is there.
 
-    Of a source in many chunks only the first MAX_RECORDS (32) are searched, so that the time is
-    bounded. Images by URL are not downloaded.
+    A source was packed in parts; only the first MAX_RECORDS (32) parts are searched, so that the
+    time is bounded. Images by URL are not downloaded.
 
     Args:
-        folder: Folder of the set, whose records of chunks locate the rows.
+        folder: Folder of the set, whose records of the parts locate the rows.
         manifest: Manifest of the set.
         locations: Values of `source` in quarantine.jsonl, such as `captions.jsonl:12`.
 

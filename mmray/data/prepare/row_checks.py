@@ -67,15 +67,15 @@ def relative_boxes(
 
     Args:
         boxes: (x, y, width, height) of each box in pixels.
-        stated: Width and height of the image of these pixels.
-        size: Width and height of the upright image.
+        stated: Width and height in pixels that the source states for the image of the boxes.
+        size: Width and height of the upright image in pixels.
         orientation: EXIF orientation, if the boxes are in the pixels before the rotation, else 1.
 
     Returns:
         The boxes, each number between 0 and 1.
 
     Raises:
-        BadRow: A box exceeds the image, or the size of the document is of another image.
+        BadRow: A box exceeds the image, or the image has another aspect ratio than `stated`.
     """
     if not size[0]:
         raise BadRow(

@@ -127,7 +127,9 @@ def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 class RowCounts:
-    """Counts the rows of a set by language and by their media, for its manifest."""
+    """Counts the rows of a set by language, number of images and kinds of media, for its manifest:
+    `add` the rows, then read `fields`.
+    """
 
     def __init__(self) -> None:
         self._languages: Counter[str] = Counter()

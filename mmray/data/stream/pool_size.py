@@ -26,7 +26,8 @@ IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait becaus
 
 @dataclass(frozen=True)
 class DecoderLimits:
-    """How many decode actors a rank may have, and on which nodes.
+    """How many decode actors (processes that read and decode rows) a rank may have, and on which
+    nodes.
 
     Attributes:
         reserved: Number of actors on the rank's node without CPUs of their own, because the rank's

@@ -18,7 +18,8 @@ from mmray.errors import UsageError
 
 @contextmanager
 def torch_hidden() -> Iterator[None]:
-    """Scope in which transformers does not find torch, unless one of them was imported before.
+    """Context manager in which transformers does not find torch, unless one of them was imported
+    before.
 
     transformers imports torch whenever it is installed, which costs 600 MB in each data process.
     It checks once, so other packages can import torch afterwards.
