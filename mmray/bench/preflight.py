@@ -180,6 +180,9 @@ def compare_versions(reports: dict[str, NodeReport]) -> Finding:
 
     Args:
         reports: The report of each node by its ID.
+
+    Returns:
+        A finding: `ok`, or `error` with the differing versions.
     """
     nodes = {report.versions: node_id for node_id, report in reports.items()}
     if len(nodes) <= 1:

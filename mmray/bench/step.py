@@ -494,8 +494,9 @@ def build_bench(
 def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
     """Time each loop once per round, in alternating order.
 
-    All ranks run the same steps, timed on rank 0. The loops are `loop` (mmray's), `bare` and `best`
-    (by hand). If `micro` is less than the rows of this rank, `accumulated` is mmray's loop on whole
+    All ranks run the same steps, timed on rank 0. The loops are `loop` (mmray's), and two written
+    by hand: `bare` with the settings of the config, and `best` with the fastest settings of the
+    device. If `micro` is less than the rows of this rank, `accumulated` is mmray's loop on whole
     steps, and `best` is compared with it, because both see the global batch.
 
     Args:

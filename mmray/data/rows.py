@@ -430,6 +430,9 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
         hosts: Hosts from which files may be fetched by URL.
         kind: `image`, `audio` or `video`.
 
+    Returns:
+        A reference to the bytes, the file or the URL, with a name for messages.
+
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
     """

@@ -255,6 +255,9 @@ def torch_trainer(
             autoscaler.
         loop_config: The argument of the loop.
         name: Name of Ray's run; None: a random one.
+
+    Returns:
+        The trainer; its `fit_in(placement group)` runs the loop on all workers.
     """
     no_retries: Any = {
         "max_failures": 0,

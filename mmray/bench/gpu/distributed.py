@@ -117,7 +117,12 @@ def compare_gradients(
 
 
 def shard(device: torch.device, model: nn.Module) -> nn.Module:
-    """Return a model with FSDP2 over this process alone."""
+    """Shard a model in place with FSDP2, in a group of this process alone, and return it.
+
+    Args:
+        device: The device of the model.
+        model: The model.
+    """
     return strategy.shard(model, Group.current(device), None)
 
 

@@ -291,9 +291,9 @@ def random_crop_box(
     Args:
         size: (width, height) of the image in pixels.
         augment: The `augment` section; `crop_scale` is the range of the area as a fraction.
-        uniforms: Random numbers in [0, 1), float64 [4 * CROP_TRIES]: area, aspect ratio, left and
-            top of each try. The first part that fits into the image is taken, otherwise a central
-            one.
+        uniforms: Random numbers in [0, 1), float64 [4 * CROP_TRIES (10)]: area, aspect ratio, left
+            and top of each try. The first part that fits into the image is taken, otherwise a
+            central one.
 
     Returns:
         (left, top, right, bottom) in pixels of the image.

@@ -113,7 +113,8 @@ class PrepareJob:
         """Create the object that reads the source (its `scan` yields parts, its `read` the rows of
         a part).
 
-        It can be created on the driver or in a task, and reads nothing yet.
+        It can be created on the driver or in a task, and reads nothing before `scan` or `read` is
+        called.
         """
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
@@ -429,7 +430,8 @@ class RowBuilder:
 
         Args:
             row: The row, which is changed.
-            requested: Futures of images that were requested earlier; None: all are read now.
+            requested: For each image the future of its bytes if it was requested earlier, otherwise
+                None. None: all are read now.
 
         Returns:
             A digest that is equal for rows with equal images; of a row without images it covers the

@@ -114,7 +114,7 @@ def read_columns(
 
     Args:
         folder: Folder of the set.
-        columns: `columns` of its manifest.
+        columns: `columns` of its manifest, types by name by folder: `{"kept": {"width": "int64"}}`.
         shard_file: Path of the shard, relative to the folder of the set.
         names: Names of columns of the set.
 

@@ -302,8 +302,8 @@ def separate_tensors(
 
 
 class CheckpointWriter(HuggingFaceStorageWriter):
-    """DCP storage: a safetensors file per rank; rank 0 adds state.json, meta.json and the
-    checksums.
+    """Storage of torch.distributed.checkpoint (DCP): a safetensors file per rank; rank 0 adds
+    state.json, meta.json and the checksums.
 
     Args:
         path: Folder of the checkpoint.
@@ -436,8 +436,8 @@ class _SavedChunk(NamedTuple):
 
 
 class CheckpointReader(HuggingFaceStorageReader):
-    """DCP storage: reads byte ranges of the safetensors files, of a local folder or an object
-    store.
+    """Storage of torch.distributed.checkpoint (DCP): reads byte ranges of the safetensors files, of
+    a local folder or an object store.
 
     torch's class opens local files only, and maps them into memory.
 
