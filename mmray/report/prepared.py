@@ -18,7 +18,7 @@ from mmray.data.media.excerpt import make_excerpt
 from mmray.data.messages import message_text
 from mmray.data.prepare.rejected import read_rejected_images
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
-from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
@@ -37,7 +37,7 @@ MAX_REPEATS = 12  # shown groups of rows with the same image
 MAX_KEYS = 4  # named of a group
 MAX_CELL = 80  # characters of a text in a table
 MAX_VALUE = 200  # characters of the value of a column
-MEDIA_KINDS = ("image", "images", "audio", "video")
+TABLE_COLUMNS = ("key", "media", "tokens", "text")
 
 
 @dataclass
@@ -46,7 +46,6 @@ class SetStatistics:
 
     Attributes:
         num_rows: Number of rows that were read.
-        num_unreadable: Number of rows of a damaged shard, which are left out.
         num_unsized: Number of images whose size is not known, because `prepare` did not check them.
         widths: Width of each image and video in pixels.
         heights: Height of each of these in pixels.
@@ -55,11 +54,9 @@ class SetStatistics:
         token_counts: Number of tokens of the same texts; empty without a tokenizer.
         repeats: Numbers of the rows with the same image, audio or video by its digest, the largest
             group first.
-        repeated_keys: Keys that several rows have.
     """
 
     num_rows: int = 0
-    num_unreadable: int = 0
     num_unsized: int = 0
     widths: list[int] = field(default_factory=list)
     heights: list[int] = field(default_factory=list)
@@ -67,7 +64,6 @@ class SetStatistics:
     text_lengths: list[int] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
     repeats: dict[str, list[int]] = field(default_factory=dict)
-    repeated_keys: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,16 +72,15 @@ class SetRecord:
 
     Attributes:
         prepared: The set, or a split of it.
-        rows: The sampled rows as JSON values: `key`, `source`, `facts` (pairs of name and text),
-            `images` (data URIs), `texts` (dicts) and `turns` (of a conversation); of an unreadable
-            row only `number` and `error`.
+        rows: The sampled rows as JSON values: `key`, `source`, `media`, `tokens` and `text` (for a
+            table), `facts` (pairs of name and text), `images` (data URIs), `texts` (dicts) and
+            `turns` (of a conversation); of an unreadable row only `key`, `text` and `error`.
         statistics: Properties of more rows.
         repeats: The largest groups of rows with the same image, audio or video: `count` of the
             rows, `keys` of the first ones, `kind` of the medium and `image` (data URI or None).
         quarantine: Counts and examples of quarantined rows: `num_read`, `num_rows`, `reasons`
             (pairs of reason and count) and `shown` (examples as {reason, key, source, detail,
             image}, with a thumbnail or None as image).
-        column_error: Why columns of the rows, such as scores, are not shown; empty if they are.
         page: The HTML file, once it is written.
     """
 
@@ -94,7 +89,6 @@ class SetRecord:
     statistics: SetStatistics
     repeats: list[dict[str, Any]]
     quarantine: dict[str, Any]
-    column_error: str = ""
     page: AnyPath | None = None
 
     @property
@@ -102,24 +96,7 @@ class SetRecord:
         """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media`, `tokens` of the
         texts, and `text`, the first MAX_CELL (80) characters of the texts.
         """
-        table = []
-        for row in self.rows:
-            if row["error"]:
-                table.append({"key": f"row {row['number']}", "text": row["error"]})
-                continue
-            facts = dict(row["facts"])
-            parts = [part for turn in row["turns"] or () for part in turn["parts"]]
-            texts = [part["text"] for part in [*row["texts"], *parts] if part.get("text")]
-            counts = [each["tokens"] for each in row["texts"] if each["tokens"] is not None]
-            tokens = ", ".join(map(str, counts)) or facts.get("text tokens", "")
-            media = [
-                f"{name} {value}" for name, value in row["facts"] if name.endswith(MEDIA_KINDS)
-            ]
-            text = " | ".join(texts)
-            text = text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."
-            cells = {"key": row["key"], "media": "; ".join(media), "tokens": tokens, "text": text}
-            table.append(cells)
-        return table
+        return [{name: row.get(name, "") for name in TABLE_COLUMNS} for row in self.rows]
 
     @classmethod
     def read(
@@ -135,6 +112,7 @@ class SetRecord:
                 are not counted.
 
         Raises:
+            DataError: A shard is damaged, or lacks columns such as scores.
             OSError: The set cannot be read.
         """
         draw = np.random.default_rng(seed)
@@ -143,7 +121,7 @@ class SetRecord:
         encoder = TextEncoder(tokenizer_json, MAX_TOKENS) if tokenizer_json else None
         with closing(SubprocessDecoder()) as decoder:
             viewer = _RowViewer(prepared, encoder, decoder)
-            columns, error = _read_columns(prepared, chosen)
+            columns = prepared.columns(chosen)
             read = zip(chosen.tolist(), read_each(prepared, chosen), columns, strict=True)
             rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
@@ -155,7 +133,7 @@ class SetRecord:
             for row in quarantine["shown"]:
                 data = images.get(row["source"])
                 row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
-        return cls(prepared, rows, statistics, repeats, quarantine, error)
+        return cls(prepared, rows, statistics, repeats, quarantine)
 
 
 def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:
@@ -188,58 +166,38 @@ def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:
     return figures
 
 
-def set_notices(record: SetRecord) -> list[str]:
-    """Return sentences about problems of a set, for its page.
-
-    Args:
-        record: What the page shows.
-    """
-    statistics = record.statistics
-    notices = [f"Columns are not shown: {record.column_error}"] if record.column_error else []
-    if statistics.num_unreadable:
-        notices.append(
-            f"{statistics.num_unreadable:,} rows are in damaged shards, and cannot be read: "
-            "prepare the set again into another folder."
-        )
-    if statistics.num_unsized:
-        notices.append(
-            f"The sizes of {statistics.num_unsized:,} images are not known, because the set was "
-            "prepared with --check none; the charts leave them out."
-        )
-    return notices
-
-
 def describe_basis(record: SetRecord) -> str:
     """Return a sentence for the page of a set: on how many rows its charts and repeats are
     based.
     """
     total = record.prepared.num_rows
     read = record.statistics.num_rows
-    if read + record.statistics.num_unreadable == total:
-        return f"Based on all {total:,} rows."
+    groups = f"random groups of {RECORD_BATCH_ROWS} adjacent rows"
+    text = f"all {total:,} rows" if read == total else f"{read:,} of {total:,} rows: {groups}"
+    return f"Based on {text}."
+
+
+def describe_sizes(record: SetRecord) -> str:
+    """Return a sentence about images without a known size, which the charts leave out."""
+    if not (unsized := record.statistics.num_unsized):
+        return ""
     return (
-        f"Based on {read:,} of {total:,} rows: random groups of {RECORD_BATCH_ROWS} adjacent rows."
+        f"The sizes of {unsized:,} images are not known, because the set was prepared with "
+        "--check none; the charts leave them out."
     )
 
 
 def describe_repeats(record: SetRecord) -> str:
-    """Return a sentence about rows with the same image, audio or video, and about keys (names of
-    rows) that several rows have.
-    """
-    statistics = record.statistics
-    rows = len({number for numbers in statistics.repeats.values() for number in numbers})
-    groups = len(statistics.repeats)
-    text = f"{rows:,} rows share {groups:,} images, audio or video files (the same bytes)"
-    if not groups:
-        text = "No two rows have an image, audio or video of the same bytes"
-    keys = statistics.repeated_keys
-    named = f" ({', '.join(keys[:MAX_KEYS])}{', ...' if len(keys) > MAX_KEYS else ''})"
-    text += f"; {len(keys):,} keys are repeated{named if keys else ''}. "
-    if groups > MAX_REPEATS:
+    """Return a sentence about rows with the same image, audio or video."""
+    repeats = record.statistics.repeats
+    rows = len({number for numbers in repeats.values() for number in numbers})
+    text = f"{rows:,} rows share {len(repeats):,} images, audio or video files (the same bytes). "
+    if not repeats:
+        text = "No two rows have an image, audio or video of the same bytes. "
+    if len(repeats) > MAX_REPEATS:
         text += f"The {MAX_REPEATS} largest groups are shown. "
-    manifest = record.prepared.manifest
-    if manifest.num_same_text:
-        text += f"{manifest.num_same_text:,} rows repeat the captions of an earlier row. "
+    if same_text := record.prepared.manifest.num_same_text:
+        text += f"{same_text:,} rows repeat the captions of an earlier row. "
     return text + describe_basis(record)
 
 
@@ -276,22 +234,20 @@ def read_statistics(
         encoder: Counts tokens; None: they are not counted.
 
     Raises:
+        DataError: A shard is damaged.
         OSError: The set cannot be read.
     """
     statistics = SetStatistics()
     by_digest: dict[str, list[int]] = defaultdict(list)
-    by_key: dict[str, int] = defaultdict(int)
     for start in range(0, len(rows), ROWS_PER_READ):
         numbers = rows[start : start + ROWS_PER_READ]
         try:
             read = prepared.read_without_references(numbers)
-        except ROW_ERRORS:
-            statistics.num_unreadable += len(numbers)
-            continue
+        except ValueError as error:
+            raise DataError(f"{error}. Prepare the set again into another folder.") from None
         texts: list[str] = []
         for number, row in zip(numbers.tolist(), read, strict=True):
             statistics.num_rows += 1
-            by_key[f"{row.split or ''}/{row.key}"] += 1
             for digest in {media.sha256 for media in row.media if media.sha256}:
                 by_digest[digest].append(number)
             _add_media(statistics, row)
@@ -300,16 +256,7 @@ def read_statistics(
         statistics.token_counts += _count_tokens(encoder, texts)
     groups = [group for group in by_digest.items() if len(group[1]) > 1]
     statistics.repeats = dict(sorted(groups, key=lambda group: (-len(group[1]), group[1])))
-    statistics.repeated_keys = [key.partition("/")[2] for key, count in by_key.items() if count > 1]
     return statistics
-
-
-def _read_columns(prepared: PreparedSet, rows: np.ndarray) -> tuple[list[dict[str, Any]], str]:
-    """Return the columns of rows, and the reason if they cannot be read."""
-    try:
-        return prepared.columns(rows), ""
-    except DataError as error:
-        return [{} for _ in rows], str(error)
 
 
 def _column_facts(columns: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -371,22 +318,27 @@ class _RowViewer:
             columns: Values of its columns by name, such as scores.
 
         Returns:
-            `number`, and `error`, a sentence, if the row cannot be read. Otherwise `key`, `source`,
-            `facts` (pairs of name and text, such as size and split), `images` (data URIs; None for
-            one that cannot be decoded), `num_hidden` (of the images), `texts` ({`text`, `tokens`,
-            `span`, `column`} and maybe `clip` or `clip_error`), and `turns` of a conversation,
-            otherwise None.
+            `key`, `text` (the first 80 characters of all texts) and `error`, a sentence if the row
+            cannot be read. Otherwise also `source`, `media` and `tokens` as text, `facts` (pairs of
+            name and text, such as size and split), `images` (data URIs; None for one that cannot be
+            decoded), `num_hidden` (of the images), `texts` ({`text`, `tokens`, `span`, `column`}
+            and maybe `clip` or `clip_error`), and `turns` of a conversation, otherwise None.
         """
         if isinstance(row, Exception):
-            return {"number": number, "error": str(row)}
+            return {"key": f"row {number:,}", "text": str(row), "error": str(row)}
         images = [media for media in row.media if media.kind == "image"]
         thumbnails = [self._decoder.thumbnail(media.data) for media in images[:MAX_IMAGES]]
+        texts = _texts_of(row)
+        tokens = _count_tokens(self._encoder, texts)
+        media_facts = _media_facts(row)
         values: dict[str, Any] = {
-            "number": number,
             "error": None,
             "key": row.key,
             "source": row.source,
-            "facts": self._facts(row) + _column_facts(columns),
+            "media": "; ".join(f"{name} {value}" for name, value in media_facts),
+            "tokens": ", ".join(f"{count:,}" for count in tokens),
+            "text": _shorten(" | ".join(texts).replace("\n", " | ")),
+            "facts": media_facts + self._facts(row) + _column_facts(columns),
             "images": thumbnails,
             "num_hidden": len(images) - len(thumbnails),
             "texts": [],
@@ -394,8 +346,9 @@ class _RowViewer:
         }
         if row.messages:
             values["turns"] = self._turns(row, thumbnails)
+            if tokens:
+                values["facts"].append(("text tokens", values["tokens"]))
             return values
-        tokens = _count_tokens(self._encoder, row.texts)
         for index, text in enumerate(row.texts):
             entry: dict[str, Any] = {"text": text, "tokens": tokens[index] if tokens else None}
             entry["span"] = row.spans[index] if row.spans else None
@@ -464,12 +417,6 @@ class _RowViewer:
 
     def _facts(self, row: Row) -> list[tuple[str, str]]:
         facts = []
-        for kind in dict.fromkeys(media.kind for media in row.media):
-            same = [describe_media(media) for media in row.media if media.kind == kind]
-            name = kind if len(same) == 1 else f"{len(same)} {kind}s"
-            facts.append((name, "; ".join(dict.fromkeys(same[:MAX_IMAGES]))))
-        if row.messages and self._encoder:
-            facts.append(("text tokens", f"{_count_tokens(self._encoder, _texts_of(row))[0]:,}"))
         if row.label is not None:
             names = self._prepared.manifest.class_names
             name = f" ({names[row.label]})" if row.label < len(names) else ""
@@ -481,12 +428,23 @@ class _RowViewer:
         return facts
 
 
-def describe_media(media: Any) -> str:
-    """Return size, duration, rate and channels of an image, audio or video in one line.
+def _media_facts(row: Row) -> list[tuple[str, str]]:
+    """Return name and description of the images, the audio and the video of a row."""
+    facts = []
+    for kind in dict.fromkeys(media.kind for media in row.media):
+        same = [_describe_media(media) for media in row.media if media.kind == kind]
+        name = kind if len(same) == 1 else f"{len(same)} {kind}s"
+        facts.append((name, "; ".join(dict.fromkeys(same[:MAX_IMAGES]))))
+    return facts
 
-    Args:
-        media: An image, audio or video of a row of a prepared set.
-    """
+
+def _shorten(text: str) -> str:
+    """Return the first MAX_CELL (80) characters of a text."""
+    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."
+
+
+def _describe_media(media: Any) -> str:
+    """Return size, duration, rate and channels of an image, audio or video in one line."""
     parts = [f"{media.width} × {media.height}"] if media.width else []
     if media.duration is not None:
         parts.append(f"{media.duration:.2f} s")

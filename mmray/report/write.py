@@ -27,8 +27,8 @@ from mmray.report.prepared import (
     SetRecord,
     describe_basis,
     describe_repeats,
+    describe_sizes,
     set_key_figures,
-    set_notices,
 )
 from mmray.report.prepared_figures import set_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
@@ -116,6 +116,7 @@ def write_set_page(
 
     Raises:
         UsageError: The file cannot be written.
+        DataError: A shard is damaged, or lacks columns such as scores.
         OSError: The set cannot be read.
     """
     out = to_path(out or prepared.folder / SET_PAGE)
@@ -129,8 +130,8 @@ def write_set_page(
         clip_s=CLIP_S,
         has_clips=bool(prepared.rows_by_media_kinds),
         key_figures=set_key_figures(record),
-        notices=set_notices(record),
         basis=describe_basis(record),
+        sizes_text=describe_sizes(record),
         repeats_text=describe_repeats(record),
         figures=set_figures(record.statistics),
     )

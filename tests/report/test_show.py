@@ -18,7 +18,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.data.media.decode import read_audio
 from mmray.data.prepare import pipeline
 from mmray.data.store.stored_row import Media, Row
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.report import prepared as prepared_module
 from tests.data.media.synthetic import encode_video, read_clock, time_of_sweep
 from tests.made import encode, image_media, make_set, noisy, row
@@ -85,10 +85,11 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
     # The upper half of the truncated image is there.
     thumbnail = np.asarray(Image.open(io.BytesIO(decoded(images["truncated"]))).convert("RGB"))
     assert thumbnail[: len(thumbnail) // 4].std() > 30 and thumbnail[-3:].std() < 10
-    shutil.rmtree(out / "columns")
-    assert "Columns are not shown" in text_of(mmray.show(out, rows=2).page)
     shutil.rmtree(source)
     assert mmray.show(out, rows=2).quarantine["shown"][0]["image"] is None
+    shutil.rmtree(out / "columns")
+    with pytest.raises(DataError, match="columns"):
+        mmray.show(out, rows=2)
 
 
 def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):
@@ -175,6 +176,14 @@ def test_set_on_an_object_store_is_shown_by_the_command(s3, capsys):
     printed = capsys.readouterr().out
     assert "Based on all 20 rows." in printed and "show.html" in printed
     assert len(re.findall(r"row-\d+ +image 24 × 20 ", printed)) == 3
+
+
+def test_set_with_a_damaged_shard_is_refused_with_its_name(tmp_path):
+    make_set(tmp_path / "set", [row(number, noisy(number)) for number in range(20)])
+    shard = next((tmp_path / "set").glob("*/*.arrow"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(DataError, match=rf"{shard.name}.* another folder"):
+        mmray.show(tmp_path / "set")
 
 
 def test_wrong_arguments_are_explained(tmp_path, capsys):
