@@ -23,7 +23,7 @@ from mmray.config.model_kinds import Towers, Vlm
 from mmray.config.recipes import RECIPES
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
-from mmray.data.store.selection import check_names, check_where
+from mmray.data.store.selection import check_where
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import UsageError, suggest
@@ -121,12 +121,14 @@ def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> N
 def _check_where(
     setting: str, where: str, manifests: Mapping[str, Manifest | None], config: Config
 ) -> None:
+    kept = config.prepare.keep
+    types: Mapping[str, str | None] | None
     for address, manifest in manifests.items():
         if manifest is not None:
-            check_where(where, column_types(manifest.columns), address, setting)
+            types = column_types(manifest.columns)
         else:
-            kept = config.prepare.keep
-            check_names(where, None if kept == (KEEP_ALL,) else kept, address, setting)
+            types = None if kept == (KEEP_ALL,) else dict.fromkeys(kept)
+        check_where(where, types, address, setting)
 
 
 def _check_captions(

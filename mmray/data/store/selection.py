@@ -8,7 +8,7 @@ a selection alike.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -71,24 +71,27 @@ class RowFilter:
         if not names:
             raise ValueError(f"`{text}` names no column; {_HINT}")
 
-    def check(self, types: Mapping[str, str]) -> None:
+    def check(self, types: Mapping[str, str | None]) -> None:
         """Check the condition against the columns of a set.
 
         Args:
             types: Type of each column by name: `bool`, `int64`, `double` or `string`; columns of
-                other types, such as embeddings, cannot be compared.
+                other types, such as embeddings, cannot be compared. None: not known yet, so that
+                only the name is checked.
 
         Raises:
             ValueError: A column does not exist, or is compared with a value of another type.
         """
-        comparable = {name: kind for name, kind in types.items() if kind in TYPES}
+        comparable = {name: kind for name, kind in types.items() if kind in (None, *TYPES)}
         for node in ast.walk(self._root):
             if isinstance(node, ast.Name) and node.id not in comparable:
                 hint = suggest(node.id, sorted(comparable)) if comparable else "it has no columns"
                 if node.id in types:
                     hint = f"it has {types[node.id]} values, which have no order"
                 raise self._error(node, f"no column `{node.id}` to compare; {hint}")
-        self.selected({name: pa.nulls(0, TYPES[kind]) for name, kind in comparable.items()})
+        used = {name: comparable[name] for name in self.columns}
+        if None not in used.values():
+            self.selected({name: pa.nulls(0, TYPES[str(kind)]) for name, kind in used.items()})
 
     def selected(self, columns: Mapping[str, pa.Array]) -> np.ndarray:
         """Return the numbers of the rows that the condition selects, sorted, int64.
@@ -99,8 +102,12 @@ class RowFilter:
         Raises:
             ValueError: A value has a type that the condition cannot compare.
         """
-        result = self._evaluate(self._root, columns)
-        self._expect(self._root, result, "condition")
+        try:
+            # Arrow refuses a result that is no boolean.
+            result = pc.or_kleene(self._evaluate(self._root, columns), pa.scalar(False))
+        except (pa.ArrowException, OverflowError) as error:
+            types = ", ".join(f"`{name}` is {columns[name].type}" for name in self.columns)
+            raise ValueError(f"`{self.text}`: {error} ({types}); {_HINT}") from None
         return pc.indices_nonzero(result).to_numpy().astype(np.int64)
 
     def _error(self, node: ast.AST, message: str) -> ValueError:
@@ -123,24 +130,16 @@ class RowFilter:
         if isinstance(node, ast.Name):
             return columns[node.id]
         if isinstance(node, ast.Constant) and node.value is not None:
-            try:
-                return pa.scalar(node.value)
-            except (OverflowError, pa.ArrowException) as error:
-                raise self._error(node, str(error)) from None
+            return pa.scalar(node.value)
         if isinstance(node, ast.UnaryOp):
-            operand = evaluate(node.operand)
-            if isinstance(node.op, ast.Not):
-                return pc.invert(self._expect(node.operand, operand, "condition"))
-            return pc.negate(self._expect(node.operand, operand, "number"))
+            compute = pc.invert if isinstance(node.op, ast.Not) else pc.negate
+            return compute(evaluate(node.operand))
         if isinstance(node, ast.BoolOp):
             join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
-            parts = [self._expect(each, evaluate(each), "condition") for each in node.values]
-            return reduce(join, parts)
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            left, right = (
-                _as_float(self._expect(each, evaluate(each), "number"))
-                for each in (node.left, node.right)
-            )
+            return reduce(join, map(evaluate, node.values))
+        if isinstance(node, ast.BinOp):
+            left = _as_float(evaluate(node.left))
+            right = _as_float(evaluate(node.right))
             return _ARITHMETIC[type(node.op)](left, right)
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
@@ -165,37 +164,26 @@ class RowFilter:
             found = reduce(pc.or_kleene, equal)
             return found if isinstance(op, ast.In) else pc.invert(found)
         other = self._evaluate(right, columns)
-        kind = _kind(value)
-        if _kind(other) != kind:
-            raise self._error(right, f"is a {_kind(other)}, and is compared with a {kind}")
-        if value.type != other.type:  # Arrow refuses large integers
+        if value.type != other.type:
             value = _as_float(value)
             other = _as_float(other)
         return _COMPARISONS[type(op)](value, other)
 
-    def _expect(self, node: ast.AST, value: Values, kind: str) -> Values:
-        """Return a value; raise ValueError if it is of another kind."""
-        if _kind(value) != kind:
-            raise self._error(node, f"is a {_kind(value)}, not a {kind}; {_HINT}")
-        return value
-
 
 def _as_float(value: Values) -> Values:
-    return value.cast(pa.float64(), safe=False)
+    """Return integers as float64, also large ones, which Arrow refuses; other values unchanged."""
+    return value.cast(pa.float64(), safe=False) if pa.types.is_integer(value.type) else value
 
 
-def _kind(value: Values) -> str:
-    if pa.types.is_boolean(value.type):
-        return "condition"
-    return "text" if pa.types.is_string(value.type) else "number"
-
-
-def check_where(where: str, types: Mapping[str, str], place: str, setting: str) -> RowFilter:
+def check_where(
+    where: str, types: Mapping[str, str | None] | None, place: str, setting: str
+) -> RowFilter:
     """Return the filter of an expression after checking it against the columns of a set.
 
     Args:
         where: The condition, such as `similarity > 0.3`.
-        types: Type of each column of the set by name, such as {"width": "int64"}.
+        types: Type of each column of the set by name, such as {"width": "int64"}; None instead of a
+            type that is not known yet, or of all columns.
         place: The set, for the message.
         setting: Setting that has the expression, such as `data.where`.
 
@@ -204,37 +192,11 @@ def check_where(where: str, types: Mapping[str, str], place: str, setting: str) 
     """
     try:
         row_filter = RowFilter(where)
-        row_filter.check(types)
+        if types is not None:
+            row_filter.check(types)
     except ValueError as error:
-        hint = "" if types else f"; {_KEEP}"
+        hint = f"; {_KEEP}" if types == {} else ""
         raise UsageError(f"{setting}: {error} ({place}{hint})") from None
-    return row_filter
-
-
-def check_names(where: str, names: Collection[str] | None, place: str, setting: str) -> RowFilter:
-    """Return the filter of an expression after checking the names of its columns.
-
-    Args:
-        where: The condition, such as `similarity > 0.3`.
-        names: Names of the columns; None: unknown.
-        place: Where they are, for the message.
-        setting: Setting that has the expression, such as `data.where`.
-
-    Raises:
-        UsageError: It is invalid, or names another column.
-    """
-    try:
-        row_filter = RowFilter(where)
-    except ValueError as error:
-        raise UsageError(f"{setting}: {error}") from None
-    if names is None:
-        return row_filter
-    for name in row_filter.columns:
-        if name not in names:
-            raise UsageError(
-                f"{setting}: `{where}`, at `{name}`: {place} keeps no column `{name}`; "
-                f"{suggest(name, names) if names else _KEEP}"
-            )
     return row_filter
 
 
