@@ -324,7 +324,7 @@ def show(
 
     Raises:
         UsageError: an argument is invalid, or the page cannot be written.
-        DataError: the folder is not a prepared set, or has no such split.
+        DataError: the folder is not a prepared set, has no such split, or a shard is damaged.
     """
     _check_positive("rows", rows)
     with _shown(reporter, "reading") as shown:

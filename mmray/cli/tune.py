@@ -131,7 +131,7 @@ def _print_outcome(sweep: SweepRecord, console: ConsoleReporter) -> None:
     best = sweep.recommendation
     winners = {best.best, *best.per_global.values()} if best else set[str]()
     if sweep.trials:
-        console.print(trials_table(sweep.trials, sweep.summary["goal"], winners))
+        console.print(trials_table(sweep, winners))
     for row in sweep.trials:
         if row.error:
             console.log(f"{row.status.replace('_', ' ')}: {row.error}", row.trial)

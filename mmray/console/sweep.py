@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmray.console.tables import COMPACT, rows_table
-from mmray.report.run import format_compact
-from mmray.sweep_files import BATCH_SETTINGS, GOALS, TrialRow
+from mmray.console.tables import rows_table
+from mmray.report.run import format_compact, format_number
+from mmray.report.sweep import SweepRecord, setting_columns, trial_columns
+from mmray.sweep_files import GOALS, TrialRow
 
 if TYPE_CHECKING:
     from mmray.tuning.sweep import SweepProgress
@@ -33,60 +34,47 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
         return row.status != "running", -len(row.rungs), sign * value
 
     ordered = sorted(rows, key=order)
+    columns = setting_columns(rows)
     shown = [
-        settings_cells(row.settings)
+        {"trial": row.trial}
+        | {column.title: column.text(row) for column in columns}
         | {
-            "trial": row.trial,
             "rung": f"{len(row.rungs)}/{num_rungs}",
-            "value": row.rungs[-1].value if row.rungs else None,
+            GOALS[goal].title: format_number(row.rungs[-1].value if row.rungs else None),
             "status": row.status.replace("_", " "),
-            "elapsed_s": row.elapsed_s,
+            "s": format_number(row.elapsed_s, 0),
         }
         for row in ordered[:limit]
     ]
-    columns = {
-        "trial": ("trial", ""),
-        **settings_columns(rows),
-        "rung": ("rung", ""),
-        "value": (GOALS[goal].title, ".4g"),
-        "status": ("status", ""),
-        "elapsed_s": ("s", ",.0f"),
-    }
-    table = rows_table(shown, columns)
+    table = _text_table(shown)
     hidden = Counter(row.status.replace("_", " ") for row in ordered[limit:])
     if hidden:
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
     return table
 
 
-def settings_columns(
-    rows: Sequence[TrialRow], without: Sequence[str] = ()
-) -> dict[str, tuple[str, str]]:
-    """Return the column of each setting that a sweep varies, for a table of trials.
+def trials_table(sweep: SweepRecord, winners: Collection[str]) -> Table:
+    """Return the table of trials or of measured batch shapes, with the columns and the order of the
+    report of the sweep.
 
     Args:
-        rows: rows of trials.jsonl. All trials vary the same settings, so the first row defines the
-            columns.
-        without: settings without a column, such as `batch.micro`.
-
-    Returns:
-        Setting -> (title, format), such as `{"optimizer.lr": ("lr", "")}`; an empty format means
-        text.
+        sweep: the sweep, with at least one trial.
+        winners: names of the trials that are marked with a star.
     """
-    settings = rows[0].settings if rows else {}
-    return {key: (key.rpartition(".")[2], "") for key in settings if key not in without}
+    columns = trial_columns(sweep.trials)
+    shown = []
+    for row in sweep.table:
+        cells = {"trial": row.trial + ("*" if row.trial in winners else "")}
+        cells["status"] = sweep.status_label(row)
+        if not sweep.is_throughput:
+            cells[sweep.goal.title] = format_number(sweep.value(row))
+        shown.append(cells | {column.title: column.text(row) for column in columns})
+    return _text_table(shown)
 
 
-def settings_cells(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's settings as texts for the cells of a table.
-
-    Args:
-        settings: values by setting, such as `{"optimizer.lr": 0.001}`.
-
-    Returns:
-        The values as text, such as `{"optimizer.lr": "0.001"}`.
-    """
-    return {key: str(value) for key, value in settings.items()}
+def _text_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of texts by the title of their column."""
+    return rows_table(rows, {title: (title, "") for title in (rows[0] if rows else ())})
 
 
 def format_progress(progress: SweepProgress) -> str:
@@ -106,46 +94,6 @@ def format_progress(progress: SweepProgress) -> str:
     if progress.budget_spent is not None:
         parts.append(f"{min(1.0, progress.budget_spent):.0%} of the budget spent")
     return ", ".join(parts)
-
-
-def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) -> Table:
-    """Return the table of trials or of measured batch shapes (global batch and micro-batch).
-
-    Args:
-        rows: rows of trials.jsonl (settings, status and measurements of a trial), at least one.
-        goal: `throughput`, `loss` or `recall`. The held-out value of the last two is the column
-            before the status.
-        winners: names of the trials that are marked with a star.
-    """
-    columns = {
-        "trial": ("trial", ""),
-        # The batch has columns of its own.
-        **settings_columns(rows, without=BATCH_SETTINGS),
-        "batch": ("batch", ""),
-        "global_rows": ("global", "d"),
-        "samples_per_s": ("samples/s", COMPACT),
-        "step_p50_s": ("step s", ".3f"),
-        "peak_gib": ("GiB", ".2f"),
-    }
-    if GOALS[goal].eval_metric is not None:
-        columns |= {"samples": ("samples", ",d"), "value": (GOALS[goal].title, ".3f")}
-    columns["status"] = ("status", "")
-    shown = [
-        settings_cells(row.settings)
-        | {
-            "trial": row.trial + ("*" if row.trial in winners else ""),
-            "batch": row.shape if row.global_rows else None,
-            "global_rows": row.global_rows,
-            "samples_per_s": row.samples_per_s,
-            "step_p50_s": row.step_p50_s,
-            "peak_gib": row.peak_gib,
-            "samples": row.samples,
-            "value": row.value(goal),
-            "status": row.status.replace("_", " "),
-        }
-        for row in rows
-    ]
-    return rows_table(shown, columns)
 
 
 def trial_line(row: TrialRow, num_rungs: int) -> str:

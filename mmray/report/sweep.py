@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,14 +42,40 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("samples", "samples"),
-    Column("global_rows", "global batch"),
+    Column("global_rows", "global"),
     Column("micro", "micro"),
-    Column("accumulation", "accum."),
+    Column("accumulation", "accum"),
     Column("workers", "workers"),
     Column("samples_per_s", "samples/s", None),
-    Column("step_p50_s", "ms per step", scale=1000.0),
-    Column("peak_gib", "peak GiB", 2),
+    Column("step_p50_s", "ms/step", scale=1000.0),
+    Column("peak_gib", "GiB", 2),
 )
+
+
+def setting_columns(rows: Sequence[TrialRow]) -> list[Column]:
+    """Return a column for each setting that a sweep varies.
+
+    Args:
+        rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
+    """
+    names = dict.fromkeys(name for row in rows for name in row.settings)
+    return [Column(name, name) for name in names]
+
+
+def trial_columns(rows: Sequence[TrialRow]) -> list[Column]:
+    """Return the columns of the table of trials: the settings that the sweep varies, then what was
+    measured of a trial.
+
+    The batch, such as its micro-batch, is among the measurements.
+
+    Args:
+        rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
+    """
+    settings = [column for column in setting_columns(rows) if column.field not in BATCH_SETTINGS]
+    measured = [
+        column for column in COLUMNS if any(getattr(row, column.field) is not None for row in rows)
+    ]
+    return settings + measured
 
 
 @dataclass(frozen=True)
@@ -153,21 +180,6 @@ class SweepRecord:
         names = self.recommendation.per_global.values() if self.recommendation else ()
         rows = [row for row in self.trials if row.trial in names]
         return sorted(rows, key=lambda row: row.global_rows or 0)
-
-    @property
-    def columns(self) -> list[Column]:
-        """Columns of the table of trials: the searched settings, then the measurements that a trial
-        has.
-        """
-        names = dict.fromkeys(
-            name for row in self.trials for name in row.settings if name not in BATCH_SETTINGS
-        )
-        shown = [
-            column
-            for column in COLUMNS
-            if any(getattr(row, column.field) is not None for row in self.trials)
-        ]
-        return [*(Column(name, name) for name in names), *shown]
 
     @property
     def table(self) -> list[TrialRow]:

@@ -32,7 +32,7 @@ from mmray.report.prepared import (
 )
 from mmray.report.prepared_figures import set_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
-from mmray.report.sweep import SweepRecord
+from mmray.report.sweep import SweepRecord, trial_columns
 from mmray.report.sweep_figures import sweep_figures
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.sweep_files import SWEEP
@@ -63,7 +63,8 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     if (folder / SWEEP).exists():
         sweep = SweepRecord.read(folder)
         parts = sweep_figures(sweep)
-        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=parts)
+        columns = trial_columns(sweep.trials)
+        page = _render("sweep.html", sweep=sweep, columns=columns, title=folder.name, parts=parts)
     elif (folder / "config.yaml").exists():
         try:
             run = RunRecord.read(folder)

@@ -119,12 +119,12 @@ def test_live_table_has_running_trials_and_the_best_ones():
     text = io.StringIO()
     Console(file=text, width=80).print(live_table(rows, num_rungs=3, goal="loss", limit=4))
     header, _, *shown, hidden = text.getvalue().splitlines()
-    assert header.split() == ["trial", "lr", "rung", "held-out", "loss", "status", "s"]
+    assert header.split() == ["trial", "optimizer.lr", "rung", "held-out", "loss", "status", "s"]
     assert [line.split() for line in shown] == [
-        ["t005", "0.001", "0/3", "-", "running", "61"],
-        ["t002", "0.001", "2/3", "2", "pruned", "61"],
-        ["t003", "0.001", "1/3", "1", "paused", "61"],
-        ["t001", "0.001", "1/3", "3", "paused", "61"],
+        ["t005", "0.001", "0/3", "–", "running", "61"],
+        ["t002", "0.001", "2/3", "2.000", "pruned", "61"],
+        ["t003", "0.001", "1/3", "1.000", "paused", "61"],
+        ["t001", "0.001", "1/3", "3.000", "paused", "61"],
     ]
     assert hidden.strip() == "and 1 failed, 1 waiting"
     assert live_table([], num_rungs=1, goal="recall", limit=4).row_count == 0
