@@ -36,6 +36,8 @@ class FusedAttention(nn.Module):
 
     It takes the place of transformers' CLIPAttention or SiglipAttention and has the same weights
     and settings.
+
+    Forward takes hidden states [B, T, W] and returns hidden states [B, T, W] and None.
     """
 
     num_heads: int

@@ -45,6 +45,11 @@ MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 class DualEncoder(nn.Module):
     """An image and a text branch with one embedding space and a learned temperature.
 
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
+    `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` (1 / temperature) and, if the
+    model has it, `logit_bias`.
+
     Args:
         image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
         text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
@@ -136,11 +141,14 @@ class PretrainedDualEncoder(DualEncoder):
     """A dual encoder of transformers, also for other image sizes and longer texts than those of its
     weights.
 
+    Forward maps a batch of images and captions to their L2-normalized embeddings [B, D]. A subclass
+    sets `hf_class` and `hf_names`, and implements `default_hf_config`.
+
     Attributes:
         hf_class: Name of its class in transformers, such as `CLIPModel`.
-        hf_names: Pairs of name prefixes of the weights here and in transformers.
-        default_hf_config: Called with the `model` section and the vocabulary size; returns a config
-            of transformers with these sizes.
+        hf_names: Pairs (prefix of the names of weights in this class, prefix in transformers).
+        default_hf_config: Called with (`model` section, vocabulary size); returns a config of
+            transformers with these sizes.
         build_notes: Lines for the console about interpolated positions.
     """
 
@@ -227,6 +235,10 @@ def _pretrained_network(spec: Any, model_class: Any) -> Any:
 
 class Clip(PretrainedDualEncoder):
     """transformers' CLIPModel as an image and a text branch with a learned temperature.
+
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
+    D], L2-normalized, and the scalar `logit_scale`.
 
     Args:
         spec: The `model` section, of kind `clip`.
@@ -337,6 +349,11 @@ class Siglip(PretrainedDualEncoder):
     """transformers' SiglipModel as an image and a text branch with a learned temperature, which is
     not clamped.
 
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
+    D], L2-normalized, and the scalar `logit_scale` and, unless the settings leave it out,
+    `logit_bias`.
+
     Args:
         spec: The `model` section, of kind `siglip`.
         vocab_size: Rows of the token embedding, without pretrained weights.
@@ -427,8 +444,11 @@ class VisionBranch(nn.Module):
     """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP
     (attention pooling).
 
+    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D].
+
     Args:
-        tower: The vision transformer of transformers' model; its embeddings are replaced in place.
+        tower: The vision transformer of transformers' CLIPModel or SiglipModel; its `embeddings`
+            are replaced in place by a module that also normalizes the pixels.
         project: Projection of CLIP's class token; None for SigLIP.
         inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
         patch_dropout: Fraction of the patches to drop in training.
@@ -462,6 +482,9 @@ class VisionBranch(nn.Module):
 class ClipText(nn.Module):
     """CLIP's causal text transformer: the projected last token.
 
+    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
+    right-padded, and returns L2-normalized embeddings [B, D].
+
     Args:
         tower: The text transformer of transformers' model.
         project: Projection of the last token's hidden state to the embedding.
@@ -494,9 +517,13 @@ class SiglipText(nn.Module):
     """SigLIP's text transformer: captions are padded to a fixed length and attention includes the
     padding.
 
+    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
+    right-padded, and returns L2-normalized embeddings [B, D].
+
     Args:
         tower: The text transformer of transformers' model.
-        config: Its config, which has the fixed length and the padding token.
+        config: Its config of transformers; `max_position_embeddings` is the fixed length and
+            `pad_token_id` the padding token.
     """
 
     def __init__(self, tower: Any, config: Any) -> None:

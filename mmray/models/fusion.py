@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 class Fusion(PairHeads, TwoTower):
     """Two towers, cross-attention layers, and the configured heads.
 
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
+    D], L2-normalized, and the scalar `logit_scale`. The configured heads add `match` and
+    `match_negative` [B], `class_logits` [B, C] and `region_logits` [B, N, C].
+
     Args:
         spec: The `model` section, of kind `fusion`.
         vocab_size: Rows of the token embedding, without pretrained weights.

@@ -46,7 +46,8 @@ class PatchConv2d(nn.Conv2d):
     """A convolution whose kernel is its stride, computed as a matrix product of the patches.
 
     cuDNN takes an order of magnitude longer for such kernels, above all for the gradient of the
-    weight. The weight has the shape of the convolution, [D, C, P, P].
+    weight. The weight has the shape of the convolution, [D, C, P, P]. Forward takes images [B, C,
+    H, W] and returns patches [B, D, H / P, W / P].
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -66,7 +67,8 @@ class PatchEmbeddings(NormalizePixels):
     """Module from uint8 pixels to the input hidden states of transformers' CLIP or SigLIP vision
     model.
 
-    It has the weights of their `embeddings` under the same names. Normalization is part of it, so
+    Forward takes pixels uint8 [B, 3, S, S] and returns hidden states [B, N, W] of N positions. It
+    has the weights of their `embeddings` under the same names. Normalization is part of it, so
     torch.compile can fuse it with the cast to the dtype of the matrix product (bf16 under autocast
     to bf16): the pixels are read once.
 

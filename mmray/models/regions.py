@@ -32,6 +32,9 @@ class RegionHead(nn.Module):
     Sources: RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921),
     RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
 
+    Forward takes feature maps [B, width, H, H] and boxes [B, N, 4], (left, top, right, bottom) in
+    fractions of the image, and returns L2-normalized embeddings [B, N, embed_dim].
+
     Args:
         width: Channels of the feature map.
         embed_dim: Size of the embeddings.
@@ -116,6 +119,8 @@ def boxes_on_square(
 
 class LabelTexts(nn.Module):
     """Token ids of the label names 0, 1, ...: settings, not weights.
+
+    It has no forward: `tokens` returns token ids and attention mask, int64 [C, T].
 
     Args:
         names: Name of each label; empty for a label without one.

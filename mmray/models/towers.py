@@ -31,8 +31,14 @@ if TYPE_CHECKING:
 class MediaBranch(nn.Module):
     """Encode and project audio, or the normalized frames of videos.
 
+    Forward takes samples int16 [B, N] (or normalized pixels [B, F, 3, S, S]) and the number of
+    samples or frames of each row, int64 [B]. It returns L2-normalized embeddings [B, D]; with
+    `with_features` a tuple of features [B, T, W], a mask int64 [B, T], 0 for padding, and the
+    embeddings.
+
     Args:
-        tower: Maps samples or frames to features.
+        tower: Module with an attribute `width`, called with the two arguments of forward; it
+            returns the features [B, T, width] and the mask.
         embed_dim: Size D of the embeddings.
         with_features: Return the features of each position too.
     """
@@ -63,8 +69,13 @@ class MediaBranch(nn.Module):
 class VideoBranch(MediaBranch):
     """Normalize, encode and project videos.
 
+    Forward takes pixels uint8 [B, F, 3, S, S] and the number of frames of each row, int64 [B]. It
+    returns L2-normalized embeddings [B, D]; with `with_features` a tuple of features [B, T, W], a
+    mask int64 [B, T], 0 for padding, and the embeddings.
+
     Args:
-        tower: Maps normalized pixels to features.
+        tower: Module with an attribute `width`, called with normalized pixels [B, F, 3, S, S] and
+            the numbers of frames; it returns features [B, T, width] and the mask.
         embed_dim: Size D of the embeddings.
         with_features: Return the features of each position too.
         inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
@@ -93,6 +104,11 @@ class VideoBranch(MediaBranch):
 class Towers(PairHeads, nn.Module):
     """Text, audio and video branches, a learned temperature, and the configured heads on
     cross-attention from texts to audio and video.
+
+    Forward takes a batch as a dict with texts (`input_ids`, `attention_mask`), `audio` int16 [B, N]
+    and `video` uint8 [B, F, 3, S, S], and returns `text_embed`, `audio_embed` and `video_embed` [B,
+    D], L2-normalized and 0 where a row lacks the modality, the scalar `logit_scale`, and the
+    outputs of the heads.
 
     Args:
         spec: The `model` section, of kind `towers`.

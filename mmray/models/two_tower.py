@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 class ImageBranch(nn.Module):
     """Normalize, encode and project images.
 
+    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D]; with
+    `with_features` a pair of the features [B, N, W] of the positions and the embeddings.
+
     Args:
-        tower: Maps normalized pixels to features.
+        tower: Maps normalized pixels [B, 3, S, S] to features [B, N, W] by `features`, and these to
+            [B, W] by `pool`.
         embed_dim: Size D of the embeddings.
         inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
         with_features: Return the features of each position too.
@@ -56,8 +60,13 @@ class ImageBranch(nn.Module):
 class TextBranch(nn.Module):
     """Encode and project captions.
 
+    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
+    and returns L2-normalized embeddings [B, D]; with `with_features` a pair of the features [B, T,
+    W] of the tokens and the embeddings.
+
     Args:
-        tower: Maps token ids to features of each token.
+        tower: Module with an attribute `width`, called with the token ids and the mask; it returns
+            features of each token [B, T, width].
         embed_dim: Size D of the embeddings.
         with_features: Return the features of each token too.
     """
@@ -86,6 +95,10 @@ class TextBranch(nn.Module):
 
 class TwoTower(DualEncoder):
     """An image and a text branch with one embedding space and a learned temperature.
+
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
+    D], L2-normalized, and the scalar `logit_scale`.
 
     Args:
         spec: The `model` section, of kind `two_tower` or `fusion`.

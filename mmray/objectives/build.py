@@ -65,7 +65,8 @@ class Term(NamedTuple):
     Attributes:
         name: Name of the objective, such as `matching`.
         weight: Factor of its loss.
-        objective: The objective, with `count` and `compute_loss`.
+        objective: The objective: `count(batch)` returns the denominator of its loss,
+            `compute_loss(outputs, batch, gathered)` the loss sum, the count and sums of metrics.
     """
 
     name: str
@@ -109,8 +110,13 @@ class WeightedSum:
 
     @property
     def objective_parts(self) -> ObjectiveParts:
-        """The sum of the terms that need the outputs of all ranks (`global_loss`), and the sum of
-        the other terms (`local_loss`); None for a sum without terms.
+        """The terms of the sum as two objectives, in an ObjectiveParts with two fields.
+
+        `global_loss` is the sum of the terms that compare rows of all ranks (those with
+        `gathered_outputs`), `local_loss` the sum of the others; either is None without such terms.
+        Both are objects with `count(batch)` and `compute_loss(outputs, batch, gathered)`, like this
+        one. The weights are applied in `compute_loss`; a single term of weight 1 is the term's
+        objective itself.
         """
         global_terms = [term for term in self._terms if term.objective.gathered_outputs]
         local_terms = [term for term in self._terms if not term.objective.gathered_outputs]

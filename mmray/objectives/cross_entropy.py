@@ -19,6 +19,10 @@ class CrossEntropy(ABC):
     """Base of objectives with a cross-entropy: its sum over the targets, divided by the number of
     targets in the global batch.
 
+    A subclass sets `logits` and `accuracy`, and implements `targets`, from a batch (columns by
+    name) to the class to predict at each position, int64 [B, ...], -100 for none. `compute_loss`
+    returns the loss sum, the number of targets, and the metric.
+
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none,
             because rows are independent of each other.

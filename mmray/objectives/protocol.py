@@ -31,6 +31,9 @@ class Objective(Protocol):
 
     For `objective.kind: package.module:Class` your class is called with the `objective` section.
 
+    A class implements `count(batch)`, the denominator, and `compute_loss(outputs, batch,
+    gathered)`, which returns the loss sum, the count, and sums of metrics by name.
+
     Attributes:
         gathered_outputs: Names of the outputs [B, ...] that the loss needs of all ranks at once;
             empty for a sum over rows. A loss with such outputs reads only these, its scalar
@@ -80,6 +83,9 @@ class RowLoss:
     """Base of losses that are divided by the number of rows that count, usually the valid ones.
 
     Rows of padding and unreadable rows are not valid.
+
+    A subclass implements `compute_loss(outputs, batch, gathered)`, which returns the loss sum, the
+    count and sums of metrics. It may override `counted_rows`, from a batch to bool [B].
     """
 
     def counted_rows(self, batch: Batch) -> Tensor:
@@ -180,6 +186,9 @@ class PairwiseLoss(Protocol):
 @dataclass(frozen=True)
 class ObjectiveParts:
     """The global and the local loss of an objective, either of which may be None.
+
+    Both have `count(batch)`, the denominator, and `compute_loss(outputs, batch, gathered)`, which
+    returns the loss sum, the count, and sums of metrics by name; weights are applied in it.
 
     Attributes:
         global_loss: The loss that compares rows of all ranks with each other, such as the

@@ -49,6 +49,9 @@ class LogMel(nn.Module):
 
     Filters are triangles on the mel scale of O'Shaughnessy (2595 log10(1 + f / 700)).
 
+    Forward takes samples int16 [B, N] and returns the spectrogram float32 [B, 64, T] with one frame
+    each 10 ms.
+
     Args:
         rate: Samples per second.
     """
@@ -94,6 +97,9 @@ class AudioTransformer(nn.Module):
     al. 2022, arXiv:2212.04356).
 
     Outputs do not depend on padding.
+
+    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
+    a feature of each 40 ms, [B, T, width], and a mask int64 [B, T], 0 for padding.
 
     Args:
         spec: The `model.audio` section.

@@ -26,6 +26,10 @@ class CrossEncoder(nn.Module):
     """Layers of self-attention over text tokens and cross-attention from text tokens to features of
     other modalities.
 
+    Forward takes the features of the other modalities by name, [B, N, width] each, text features
+    [B, T, text_width] and the attention mask of the text, int64 [B, T]. It returns one feature of
+    each pair, [B, W]: the mean over the tokens.
+
     Args:
         spec: The `model.cross` section: width, depth, heads and dropout.
         widths: Width of the features of each other modality by its name, such as `image`.
@@ -106,11 +110,16 @@ class CrossEncoder(nn.Module):
 class PairHeads:
     """Heads on the cross-attention of a model with a text branch; a mixin of torch modules.
 
+    A model sets `text`, calls `add_heads` when it is built, and `head_outputs` in its forward.
+
     Attributes:
-        text: Text branch, which returns features [B, T, W] and embeddings [B, D].
-        cross: The cross-attention.
-        match_head: Scores whether a text and the other modalities match; None: no such head.
-        class_head: Scores classes of the pair; None: no such head.
+        text: Text branch, called with token ids and attention mask, int64 [B, T]; returns the
+            features [B, T, W] of the tokens and the embeddings [B, D].
+        cross: The cross-attention, from the features of texts and other modalities to one feature
+            [B, W] of each pair.
+        match_head: From [B, W] to the logit [B, 1] that text and other modalities match; None: no
+            such head.
+        class_head: From [B, W] to the logits [B, C] of the classes of the pair; None: no such head.
     """
 
     text: Any

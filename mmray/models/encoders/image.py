@@ -79,7 +79,12 @@ def build_image_tower(
 
 
 class ImageEncoder(nn.Module, ABC):
-    """Base of the towers: features of each position, pooled.
+    """Base of the image encoders: features of each position of an image, and their pooling.
+
+    Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
+    image, [B, width], not normalized. A subclass sets `width` and implements `features`, from the
+    pixels to features [B, N, width] of N positions (patches, class token). It may override `pool`,
+    from these to [B, width]: by default the class token, or the mean without one.
 
     Attributes:
         width: Number of channels of the features.
@@ -145,8 +150,12 @@ class Backbone(ImageEncoder):
     """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm)
     without its head.
 
+    Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
+    image, [B, width], not normalized; `features` returns those of each position, [B, N, width].
+
     Args:
-        net: The network.
+        net: The network. It maps normalized pixels [B, 3, S, S] to a flattened feature map [B,
+            width x H x H], or to an output of transformers with `last_hidden_state`.
         width: Number of channels of its features.
         prefix_tokens: Number of leading positions that are not patches (class token, registers).
         frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
@@ -299,6 +308,10 @@ class ConvNet(ImageEncoder):
     Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He
     2018), and coordinate channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep
     positions through the maximum.
+
+    Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
+    image, [B, channels x depth], not normalized; `features` returns those of each position, [B, N,
+    channels x depth].
 
     Args:
         channels: Channels of the first stage; stage n has n times as many.

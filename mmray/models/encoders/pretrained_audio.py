@@ -32,12 +32,19 @@ MIN_POWER = 1e-10
 class PretrainedAudio(nn.Module, ABC):
     """Base of the pretrained audio encoders: samples, padded as the weights expect, to features.
 
+    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
+    features [B, T, width], not normalized, and a mask int64 [B, T], 0 for padding. A subclass
+    implements `forward` and `spectrogram`, which computes the log-mel spectrogram that the weights
+    expect from the same arguments.
+
     Args:
-        net: The encoder of transformers.
+        net: The encoder of transformers, such as WhisperEncoder; it takes the spectrogram.
         width: Number of channels of its features.
         extractor: Its feature extractor, which has `sampling_rate` and `hop_length`.
-        window: Samples of a spectrum.
-        filters: Mel filters [window // 2 + 1, mels].
+        window: Number of samples W of a spectrum. The attribute `window` is the Hann window [W] by
+            which they are multiplied.
+        filters: Weights of the frequencies in each mel band, float [W // 2 + 1, mels]; also an
+            attribute, as a tensor.
         max_samples: Number of samples to which audio is padded.
 
     Attributes:
@@ -112,6 +119,9 @@ class WhisperAudio(PretrainedAudio):
     """The encoder of Whisper (Radford et al. 2022, arXiv:2212.04356): a feature of each 20 ms of
     audio, which is padded with zeros to 30 s.
 
+    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
+    features [B, T, width], not normalized, and a mask int64 [B, T], 0 for padding.
+
     Args:
         config: transformers' config of a Whisper model.
         weights: Folder or hub name of the weights; None: random weights.
@@ -161,6 +171,9 @@ class WhisperAudio(PretrainedAudio):
 class ClapAudio(PretrainedAudio):
     """The audio encoder of CLAP (Wu et al. 2023, arXiv:2211.06687): one feature of a clip, which is
     repeated to fill 10 s.
+
+    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
+    one feature [B, 1, width], not normalized, and a mask int64 [B, 1], 0 for a row without audio.
 
     Args:
         config: transformers' config of a CLAP model or of its audio encoder.

@@ -97,6 +97,9 @@ def build_text_tower(
 class HfTextTower(nn.Module):
     """An encoder of the BERT family (Devlin et al. 2019).
 
+    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
+    right-padded, and returns features of each token [B, T, width], not normalized.
+
     Args:
         net: The encoder of transformers, without a pooler.
     """
@@ -124,6 +127,9 @@ class HfTextTower(nn.Module):
 
 class TextTransformer(nn.Module):
     """BERT's encoder in plain torch, with its initialisation, without token types.
+
+    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
+    right-padded, and returns features of each token [B, T, width], not normalized.
 
     Args:
         spec: The `model.text` section: width, depth, heads and dropout.
@@ -171,6 +177,9 @@ class TransformerLayer(nn.Module):
 
     Not nn.TransformerEncoderLayer: its fast path rounds differently in evaluation, and ignores
     adapters.
+
+    Forward takes hidden states [B, T, W] and a mask bool [B, 1, 1, T], True for tokens that are
+    attended to, and returns hidden states [B, T, W].
 
     Args:
         width: Size of the hidden states.

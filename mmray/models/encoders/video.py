@@ -23,6 +23,10 @@ WEIGHTS_SETTING = "model.video.weights"
 class FrameEncoder(nn.Module):
     """Encode the frames of a video as images, and relate them by a transformer.
 
+    Forward takes normalized pixels, float [B, F, 3, S, S], and the number of frames of each row,
+    int64 [B], and returns a feature of each frame, [B, F, width], and a mask int64 [B, F], 0 for
+    padding.
+
     Args:
         spec: The `model` section, with the image tower and the transformer `video`.
         architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
@@ -78,6 +82,10 @@ class VideoMae(nn.Module):
     and frames.
 
     Its number of frames is fixed, so the last frame of a clip with fewer is repeated.
+
+    Forward takes normalized pixels, float [B, F, 3, S, S], and the number of frames of each row,
+    int64 [B], and returns features of N blocks, [B, N, width], and a mask int64 [B, N], 0 for a row
+    without video.
 
     Args:
         spec: The `model.video` section.

@@ -96,8 +96,11 @@ def export_vlm(
 class Conversations:
     """Continues conversations with images, videos and audio by greedy decoding.
 
+    `answer` takes a list of messages {"role": ..., "content": ...} with their images and returns
+    the assistant's next message as text.
+
     Args:
-        model: A vision-language model.
+        model: A vision-language model of mmray, the module `Vlm`, which has the processor too.
     """
 
     def __init__(self, model: Any) -> None:

@@ -50,6 +50,11 @@ OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index")
 class Vlm(nn.Module):
     """A vision-language model of transformers (AutoModelForMultimodalLM) with its next-token loss.
 
+    Forward takes a micro-batch that `collator` built, a dict with `input_ids` int64 ([1, T] if rows
+    are packed, otherwise [B, T]), `targets` int64 [N], the N tokens to predict, and the pixels of
+    its images. It returns the scalars `loss_sum`, the cross-entropy summed over the targets, and
+    `num_correct`.
+
     Args:
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
             limits for the tokens of a row and the pixels of an image.
