@@ -42,7 +42,7 @@ class Run:
         It has `status` (`finished`, `stopped` or `failed`), `steps`, `scores` (metrics of the last
         evaluation by name), `best` (step, metric and score of the best checkpoint) and more.
         """
-        return RunRecord.read(self.path).result
+        return RunRecord(self.path).result
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Run:
 
         The metrics of the evaluation have no prefix `evaluate/`, such as `recall_at_1/mean`.
         """
-        record = RunRecord.read(self.path)
+        record = RunRecord(self.path)
         last = record.lines[-1] if record.lines else {}
         metrics = {name: value for name, value in last.items() if not name.startswith("evaluate/")}
         return metrics | record.newest("evaluate/")
@@ -60,7 +60,7 @@ class Run:
         """The lines of metrics.jsonl by step, each with values by name, for example for
         pandas.DataFrame.
         """
-        return RunRecord.read(self.path).lines
+        return RunRecord(self.path).lines
 
     def to_ray_checkpoint(self, step: int | Literal["best"] | None = None) -> RayCheckpoint:
         """Return a checkpoint of the run as a `ray.train.Checkpoint`, without copying it.

@@ -132,7 +132,7 @@ def test_last_evaluation_is_shown_once(clock):
     for step in (10, 20):
         log.reporter.step(line(step) | scores, 20)
     assert [each for each in log.lines if "recall" in each] == [
-        "evaluation step 10: recall@1 image to text 0.250, text to image 0.250"
+        "evaluation step 10: recall@1 image to text 25.0%, recall@1 text to image 25.0%"
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmray import api
 from mmray.cli.args import SetPath, parse_args
 from mmray.console.reporter import ConsoleReporter
-from mmray.console.tables import rows_table
+from mmray.console.tables import text_table
 
 MAX_LINES = 8  # rows in the terminal; the page has all
 
@@ -48,8 +48,5 @@ def show(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(ShowCommand, argv, "mmray show")
     record = api.show(**vars(command), reporter=console)
-    table = record.table[:MAX_LINES]
-    columns = ("key", "media", "tokens", "text")
-    names = [name for name in columns if any(row.get(name) for row in table)]
-    console.print(rows_table(table, {name: (name, "") for name in names}))
+    console.print(text_table(record.table[:MAX_LINES]))
     return 0

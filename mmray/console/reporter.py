@@ -17,9 +17,9 @@ from rich.table import Column
 from rich.text import Text
 
 from mmray.console.sweep import format_progress, live_table, trial_line
-from mmray.console.tables import language_note
+from mmray.evaluation import main_scores
 from mmray.machine import torchrun_rank
-from mmray.report.run import format_compact, headline, scores_by_set
+from mmray.report.run import format_compact, scores_by_set
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import TrialRow
 
@@ -283,10 +283,10 @@ class ConsoleReporter:
             if name.startswith("evaluate/")
         }
         for name, of_set in scores_by_set(scores).items():
-            text = language_note(of_set) if "perplexity" in of_set else headline(of_set)
-            if text:
+            texts = [f"{title} {text}" for title, text in main_scores(of_set)]
+            if texts:
                 prefix = f"{name}: " if name else ""
-                self.log(f"step {metrics['step']:,}: {prefix}{text}", "evaluation")
+                self.log(f"step {metrics['step']:,}: {prefix}{', '.join(texts)}", "evaluation")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
         """Estimate the remaining time from the rate since the first line, which excludes warm-up.

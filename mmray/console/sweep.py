@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmray.console.tables import rows_table
+from mmray.console.tables import text_table
 from mmray.report.run import format_compact, format_number
 from mmray.report.sweep import SweepRecord, setting_columns, trial_columns
 from mmray.sweep_files import GOALS, TrialRow
@@ -46,7 +46,7 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
         }
         for row in ordered[:limit]
     ]
-    table = _text_table(shown)
+    table = text_table(shown)
     hidden = Counter(row.status.replace("_", " ") for row in ordered[limit:])
     if hidden:
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
@@ -69,12 +69,7 @@ def trials_table(sweep: SweepRecord, winners: Collection[str]) -> Table:
         if not sweep.is_throughput:
             cells[sweep.goal.title] = format_number(sweep.value(row))
         shown.append(cells | {column.title: column.text(row) for column in columns})
-    return _text_table(shown)
-
-
-def _text_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table of texts by the title of their column."""
-    return rows_table(rows, {title: (title, "") for title in (rows[0] if rows else ())})
+    return text_table(shown)
 
 
 def format_progress(progress: SweepProgress) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich import box
 from rich.table import Table
 
+from mmray.evaluation import main_scores
 from mmray.report.run import (
     format_compact,
     non_retrieval_metrics,
@@ -16,33 +17,7 @@ from mmray.report.run import (
 )
 
 MIN_WIDTH = 12  # of a column of text in a narrow terminal
-# Titles of the metrics by which interpolated weights are compared.
-MAIN_METRICS = {
-    "recall_at_1/mean": "recall@1",
-    "zero_shot/top_1": "zero-shot top 1",
-    "exact_match": "exact match",
-    "perplexity": "perplexity",
-}
 COMPACT = "compact"  # style of a column: about three digits
-
-
-def language_note(metrics: Mapping[str, Any]) -> str:
-    """Format the metrics of a vision-language model in one line.
-
-    Args:
-        metrics: `perplexity`, `token_accuracy` (0 to 1) and `tokens`; with generated answers also
-            `exact_match` (0 to 1), `answered` and `cider` (0 to 10).
-
-    Returns:
-        A line such as `perplexity 7.112, 48.5% of 9,120 tokens correct; exact match 12.0% of 200
-        answers, CIDEr 0.643`.
-    """
-    correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
-    text = f"perplexity {metrics['perplexity']:.3f}, {correct}"
-    if "exact_match" in metrics:
-        text += f"; exact match {metrics['exact_match']:.1%} of {metrics['answered']:,.0f} answers"
-        text += f", CIDEr {metrics['cider']:.3f}"
-    return text
 
 
 def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
@@ -75,16 +50,25 @@ def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
             set with a name as `NAME/METRIC`.
 
     Returns:
-        A table with a line per share, and per set a column of each of its main metrics (mean
-        recall@1, zero-shot top 1, exact match and perplexity), otherwise of its loss.
+        A table with a line per share, and per set a column of each of its main metrics, such as
+        recall@1 of each direction, zero-shot top 1, exact match and perplexity.
     """
-    columns = {"share": ("share", "g")}
-    for name, metrics in scores_by_set(next(iter(by_share.values()))).items():
-        main = [metric for metric in MAIN_METRICS if metric in metrics] or ["loss"]
-        for metric in main:
-            full = f"{name}/{metric}" if name else metric
-            columns[full] = (f"{name} {MAIN_METRICS.get(metric, metric)}".strip(), ".3f")
-    return rows_table([{"share": share, **each} for share, each in by_share.items()], columns)
+    rows = []
+    for share, metrics in by_share.items():
+        cells = {"share": f"{share:g}"}
+        for name, of_set in scores_by_set(metrics).items():
+            cells |= {f"{name} {title}".strip(): text for title, text in main_scores(of_set)}
+        rows.append(cells)
+    return text_table(rows)
+
+
+def text_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of texts.
+
+    Args:
+        rows: the texts of each line by the title of their column; the first line has all columns.
+    """
+    return rows_table(rows, {title: (title, "") for title in (rows[0] if rows else ())})
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:

@@ -1,5 +1,7 @@
 """Metrics of embeddings and answers."""
 
+from collections.abc import Mapping
+
 EXAMPLES = "examples.json"  # in the folder of a run: hits and misses of its newest evaluation
 # Directions of retrieval: of models of images and texts, and of text, audio and video.
 DIRECTIONS = (
@@ -8,3 +10,29 @@ DIRECTIONS = (
     *("text_to_audio", "audio_to_text", "text_to_video", "video_to_text"),
     *("audio_to_video", "video_to_audio"),
 )
+# Name, title and format of the metrics by which evaluations are compared.
+MAIN_METRICS = (
+    *((f"recall_at_1/{way}", f"recall@1 {way.replace('_', ' ')}", ".1%") for way in DIRECTIONS),
+    ("zero_shot/top_1", "zero-shot top 1", ".1%"),
+    ("exact_match", "exact match", ".1%"),
+    ("cider", "CIDEr", ".3f"),
+    ("perplexity", "perplexity", ".3f"),
+    ("token_accuracy", "token accuracy", ".1%"),
+)
+
+
+def main_scores(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Return the most important metrics of a set as texts.
+
+    Args:
+        scores: Metrics by name, such as `recall_at_1/image_to_text`; NaN and infinity as None.
+
+    Returns:
+        Pairs of title and value of each measured one of recall@1, zero-shot accuracy, exact match,
+        CIDEr, perplexity and token accuracy, such as ("recall@1 image to text", "41.2%").
+    """
+    return [
+        (title, format(value, style))
+        for name, title, style in MAIN_METRICS
+        if (value := scores.get(name)) is not None
+    ]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mmray.errors import UsageError
-from mmray.report.run import Line, read_json, read_lines, scores_by_set
+from mmray.report.run import Line, RunRecord, scores_by_set
 from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
@@ -80,37 +80,24 @@ def _summarize(folder: AnyPath) -> dict[str, Any] | None:
 
 def _run_row(folder: AnyPath) -> dict[str, Any]:
     """Return kind, state, steps, last loss, and the last and best score of a run."""
-    result = read_json(folder / "result.json")
-    state = str(result.get("status", "unfinished"))
-    if state in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
-        steps = result.get("steps")
-        last = result.get("metrics") or {}
-        scores = result.get("scores") or {}
-        best = result.get("best") or {}
+    run = RunRecord(folder)
+    if run.status in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
+        steps = run.result.get("steps")
+        last = run.result.get("metrics") or {}
+        scores = run.result.get("scores") or {}
+        best = run.result.get("best") or {}
     else:
-        lines = [
-            line
-            for line in read_lines(folder / "metrics.jsonl")
-            if isinstance(line.get("step"), int)
-        ]
-        evaluated = [
-            {name.removeprefix("evaluate/"): value for name, value in line.items()}
-            for line in lines
-        ]
-        evaluated = [line for line in evaluated if _metric(line)]
-        last = lines[-1] if lines else {}
-        scores = evaluated[-1] if evaluated else {}
+        last = run.lines[-1] if run.lines else {}
         steps = last.get("step")
-        best = _best(evaluated)
+        scores = run.newest("evaluate/")
+        best = _best(run, _metric(scores))
     metric = _metric(scores) or best.get("metric")
-    row = {
+    return {
         "kind": "run",
-        "state": state,
+        "state": run.status,
         "steps": steps,
         "loss": last.get("train/loss"),
         "metric": metric,
-    }
-    return row | {
         "last": scores.get(metric or ""),
         "best": best.get("score"),
         "best_step": best.get("step"),
@@ -127,15 +114,16 @@ def _metric(scores: Line) -> str | None:
     return next((f"{name}/{metric}" if name else metric for metric in measured), None)
 
 
-def _best(evaluated: list[Line]) -> Line:
+def _best(run: RunRecord, metric: str | None) -> Line:
     """Return {step, score} of the best evaluation; empty without one."""
-    if not evaluated or (metric := _metric(evaluated[-1])) is None:
-        return {}
-    better = min if metric.endswith("loss") else max
-    best = better(
-        [line for line in evaluated if line.get(metric) is not None], key=lambda line: line[metric]
-    )
-    return {"step": best["step"], "score": best[metric]}
+    steps, values = run.series(f"evaluate/{metric}")
+    measured = [
+        {"step": step, "score": value}
+        for step, value in zip(steps, values, strict=True)
+        if value is not None
+    ]
+    better = min if str(metric).endswith("loss") else max
+    return better(measured, key=lambda each: each["score"], default={})
 
 
 def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -22,51 +23,49 @@ Line = dict[str, Any]
 class RunRecord:
     """Content of a run folder; what is missing is empty, because a run may end at any time.
 
+    Each file is read when it is first needed.
+
     Attributes:
         folder: The folder.
-        config: Content of config.yaml, {section: {field: value}}.
-        data: Content of data.json, the identity of the data.
-        environment: Content of environment.json, such as versions.
-        result: Content of result.json.
-        examples: Content of examples.json, hits and misses of the newest evaluation.
-        lines: The lines of metrics.jsonl by step, each with `step` and values by name.
     """
 
     folder: AnyPath
-    config: dict[str, Any]
-    data: dict[str, Any]
-    environment: dict[str, Any]
-    result: dict[str, Any]
-    examples: dict[str, Any]
-    lines: list[Line]  # of metrics.jsonl, by step
 
-    @classmethod
-    def read(cls, folder: AnyPath) -> RunRecord:
-        """Read the files of a run folder.
-
-        Args:
-            folder: The folder. Only config.yaml must exist.
-
-        Returns:
-            Config, data identity, environment, result and metrics; what is missing is empty.
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Content of config.yaml, {section: {field: value}}.
 
         Raises:
-            FileNotFoundError: It has no config.yaml.
-            yaml.YAMLError: Its config.yaml is not valid YAML.
+            FileNotFoundError: There is no config.yaml.
+            yaml.YAMLError: It is not valid YAML.
         """
-        return cls(
-            folder=folder,
-            config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {},
-            data=read_json(folder / "data.json"),
-            environment=read_json(folder / "environment.json"),
-            result=read_json(folder / "result.json"),
-            examples=read_json(folder / EXAMPLES),
-            lines=[
-                line
-                for line in read_lines(folder / "metrics.jsonl")
-                if isinstance(line.get("step"), int)
-            ],
-        )
+        return yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")) or {}
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Content of data.json, the identity of the data."""
+        return read_json(self.folder / "data.json")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Content of environment.json, such as versions."""
+        return read_json(self.folder / "environment.json")
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """Content of result.json."""
+        return read_json(self.folder / "result.json")
+
+    @cached_property
+    def examples(self) -> dict[str, Any]:
+        """Content of examples.json, hits and misses of the newest evaluation."""
+        return read_json(self.folder / EXAMPLES)
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """The lines of metrics.jsonl by step, each with `step` and values by name."""
+        lines = read_lines(self.folder / "metrics.jsonl")
+        return [line for line in lines if isinstance(line.get("step"), int)]
 
     @property
     def status(self) -> str:
@@ -184,28 +183,6 @@ def scores_by_set(scores: Mapping[str, float | None]) -> dict[str, dict[str, flo
         }
         for name in names
     }
-
-
-def headline(scores: Mapping[str, float | None]) -> str:
-    """Format the most important metrics of a set in one line.
-
-    Args:
-        scores: Metrics by name of an embedding model, such as `recall_at_1/image_to_text` and
-            `zero_shot/top_1`.
-
-    Returns:
-        A text such as `recall@1 image to text 0.412, text to image 0.398; zero-shot top-1 0.630`;
-        empty without these metrics.
-    """
-    recalls = [
-        f"{direction.replace('_', ' ')} {format_number(scores[f'recall_at_1/{direction}'])}"
-        for direction in DIRECTIONS
-        if f"recall_at_1/{direction}" in scores
-    ]
-    parts = [f"recall@1 {', '.join(recalls)}"] if recalls else []
-    if "zero_shot/top_1" in scores:
-        parts.append(f"zero-shot top-1 {format_number(scores['zero_shot/top_1'])}")
-    return "; ".join(parts)
 
 
 def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
@@ -14,8 +14,8 @@ from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
+from mmray.evaluation import main_scores
 from mmray.report.run import (
-    DIRECTIONS,
     Line,
     RunRecord,
     format_number,
@@ -62,13 +62,17 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         run: The content of the run folder, such as its config and metrics.
 
     Returns:
-        (name, value, note) of each measured one of recall, exact match, perplexity, loss, speed,
-        data wait, GPU idle time, peak memory and duration, such as ("Loss", "1.234", "5.545 at the
-        start").
+        (name, value, note) of the main metrics of each set, such as recall@1, and of each measured
+        one of loss, speed, data wait, GPU idle time, peak memory and duration, such as ("Loss",
+        "1.234", "5.545 at the start").
     """
     figures = []
     for name, scores in scores_by_set(run.newest("evaluate/")).items():
-        figures += _score_figures(scores, f", {name}" if name else "")
+        of_set = f", {name}" if name else ""
+        figures += [
+            (f"{title[0].upper()}{title[1:]}{of_set}", text, "")
+            for title, text in main_scores(scores)
+        ]
     if losses := run.values("train/loss"):
         figures.append(
             ("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start")
@@ -92,29 +96,6 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     if "elapsed_s" in run.result:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
         figures.append(("Duration", format_duration(run.result["elapsed_s"]), steps))
-    return figures
-
-
-def _score_figures(scores: Mapping[str, float | None], of_set: str) -> list[tuple[str, str, str]]:
-    """Return the headline numbers of an evaluation; `of_set` ends their titles."""
-    figures = []
-    for direction in DIRECTIONS:
-        recall = scores.get(f"recall_at_1/{direction}")
-        if recall is not None:
-            rank = scores.get(f"median_rank/{direction}")
-            note = f"median rank {rank:g}" if rank is not None else ""
-            title = f"Recall@1 {direction.replace('_', ' ')}{of_set}"
-            figures.append((title, f"{recall:.1%}", note))
-    accuracy = scores.get("zero_shot/top_1")
-    if accuracy is not None:
-        note = f"of {format_number(scores.get('zero_shot/rows'), 0)} labeled images"
-        figures.append((f"Zero-shot top 1{of_set}", f"{accuracy:.1%}", note))
-    if "exact_match" in scores:
-        note = f"of {scores['answered']:,.0f} generated answers"
-        figures.append((f"Exact match{of_set}", f"{scores['exact_match']:.1%}", note))
-    if "perplexity" in scores:
-        note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
-        figures.append((f"Perplexity{of_set}", format_number(scores["perplexity"]), note))
     return figures
 
 

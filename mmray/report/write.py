@@ -66,11 +66,11 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         columns = trial_columns(sweep.trials)
         page = _render("sweep.html", sweep=sweep, columns=columns, title=folder.name, parts=parts)
     elif (folder / "config.yaml").exists():
+        run = RunRecord(folder)
         try:
-            run = RunRecord.read(folder)
+            settings = summary.settings_table(run.config)
         except yaml.YAMLError as error:
             raise UsageError(f"{folder / 'config.yaml'} is not valid YAML: {error}") from None
-        settings = summary.settings_table(run.config)
         page = _render(
             "run.html",
             run=run,
