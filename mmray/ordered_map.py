@@ -49,6 +49,9 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
 class Pool(Protocol[Item, Result]):
     """Interface of the processes that compute the items of an OrderedMap, which iterates results in
     order.
+
+    A class has all of its members: `workers`, whose `submit(item, careful)` returns a future of the
+    result, limits of the items in flight, and methods that replace lost processes and end all.
     """
 
     @property
@@ -110,7 +113,11 @@ class Pool(Protocol[Item, Result]):
         """End the processes at once, without waiting for running work."""
 
     def close(self) -> None:
-        """End the processes, and wait until they have ended."""
+        """End the processes, and wait until they have ended.
+
+        The caller takes no more results. Work that is queued or running may be completed first or
+        be dropped, as the implementation decides.
+        """
 
 
 @dataclass

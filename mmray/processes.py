@@ -108,7 +108,7 @@ class Channel:
         that is no MmrayError gets its traceback as a note.
 
         Args:
-            work: The function, without arguments. Its result must be picklable.
+            work: Called without arguments. Its result must be picklable.
         """
         try:
             outcome = "returned", work()
@@ -190,7 +190,8 @@ class ChildProcess(ConnectedProcess):
 
     Args:
         name: Name of the process in messages, such as `worker`.
-        target: Module-level function that the process runs; `channel` is its Channel to the parent.
+        target: Module-level function that the process calls as `target(channel, *args)`, where the
+            channel is its Channel to the parent.
         args: Further arguments of `target`, which are pickled.
     """
 
@@ -327,8 +328,8 @@ class ChildPool(Generic[Item, Result]):
     ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.
 
     Args:
-        work: The function, which is pickled once per process. `careful` is True if the item may
-            have killed a process before.
+        work: Called as `work(item, careful)` in a child process, to which it is pickled once.
+            `careful` is True if the item may have killed a process before.
         num_processes: Number of processes.
         max_in_flight: Largest number of items that are submitted and whose results the caller has
             not taken yet.

@@ -38,7 +38,7 @@ def bench_encoding(
         data: A prepared set of conversations.
         rounds: How often each is measured; they take turns.
         window_s: Approximate seconds of each measurement.
-        notify: Called with lines of progress.
+        notify: Called with one line of text that tells the progress.
 
     Returns:
         `machine` (dict), `ratios` and `spread` ({min, max, pairs}) of `reader_vs_processor`

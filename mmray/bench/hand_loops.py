@@ -49,7 +49,7 @@ def train_by_hand(
         precision: Autocast dtype of the forward pass, and its loss scaler.
         device: The device of this rank.
         steps: Number of steps.
-        on_step: Called after each step with the number of steps taken.
+        on_step: Called with the number of steps taken, after each step.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in all loops

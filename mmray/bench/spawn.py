@@ -64,8 +64,8 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
     torch.distributed.
 
     Args:
-        measure: Module-level function, called in each process with the config, its Group and a
-            temporary folder that all processes share.
+        measure: Module-level function, called in each process with (config, group, folder): its
+            Group of ranks, and a temporary folder that all processes share.
         config: Passed to `measure`; gives the number of processes.
         device_type: `cuda` (process i has GPU i) or `cpu`; empty: as a run would choose.
 

@@ -432,7 +432,8 @@ def micro_batches(
         plan: Number of steps, and the positions of a rank's rows in a step.
         shape: Rows of a micro-batch; the last one of a step may be smaller.
         rank: This rank.
-        batches: Synthetic batches with equal numbers of rows, used in rotation.
+        batches: Synthetic batches (tensors [B, ...] by column) with equal numbers of rows, used in
+            rotation.
 
     Yields:
         The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]

@@ -70,7 +70,7 @@ def bench_strategies(
         steps: Timed steps, after 3 warm-up steps.
         only: Names of the strategies to run, such as `fsdp bf16`, in addition to `ddp fp32`; empty:
             all.
-        notify: Called with a line of progress after each strategy.
+        notify: Called with one line of text after each strategy.
 
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as

@@ -35,7 +35,8 @@ def photos_per_s(process: Callable[[bytes], object], seconds: float) -> float:
     """Return how many JPEGs of 500 x 375 pixels a function processes per second on one core.
 
     Args:
-        process: Called with the bytes of each, such as to decode them.
+        process: Called with the encoded bytes of each photo, for example to decode them; its result
+            is dropped.
         seconds: Duration of the measurement.
     """
     photos = [data for data, _ in synthetic_photos(NUM_TIMED)]

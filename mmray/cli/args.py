@@ -247,7 +247,8 @@ def show_rows(
         console: Receives the table.
         columns: (title, format) of each column by name; the format is Python's, such as `,.3f`, or
             empty for text.
-        shown: Returns texts of a row that replace its values in the table.
+        shown: Called with a row; returns a dict of texts by column, which replace its values in the
+            table.
         empty: Printed if there are no rows.
     """
     if json_file == "-":

@@ -96,7 +96,8 @@ def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> It
 
     Args:
         cluster_config: The `cluster` section.
-        log: Called while tasks wait for a CPU, with a line and the word to print before it.
+        log: Called with (line, label), where the label is the word to print before the line, while
+            tasks wait for a CPU.
 
     Raises:
         ResourceError: The cluster cannot be reached, or can never have a CPU for data.
@@ -128,10 +129,10 @@ def ray_session(
             here.
         decode_actors: Number of decode actors (processes that read and decode rows); if Ray is
             started here, it gets CPUs for them.
-        while_starting: Runs in a thread while Ray starts; its errors are raised. It must not import
-            Ray.
-        log: Called while tasks of Ray Data wait for a CPU, with a line and the word to print before
-            it.
+        while_starting: Called without arguments in a thread while Ray starts; its errors are
+            raised. It must not import Ray. None: nothing is called.
+        log: Called with (line, label), where the label is the word to print before the line, while
+            tasks of Ray Data wait for a CPU.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.

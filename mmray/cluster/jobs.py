@@ -211,7 +211,7 @@ def follow(client: JobSubmissionClient, name: str, show: Print) -> int:
     Args:
         client: Client of the cluster.
         name: Submission ID of the job.
-        show: Called with pieces of the log.
+        show: Called with each piece of the log, a text that may have several lines.
 
     Returns:
         The exit code of the command; 130 if it was stopped.

@@ -367,7 +367,7 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
 
     Args:
         node: Ray's hexadecimal node ID.
-        function: Runs in a worker process of Ray.
+        function: Called with `args` in a worker process of Ray on the node; it must be picklable.
         args: Its arguments.
 
     Returns:

@@ -35,7 +35,8 @@ class ResourceWait:
     Args:
         demand: The resources that the command needs.
         timeout_s: Seconds after which the command gives up.
-        log: Called with a line and the word to print before it, such as `waiting`.
+        log: Called with (line, label), where the label is the word to print before the line, such
+            as `waiting`.
         setting: Name of the setting with this limit, for messages.
     """
 
@@ -113,7 +114,8 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
 
     Args:
         cluster_config: The `cluster` section: nodes with `data_label`, for `queue_timeout_s`.
-        log: Called while a job waits, with a line and the word to print before it, `waiting`.
+        log: Called with (line, label), where the label is the word to print before the line
+            (`waiting`), while a job waits.
     """
     global _data_jobs
     _data_jobs = _DataJobs(cluster_config, log)

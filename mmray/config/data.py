@@ -99,7 +99,7 @@ class Mixture:
         """Return the mixture with other addresses and the same weights.
 
         Args:
-            name: Called with the address of a set; returns the new one.
+            name: Called with the address of a set; returns the new address.
         """
         return replace(self, terms=tuple((name(address), weight) for address, weight in self.terms))
 

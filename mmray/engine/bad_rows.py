@@ -50,8 +50,8 @@ def quarantine_bad_rows(
         folder: Folder of the run.
         reader: Reads the training set; it returns why a row cannot be read.
         plan: The sample order: which row (its number in the set) is at which position.
-        count_bad_row: Called with a row id; returns how many bad rows the run has so far, or 0 if
-            this one was counted before.
+        count_bad_row: Called with the number of a row in the set; returns how many bad rows the run
+            has so far, or 0 if this one was counted before.
 
     Raises:
         DataError: More than MAX_BAD_ROWS (16) rows could not be read (rows that are too long for

@@ -102,10 +102,10 @@ class Heartbeat(HeartbeatState):
     """Loop callback that sends heartbeats from a thread.
 
     Args:
-        send: Sends a heartbeat: `process_info` and `step` (int), `progress` (int, counts up),
-            `state` (str), `where` (str, `file:line in function`) and `in_collective` (bool); at the
-            end `process_info` and `ended`. If it returns True, all stacks are written to
-            `folder`/stacks.
+        send: Called with one heartbeat, a dict: `process_info` and `step` (int), `progress` (int,
+            counts up), `state` (str), `where` (str, `file:line in function`) and `in_collective`
+            (bool); at the end `process_info` and `ended`. If it returns True, all stacks are
+            written to `folder`/stacks.
         process_info: The rank and its process, from `describe_process`.
         folder: Folder of the run.
     """

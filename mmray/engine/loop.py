@@ -57,8 +57,9 @@ def train_loop(
             log.
         steps: Yields a list for each step with this rank's micro-batches on the CPU (tensors by
             column), starting at the first step not yet taken.
-        load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
-            the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
+        load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
+            meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
+            nested dicts of tensors and JSON values. None: start at step 0.
 
     Returns:
         Whether the run finished or was stopped, its progress, and the last logged metrics.
@@ -80,8 +81,9 @@ class Trainer:
     Args:
         spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
             log.
-        load_checkpoint: Loads the checkpoint to resume from: called with a function that returns
-            the tensor to read a saved tensor into, returns the saved state. None: start at step 0.
+        load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
+            meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
+            nested dicts of tensors and JSON values. None: start at step 0.
     """
 
     def __init__(self, spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> None:

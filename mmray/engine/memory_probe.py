@@ -136,8 +136,8 @@ def probe_memory(
     Args:
         state: Model, objective and optimizer. The model and the random number generators are
             unchanged afterwards.
-        make_batch: Returns a synthetic micro-batch (tensors by column) of this many rows on the
-            training device.
+        make_batch: Called with a number of rows; returns a synthetic micro-batch (tensors by
+            column) of this many rows on the training device.
         batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
             that fits on every rank is searched.
 
@@ -183,7 +183,8 @@ class MemoryProbe:
 
     Args:
         state: Model, objective, optimizer and group.
-        make_batch: Returns a synthetic micro-batch of this many rows on the training device.
+        make_batch: Called with a number of rows; returns a synthetic micro-batch (tensors by
+            column) of this many rows on the training device.
         batch_shape: Rows of a step, and the micro-batch size: the upper limit of `search`, the only
             size of `try_given_size`.
     """

@@ -194,7 +194,8 @@ class Prefetcher:
         device: Device of training.
         timers: Receive the time of copies, as phase `transfer`.
         group_by_length: Whether the rows of a step are sorted by length.
-        interrupt_stream: Ends `steps`, also for a thread that waits for its next rows.
+        interrupt_stream: Called without arguments; ends `steps`, also for a thread that waits for
+            its next rows.
     """
 
     def __init__(
@@ -277,8 +278,8 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
 
     Args:
         pixels: The array, uint8.
-        notify: Called if the memory cannot be pinned, with the word to print before a line, and the
-            line. Training is then only slower.
+        notify: Called with (label, line) if the memory cannot be pinned, where the label is the
+            word to print before the line. Training is then only slower.
     """
     memory = torch.from_numpy(pixels)
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

@@ -67,24 +67,26 @@ class TrainSpec:
         group: All ranks.
         train: The `train` section.
         optimizer: The `optimizer` section.
-        save: Called on every rank with step, state, metrics of the step and whether it is the last
-            save; returns the seconds from start to end of the previous save, None if none has
+        save: Called on every rank with (step, state, metrics of the step, whether it is the last
+            save); returns the seconds from start to end of the previous save, None if none has
             ended. None: nothing is saved.
-        evaluate: Called on every rank with the step and the model (its EMA if there is one);
+        evaluate: Called on every rank with (step, model), the model or its EMA if there is one;
             returns metrics by name. It must make the same calls of a sharded model on every rank.
             None: no evaluation.
         evaluate_every: Steps between two evaluations; 0: only after the last step.
         log: Receives the metrics of logged steps; None on ranks that do not log.
         callbacks: Objects whose `on_step(step, metrics)` is called after each step.
         group_by_length: Whether micro-batches have rows with captions of similar length.
-        notify: Called on rank 0 with a word, such as `memory`, and the line that the console prints
-            after it.
+        notify: Called on rank 0 with (label, line), where the label, such as `memory`, is the word
+            that the console prints before the line.
         profile_path: File for the trace of `train.profile`; None on ranks that write none.
         static_metrics: Metrics that are constant over the run, such as the memory by component.
         heartbeat: Counts each forward and backward as progress, so that a long step is not taken
             for a hang.
-        stop: Called in each step; True on any rank ends the run after this step, with a checkpoint.
-        interrupt_stream: Ends the stream of rows, also for a thread that waits for its next rows.
+        stop: Called without arguments in each step; True on any rank ends the run after this step,
+            with a checkpoint.
+        interrupt_stream: Called without arguments; ends the stream of rows, also for a thread that
+            waits for its next rows.
     """
 
     model: nn.Module

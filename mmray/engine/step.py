@@ -57,7 +57,8 @@ def optimizer_step(
         state: Model, objective, optimizer and group of this rank; the weights change.
         batch: This rank's micro-batches of the step (tensors by column); every rank has equally
             many.
-        seed_of: Maps the index of a micro-batch to the seed of its random numbers.
+        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
+            random numbers.
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
@@ -74,7 +75,8 @@ def accumulate_gradients(
     Args:
         state: Model, objective and group; the weights do not change.
         batch: This rank's rows; every rank has equally many micro-batches.
-        seed_of: Maps the index of a micro-batch to the seed of its random numbers.
+        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
+            random numbers.
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
@@ -118,7 +120,8 @@ def first_pass(
     Args:
         state: Model, objective, precision and timers of this rank.
         batch: This rank's micro-batches of the step (tensors by column).
-        seed_of: Maps the index of a micro-batch to the seed of its random numbers.
+        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
+            random numbers.
 
     Returns:
         The outputs of the first micro-batch with their graph, for the second pass; None with hard

@@ -60,9 +60,10 @@ class DriverHandle:
     """A worker's connection to the driver; `report` is a no-op except on rank 0.
 
     Attributes:
-        report: Sends a dict to the driver; does nothing except on rank 0.
-        stop_requested: Returns True if the workers must save a checkpoint after the next step and
-            end.
+        report: Called with one dict, such as {"stage": title} or {"note": text, "label": word},
+            which it sends to the driver; does nothing except on rank 0.
+        stop_requested: Called without arguments; returns True if the workers must save a checkpoint
+            after the next step and end.
         count_bad_row: Called with the number of an unreadable row; returns how many the run has so
             far, 0 if this one was counted before.
         heartbeat: Sends the heartbeats of this rank.
@@ -102,7 +103,8 @@ class DataBoundHint:
 
     Args:
         context: Settings and data of the run.
-        notify: Called with the word to print before the hint (`throughput`), and the hint.
+        notify: Called with (label, hint), where the label `throughput` is the word to print before
+            the hint.
         device: What waits for the data, for the hint: `GPU` or `CPU`.
     """
 
@@ -171,11 +173,17 @@ class DataBoundHint:
 
 @dataclass
 class ProgressReporter:
-    """Callback that reports logged lines and the cost of checkpoints to the driver.
+    """Callback of the training loop that reports metrics, and how long checkpoints take, to the
+    driver.
+
+    After each step it sends up to three dicts: {"stage": "training"} after the first step;
+    {"checkpoint_s": seconds} when a save of a checkpoint has ended, from its start to its end; and
+    if metrics of the step were logged, which is every few steps, these: `step` and values by name
+    such as `train/loss`.
 
     Args:
-        report: Sends a dict to the driver.
-        checkpoints: The checkpoint manager of rank 0.
+        report: Called with one dict, which it sends to the driver.
+        checkpoints: The checkpoint manager of rank 0, whose saves are reported.
     """
 
     report: Report
@@ -189,7 +197,8 @@ class ProgressReporter:
 
         Args:
             step: Number of the step, counted from 1.
-            metrics: The logged line, values by name; None if the step was not logged.
+            metrics: The metrics of the step as logged: `step` and values by name, such as
+                `train/loss`; None if the step was not logged.
 
         Raises:
             TrainingError: A save found that another process has taken over the run.

@@ -78,7 +78,8 @@ class EvalDataset:
         tokenizer_json: Content of tokenizer.json.
         settings: Metrics to compute, rows of a batch, and the limit of rows.
         max_pixels: Images with more pixels are not decoded.
-        on_rows: Called with the number of rows of each batch when it is done, to show progress.
+        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+            not called.
         task: Compute only the metrics of `retrieval` or of `zero_shot` classification; "": both.
     """
 

@@ -45,8 +45,8 @@ class SetsEvaluator:
             group: The ranks.
             objective: Objective of the run.
             global_rows: Number of rows of a step.
-            save_examples: Receives the examples of the first set that has some; given on one rank
-                or none.
+            save_examples: Called once with the content of examples.json, JSON values: hits and
+                misses of the first set that has some; given on one rank or none.
 
         Returns:
             Equal on all ranks: the metrics of each evaluator, of a set with a name under
@@ -84,7 +84,8 @@ def build_evaluator(
         eval_sets: The sets with the held-out rows by name.
         tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
             processor.
-        on_rows: Called with the number of rows of each batch when it is done, to show progress.
+        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+            not called.
 
     Returns:
         An object whose `score(model, group, objective, global_rows)` returns the metrics of all

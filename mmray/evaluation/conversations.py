@@ -71,7 +71,8 @@ class ConversationEvaluator:
         config: The config of the run.
         prepared: The set with the held-out rows.
         max_pixels: Images with more pixels are not decoded.
-        on_rows: Called with the number of rows of each batch when it is done, to show progress.
+        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+            not called.
     """
 
     def __init__(

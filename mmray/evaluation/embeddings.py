@@ -34,9 +34,12 @@ Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_v
 class RowFile:
     """Rows of numbers in a temporary file, which is deleted with its last tensor.
 
+    `write` appends or replaces rows [N, D], and `tensor` returns all rows as one tensor that is
+    mapped from the file.
+
     Args:
         width: Numbers D of a row.
-        dtype: Their type in numpy.
+        dtype: Type of the numbers, as numpy takes it, such as np.float32 or np.int64.
 
     Attributes:
         num_rows: Number of rows that were written.
@@ -49,11 +52,12 @@ class RowFile:
         self._file = tempfile.TemporaryFile(prefix="mmray-evaluate-")  # noqa: SIM115 - for tensors
 
     def write(self, rows: Tensor, first: int | None = None) -> None:
-        """Write rows.
+        """Write rows, in place of those that were written at the same indices.
 
         Args:
-            rows: [N, D] on the CPU.
-            first: Index of the first of them; None: after the last row.
+            rows: Tensor [N, D] on the CPU, of the dtype with which the file was created (float32 by
+                default); it is not converted.
+            first: Index of the first of them in the file; None: after the last row.
 
         Raises:
             ResourceError: The disk is full.
@@ -193,7 +197,8 @@ def steps_in_lockstep(
         model: The unwrapped model.
         batches: The batches of this rank.
         group: The ranks, which make this call together.
-        calls_of: Returns how many calls of the model a batch needs, such as to embed its captions.
+        calls_of: Called with a batch; returns how many calls of the model it needs, such as to
+            embed its captions.
 
     Yields:
         A batch or None, and the number of calls that every rank makes in this step: the largest

@@ -219,7 +219,8 @@ def save_adapters(
         lora: The `model.lora` section as JSON values.
         base: Folder or hub name of the weights that the run started with.
         folder: Receives adapter_config.json and adapter_model.safetensors.
-        rename: Returns the name in transformers for the name of a weight or module of `net`.
+        rename: Called with the name of a weight or module of `net`; returns its name in
+            transformers.
 
     Raises:
         UsageError: A trained weight is not one of a module that is trained as a whole, so peft

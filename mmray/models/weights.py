@@ -170,8 +170,8 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
     Args:
         setting: Name of the setting that has `name`, such as `model.weights`, for errors.
         name: Path of a folder, or a name on the hub.
-        read: Called with the name, `local_files_only=True` except for a download, and `options`,
-            such as `AutoConfig.from_pretrained`.
+        read: Such as `AutoConfig.from_pretrained`; called with the name as argument, `options`, and
+            `local_files_only=True` except for a download.
         options: Further keyword arguments of `read`.
 
     Returns:

@@ -182,8 +182,8 @@ def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> No
 
     Args:
         folder: The folder of the run or the sweep.
-        note: Called with the path of the page or the error as a line, and the word to print before
-            it, `report`.
+        note: Called with (line, label): the path of the page or the error, and the word to print
+            before it, `report`.
     """
     try:
         note(str(write_report(folder)), "report")

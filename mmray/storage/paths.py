@@ -277,7 +277,7 @@ def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
 
     Args:
         path: What the function reads or writes.
-        call: The function, without arguments.
+        call: Called without arguments, again after a failure that may be temporary.
 
     Returns:
         What the function returned.

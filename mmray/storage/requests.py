@@ -38,7 +38,7 @@ def with_retries(call: Callable[[], T]) -> T:
     S3, are raised at once.
 
     Args:
-        call: The function, without arguments.
+        call: Called without arguments, again after a failure that may be temporary.
 
     Returns:
         What the function returned.
@@ -73,7 +73,7 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
     """Call a function with each item in MAX_PARALLEL (8) threads, and wait for all calls.
 
     Args:
-        call: The function; its results are dropped.
+        call: Called with each item, in threads; its results are dropped.
         items: Its arguments.
 
     Raises:
@@ -89,7 +89,7 @@ def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     MAX_PARALLEL (8) threads compute up to four times as many results ahead.
 
     Args:
-        call: The function.
+        call: Called with each item, in threads.
         items: Its arguments.
 
     Raises:

@@ -95,7 +95,8 @@ def select_cause(
 
     Args:
         errors: What the workers raised, at least one.
-        is_lost: Returns whether an error means that a worker was lost, not that its code failed.
+        is_lost: Called with an error; returns whether it means that a worker was lost, not that its
+            code failed.
 
     Returns:
         The most likely cause, and its kind: `device`, `raised` or `lost`.

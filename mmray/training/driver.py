@@ -94,7 +94,7 @@ def train(
         reporter: Receives progress and messages.
         start_s: time.monotonic() when the command started, from which the times of the stages of
             the start are measured; None: now.
-        should_stop: Polled each second; True stops like Ctrl-C, at a checkpoint.
+        should_stop: Called without arguments each second; True stops like Ctrl-C, at a checkpoint.
         local: Do not use Ray, although this process is connected to it.
         check_storage: Check that all nodes can use `run.storage`.
 
@@ -134,8 +134,8 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     Args:
         config: Settings of the run: trackers, callbacks, objective, model kind and LoRA are
             checked.
-        log: Called for settings that only workers can check, with a message and the word to print
-            before it.
+        log: Called with (message, label) for settings that only workers can check, where the label
+            is the word to print before the message.
 
     Raises:
         UsageError: One cannot be loaded.

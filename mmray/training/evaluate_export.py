@@ -223,7 +223,8 @@ def export_pretrained(
         config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
             tokenizer, from `pretrained_config`.
         out: Folder to write, or its URI.
-        log: Called with a line and the word to print before it, such as `waiting`.
+        log: Called with (line, label), where the label is the word to print before the line, such
+            as `waiting`.
 
     Returns:
         The folder that was written.
@@ -457,7 +458,8 @@ def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Con
     Args:
         config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
             tokenizer, from `pretrained_config`.
-        log: Called if the weights have more tokens, with a warning and the word to print before it.
+        log: Called with (warning, label) if the weights have more tokens, where the label is the
+            word to print before the warning.
 
     Returns:
         The config with the padding token, and the content of tokenizer.json.

@@ -381,7 +381,7 @@ def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) ->
 
     Args:
         config: Settings of the run. What they request from Ray has no effect.
-        log: Called with a line and the word to print before it.
+        log: Called with (line, label), where the label is the word to print before the line.
 
     Raises:
         UsageError: torchrun started processes on several machines.

@@ -101,7 +101,7 @@ class Workers(Protocol):
         """Wait until the workers have ended.
 
         Args:
-            poll: Called several times per second.
+            poll: Called without arguments several times per second.
 
         Returns:
             The result of rank 0, fields of result.json such as `status` and `steps`. An error that
@@ -144,7 +144,8 @@ class Workers(Protocol):
         """Return whether the workers have no resources yet.
 
         Args:
-            log: Called if the wait is long, with a line and the word to print before it.
+            log: Called with (line, label), where the label is the word to print before the line, if
+                the wait is long.
         """
         return False
 
@@ -348,7 +349,8 @@ class AttemptMonitor:
         retried_errors: Errors of checks of the cluster after which training continues.
         failed_resizes: How often this number of workers stopped so that the run could restart with
             more, but more workers did not start.
-        should_stop: Returns True if the caller wants the run to stop at a checkpoint.
+        should_stop: Called without arguments; returns True if the caller wants the run to stop at a
+            checkpoint.
         hang: Message that names the hung ranks; None: no hang.
         preempted: Whether a node of the workers is being preempted.
         stop_reason: Why the workers were asked to stop: `user`, `resize` or `preempted`; None: they
@@ -569,7 +571,7 @@ def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator
     thread.
 
     Args:
-        handle: Called with the number of the signal and the stack frame.
+        handle: Called with (number of the signal, stack frame), as by signal.signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

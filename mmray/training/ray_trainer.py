@@ -168,8 +168,9 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     """Call a function in a daemon thread, and poll until it ends and once after its end.
 
     Args:
-        call: The function.
-        poll: Called several times per second in the calling thread. Its errors are raised at once.
+        call: Called without arguments, in the thread.
+        poll: Called without arguments several times per second in the calling thread. Its errors
+            are raised at once.
 
     Returns:
         The result of `call`; its error is raised.
@@ -248,7 +249,7 @@ def torch_trainer(
     """Build Ray Train's trainer for a loop, without retries.
 
     Args:
-        loop: The `train_loop_per_worker`: a function that runs on each worker.
+        loop: The `train_loop_per_worker`: called with `loop_config` on each worker.
         config: Settings of the run; the timeout of collectives is read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources and labels, which Ray Train sends to the
@@ -316,13 +317,15 @@ def run_group(
     """Wait for the resources of a worker group, log what it waits for, and run it to its end.
 
     Args:
-        loop: The `train_loop_per_worker`. Its argument has `arguments`, and as `coordinator` the
-            handle of an actor, whose method `push` sends a message, a dict, to the driver.
+        loop: The `train_loop_per_worker`: called with a dict on each worker. It has `arguments`,
+            and as `coordinator` the handle of an actor, whose method `push` sends a message, a
+            dict, to the driver.
         config: Settings of the run; the limits of time are read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: The resources of the workers.
-        log: Called with a line and the word to print before it, such as `waiting`.
-        on_message: Called with each message.
+        log: Called with (line, label), where the label is the word to print before the line, such
+            as `waiting`.
+        on_message: Called with each message, a dict that a worker pushed.
         arguments: What the loop needs.
 
     Returns:
@@ -362,7 +365,7 @@ class RankOutput(io.TextIOBase):
     Args:
         stream: The standard output of the process, Ray's log file.
         label: Label of the lines, such as `rank 1`.
-        push: Called with a message for the driver.
+        push: Called with a message for the driver, {"note": line, "label": label}.
     """
 
     def __init__(self, stream: TextIO, label: str, push: Callable[[dict[str, Any]], Any]) -> None:

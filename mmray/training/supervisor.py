@@ -218,7 +218,7 @@ class Supervisor:
         backend: Starts the workers.
         starts: For each start a list of its stages as {"stage": name, "at_s": seconds since the
             command}, for result.json; it grows meanwhile. None: not recorded.
-        should_stop: Polled each second; True stops like Ctrl-C.
+        should_stop: Called without arguments each second; True stops like Ctrl-C.
     """
 
     def __init__(
@@ -492,11 +492,14 @@ def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
     workers.
 
     Args:
-        meta: Content of the checkpoint's meta.json; `metrics`, `step` and `rows_consumed` are read.
+        meta: Content of the checkpoint's meta.json: `step`, `rows_consumed` and `metrics`, a flat
+            dict with the last metrics by name, such as `train/loss`.
 
     Returns:
-        Fields of result.json: `status` (`finished`), `steps`, `rows_consumed`, `skipped_steps` and
-        metrics.
+        Fields of result.json: `status` (always `finished`), `steps`, `rows_consumed`,
+        `skipped_steps` (the metric `train/skipped_steps`, 0 if it is missing), `metrics` (flat, all
+        of `meta` with the prefix `evaluate/` removed) and `scores` (flat, only those that had this
+        prefix).
     """
     return result_fields(
         meta["metrics"],

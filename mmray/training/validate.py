@@ -497,7 +497,8 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
 
     Args:
         config: Settings of a run.
-        log: Called if the patterns are not checked, with a message and the word to print before it.
+        log: Called with (message, label) if the patterns are not checked, where the label is the
+            word to print before the message.
 
     Raises:
         UsageError: A name in one of these settings matches nothing, or no weight is left to train.

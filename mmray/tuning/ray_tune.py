@@ -266,8 +266,8 @@ def train_rungs(
         start: Index of the first rung to train to.
         stop: Index after the last rung to train to.
         reporter: Receives the progress of the run.
-        report_rung: Called when the trial has reached a rung, with its samples and the value of the
-            goal.
+        report_rung: Called with a Rung when the trial has reached one: `samples` (number of trained
+            rows), `value` (the value of the goal) and `elapsed_s`.
 
     Returns:
         The status `finished` after the last rung of the plan, `paused` if later rungs are left,

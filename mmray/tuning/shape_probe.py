@@ -218,14 +218,19 @@ def measure_in_groups(
     at the same batch shape: Ray does not report processes that the kernel killed as such.
 
     Args:
-        task: The batch shapes to measure, and what was measured before.
-        run: Starts a new worker group that times the shapes of the task it is given, passes each
-            message of the workers to its second argument, and returns the measurements. It raises
-            WorkerFailed if a worker was lost or raised an error.
+        task: The rows of the global batches to measure, and what was measured before.
+        run: Called with (task, on_message): starts a new worker group that times the shapes of the
+            task, calls `on_message` with each message of the workers, and returns its measurements.
+            A message is a dict with one or more of `status` and `note` (texts), `trying` (rows of
+            the global batch and of the micro-batch that is timed next) and `measured` (a result for
+            the task). It raises WorkerFailed if a worker was lost or raised an error.
         reporter: Receives log lines.
 
     Returns:
-        The measurements of all groups.
+        The measurements of all groups: `workers` (number of ranks), `limit_gib` (memory that each
+        may use), `visits` (timed batch shapes, each with `global_rows`, `micro`, `step_s` and
+        `peak_gib`) and `failures` (shapes that did not fit, with `global_rows`, `micro` and
+        `reason`).
 
     Raises:
         OutOfMemoryError: Not even a micro-batch of one row fits.

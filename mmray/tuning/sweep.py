@@ -173,7 +173,7 @@ class SweepState:
         reporter: Receives the progress of the trials.
         rows: Rows by name of the trial, also of earlier commands.
         stop_reason: `stopped` by the user, or `budget`; None: not stopped.
-        clock: Returns seconds, as time.monotonic does.
+        clock: Called without arguments; returns seconds, as time.monotonic does.
     """
 
     def __init__(
@@ -249,8 +249,13 @@ class SweepState:
         return self.plan.request.budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
-        """Return the seconds so far, the estimated seconds to the end (None: unknown), and the
-        spent fraction of the budget.
+        """Return the time of the sweep so far.
+
+        Returns:
+            A SweepProgress with `elapsed_s`, the seconds of all commands of the sweep; `left_s`,
+            the estimated seconds to the end (None: unknown, because no trial has reached a rung in
+            this command); and `budget_spent`, the spent fraction of the budget, 1 or more if
+            nothing is left (None: the sweep has no budget).
         """
         samples = self._num_samples()
         planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)

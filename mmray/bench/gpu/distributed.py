@@ -102,7 +102,7 @@ def compare_gradients(
 
     Args:
         device: The device to check.
-        wrap: Wraps a module with DDP or FSDP2.
+        wrap: Called with a module; returns it wrapped with DDP or FSDP2.
 
     Returns:
         {"from_module": largest difference, relative to the largest gradient}.

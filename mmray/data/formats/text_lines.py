@@ -47,18 +47,21 @@ CP1252_HINT = "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FIL
 
 
 class LineReader(Iterator[bytes]):
-    """Iterates the lines of a file as bytes, without the byte order mark; counts bytes and lines,
-    and hashes them.
+    """Iterates the lines of a file as bytes; counts bytes and lines, and hashes them.
+
+    A line includes its newline. The last line is returned also if it has none. The byte order mark
+    at the start of the file is removed. The end of a line that is longer than MAX_LINE_BYTES (16
+    MiB) is dropped.
 
     Args:
-        file: Binary file that can seek.
+        file: Binary file object with `seek` and `read`.
         start: Byte of the first line.
         stop: Byte after the last line.
 
     Attributes:
         offset: Position in the file after the last line that was returned, in bytes.
-        num_lines: Number of complete lines so far.
-        digest: SHA-256 (hashlib) of the bytes so far.
+        num_lines: Number of lines so far that ended with a newline.
+        digest: hashlib's SHA-256 of the bytes so far.
     """
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:

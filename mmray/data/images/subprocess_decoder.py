@@ -84,7 +84,8 @@ class SubprocessDecoder:
         """Call a function in the child process.
 
         Args:
-            function: A function of a module; it returns JSON values, or raises BadImage.
+            function: A function of a module, called with `args`; it returns a dict of JSON values,
+                or raises BadImage.
             args: Its arguments, which are pickled.
 
         Returns:

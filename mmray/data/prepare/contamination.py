@@ -145,7 +145,8 @@ def check_contamination(
             (index-only).
         is_duplicate: Whether each row is dropped as a duplicate and not compared, bool [N].
         settings: The `prepare` section; `check_contamination` names the sets to compare with.
-        on_rows: Called with the number of rows of a set hashed so far and the number to hash.
+        on_rows: Called with (done, total): numbers of rows of a set that are hashed so far and that
+            are to hash.
 
     Returns:
         A description for each contaminated row by its number, and the summary for the manifest:

@@ -232,8 +232,9 @@ def prefetch_rows(
     Args:
         items: Parsed rows of the source, in order.
         hosts: Hosts from which images may be fetched by URL.
-        fetch: Starts to read an image and returns its future; None for an image that is not
-            requested ahead, such as one on a local disk.
+        fetch: Called with an ImageRef (bytes, file or URL of an image); starts to read it and
+            returns a Future of its bytes, or None for an image that is not requested ahead, such as
+            one on a local disk.
 
     Yields:
         For each item: the item; its validated row (key, images, texts, ...) or the BadRow; and what

@@ -119,8 +119,10 @@ def ensure_prepared(
             or `sample-av`.
         cache: Folder for sets that are prepared here (`data.cache`).
         settings: The `prepare` section.
-        log: Called with a message and the word to print before it, such as `prepared`.
-        progress: Called with the stage, such as `pack`, and numbers of rows.
+        log: Called with (message, label), where the label, such as `prepared`, is the word to print
+            before the message.
+        progress: Called with a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows`
+            (0: unknown), `bad_rows` and `is_estimate`.
 
     Raises:
         DataError: The source does not exist, is invalid, or has too many bad rows.
@@ -178,8 +180,11 @@ def prepare(
         source: Path or URI of a file or a folder.
         out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
         settings: The `prepare` section.
-        progress: Called with the stage, such as `pack`, and numbers of rows; None: not reported.
-        log: Called with a message and the word to print before it; None: not logged.
+        progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
+            `stage` (such as `pack`), `done_rows`, `total_rows` (0: unknown), `bad_rows` and
+            `is_estimate`. None: not reported.
+        log: Called with (message, label), where the label is the word to print before the message;
+            None: not logged.
         retry: Also read those parts of the source again in which an earlier prepare could not read
             or decode rows.
 
@@ -223,7 +228,8 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
     Args:
         source: Path or URI of a file or a folder.
         settings: The `prepare` section.
-        log: Called with a message and the word to print before it, such as `columns`.
+        log: Called with (message, label), where the label, such as `columns`, is the word to print
+            before the message.
 
     Raises:
         DataError: The source does not exist or is invalid.

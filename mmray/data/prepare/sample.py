@@ -136,7 +136,7 @@ def write_once(file: Path, write: Callable[[Path], None]) -> Path:
 
     Args:
         file: The file in the folder.
-        write: Called with an empty folder, which it fills.
+        write: Called with an empty folder, a local pathlib.Path, which it fills.
 
     Raises:
         UsageError: The parent of the folder is not writable.

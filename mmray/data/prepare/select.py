@@ -89,8 +89,9 @@ def select_set(
         where: Condition on the columns of a row; None: all rows.
         deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
-        progress: Called with the stage and numbers of rows.
-        log: Called with a message and the word to print before it.
+        progress: Called with a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows`
+            (0: unknown), `bad_rows` and `is_estimate`.
+        log: Called with (message, label), where the label is the word to print before the message.
 
     Returns:
         The manifest of the smaller set.

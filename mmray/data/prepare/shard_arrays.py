@@ -47,7 +47,7 @@ def shard_arrays(
         prepared: The set.
         folder: Folder of the arrays, which all nodes can write.
         compute: Called in a task with the set of the rows of one shard; it is pickled.
-        on_rows: Called with the number of rows computed so far and the number to compute.
+        on_rows: Called with (done, total): numbers of rows computed so far and to compute.
 
     Returns:
         What `compute` returned for each shard, in order. Tasks run on Ray if it is initialized,

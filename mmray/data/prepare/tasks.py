@@ -45,8 +45,9 @@ def map_tasks(
     child processes.
 
     Args:
-        work: Picklable function of one item that returns a dict of JSON values.
-        items: Values that JSON can encode.
+        work: Picklable function, called with one item in a task; returns a dict of JSON values.
+        items: Arguments of `work`, values that JSON can encode, such as chunks of a source as
+            dicts.
         runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
             have a GPU each, if the cluster has any. Without Ray one process has all cores, or the
             GPU.

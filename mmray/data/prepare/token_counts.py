@@ -59,7 +59,7 @@ def token_counts(
         prepared: The set, or a mixture, whose rows are numbered set by set.
         counter: Counts the tokens of a row. Counts are stored in the folder of the set, in a file
             named by its `digest` (hash of tokenizer, chat template and sizes of images).
-        on_rows: Called with the number of rows counted so far and the number to count.
+        on_rows: Called with (done, total): numbers of rows counted so far and to count.
 
     Returns:
         uint32 [num_rows]; 0 for a row that cannot be read or encoded. Counting runs as Ray tasks if

@@ -212,7 +212,7 @@ def drop_rows(
         prepared: The set.
         where: The condition, such as `similarity > 0.3`.
         setting: Setting that has the condition, for messages.
-        on_rows: Called with the number of rows checked so far and of all rows.
+        on_rows: Called with (done, total): numbers of rows checked so far and of all rows.
 
     Raises:
         UsageError: The condition is invalid, or no row is selected.
@@ -267,7 +267,7 @@ def select_rows(
         where: The condition, such as `similarity > 0.3`.
         folder: Folder that all nodes can read, in which the list of shards is stored.
         setting: Setting that has the condition, for messages.
-        on_rows: Called with the number of rows checked so far and of all rows.
+        on_rows: Called with (done, total): numbers of rows checked so far and of all rows.
 
     Raises:
         UsageError: The condition is invalid, no row is selected, or `folder` is not writable.

@@ -98,8 +98,8 @@ class ShardReader:
 
         Args:
             requests: Record batches to read, in any order, with the rows that are wanted of each.
-            consume: Called with a request and its pyarrow.RecordBatch. On an object store several
-                threads call it.
+            consume: Called with (request, record batch), a ReadRequest and the pyarrow.RecordBatch
+                that it names. On an object store several threads call it.
             whole_blocks: If the block (range of adjacent rows) of a record batch is not in the
                 cache, fetch all of it into the cache; False: read only the record batches of
                 `requests`.

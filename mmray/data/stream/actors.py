@@ -70,9 +70,9 @@ def rank_blocks(
         ranks_on_node: Number of ranks of the run on this node, which share its object store.
         block_mb: Maximum size of a block in MB; blocks are smaller if the object store is small.
         limits: Number of actors, and the nodes that may have them.
-        notify: Called with lines for the log.
-        must_yield: Returns whether another job waits for resources of the cluster. While it does,
-            the rank keeps only its minimum number of actors.
+        notify: Called with one line of text for the log.
+        must_yield: Called without arguments; returns whether another job waits for resources of the
+            cluster. While it does, the rank keeps only its minimum number of actors.
 
     Returns:
         An iterable of blocks, arrays of R rows by column such as `image` uint8 [R, 3, S, S] and
@@ -163,8 +163,9 @@ class ActorPool:
         limits: Number of actors, and the nodes that may have them.
         own_node: ID of the rank's node.
         share_bytes: Bytes of the node's object store for blocks of this rank.
-        notify: Called with lines for the log.
-        must_yield: Returns whether another job waits for resources of the cluster.
+        notify: Called with one line of text for the log.
+        must_yield: Called without arguments; returns whether another job waits for resources of the
+            cluster.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class LocalBlocks:
         block_mb: About how many MB one process decodes at a time. This may be a part of the rows of
             a step.
         num_processes: Number of data processes.
-        warn: Called with a line for the log if a process died.
+        warn: Called with one line of text for the log if a process died.
         rank: Rank of the worker.
     """
 

@@ -98,8 +98,8 @@ class PoolSize:
             num_running: Number of processes that have started. The target does not grow before all
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.
-            is_contested: Returns whether processes of other ranks wait for CPUs that these have;
-                called at most once in 60 s.
+            is_contested: Called without arguments, at most once in 60 s; returns whether processes
+                of other ranks wait for CPUs that these have.
         """
         was_idle = now_s - self._updated_s > IDLE_S
         self._updated_s = now_s

@@ -41,14 +41,22 @@ def build_encoder(tokenizer_json: str, inputs: Inputs) -> TextEncoder:
 
 
 class LanguageTextEncoder(TextEncoder):
-    """Puts the token of its language before each caption of a known language.
+    """Encodes captions as token ids, each with the token of its language before it.
 
-    The special tokens of the tokenizer that match the pattern are the languages.
+    The special tokens of the tokenizer that match a pattern are the languages. Their tokens are put
+    into the text before it is encoded: `format_caption(text, language)` and, with the language of a
+    stored row, `format_texts(row)` return texts such as `[de]ein Hund`. `encode` then takes such
+    texts and returns ids int32 [N, T], right-padded, and the number of tokens of each, int32 [N]. A
+    row whose language is missing or has no token gets none; `format_caption` raises UsageError for
+    a language without a token.
 
     Args:
         tokenizer_json: Content of a tokenizer.json file with a special token for each language.
         max_tokens: Maximum number of tokens of a text, the language token included.
         language_token: Pattern of these tokens, such as `[{}]`; `{}` is the language.
+
+    Attributes:
+        languages: Sorted names of the languages, such as `de`.
     """
 
     def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str) -> None:

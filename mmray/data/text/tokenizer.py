@@ -73,6 +73,9 @@ class TextEncoder:
     """Encodes captions as token ids, right-padded to the longest of the call and truncated to
     `max_tokens`.
 
+    `encode` takes a list of N texts and returns ids int32 [N, T] and the number of tokens of each
+    text, int32 [N].
+
     Args:
         tokenizer_json: Content of a tokenizer.json file.
         max_tokens: Maximum number of tokens of a text, special tokens included.

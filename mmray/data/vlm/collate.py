@@ -43,8 +43,9 @@ class RowCollator:
             rank waits for another. Its gradient is zero.
         packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
             right.
-        rope_index: Computes the positions [3, T] (time, height, width) of one row from its token
-            ids int64 [T] and its inputs of the encoders of media. None: positions are 0, 1, 2, ...
+        rope_index: Called with (ids, media): the token ids int64 [T] of one row and its inputs of
+            the encoders of media, tensors by name. Returns the positions int64 [3, T] (time,
+            height, width). None: positions are 0, 1, 2, ...
     """
 
     def __init__(

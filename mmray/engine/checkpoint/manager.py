@@ -38,8 +38,8 @@ class CheckpointManager:
         fencing_token: number of this process's claim on the folder, which is checked before each
             write; None on ranks other than 0.
         meta: values that meta.json of each checkpoint has besides step, rows and metrics.
-        notify: called with a word, such as `checkpoint`, and the line that the console prints after
-            it.
+        notify: called with (label, line), where the label, such as `checkpoint`, is the word that
+            the console prints before the line.
         keep: number of newest checkpoints to keep, in addition to the best one by `metric`.
         metric: name of the metric that selects the best checkpoint.
         max_wait_s: longest wait of a save for the previous one; None: no limit.

@@ -116,9 +116,10 @@ def save_async(
             saves alone.
         stager: Keeps its buffers from save to save, so the previous save must have ended; None:
             buffers of this save.
-        before_write: Rank 0 calls it in the background thread, before any rank writes and again
-            before the checksums. Every rank raises what it raises.
-        on_complete: Rank 0 calls it in the background thread when the checkpoint is complete.
+        before_write: Called without arguments on rank 0 in the background thread, before any rank
+            writes and again before the checksums. Every rank raises what it raises.
+        on_complete: Called without arguments on rank 0 in the background thread, when the
+            checkpoint is complete.
 
     Returns:
         A future that ends with the save. Its `result()` raises errors of any rank; call it inside
@@ -216,12 +217,13 @@ def load(
 
     Args:
         path: Folder of the checkpoint.
-        destination: Returns the tensor into which a saved tensor is read, from its key, such as
-            `model/log_scale`, and a meta tensor with its shape and dtype; None: full tensors on the
-            CPU. Of a sharded tensor, only the bytes of this rank's shard are read.
+        destination: Called with (key, tensor): the key of a saved tensor, such as
+            `model/log_scale`, and a meta tensor with its shape and dtype. Returns the tensor into
+            which it is read. None: full tensors on the CPU. Of a sharded tensor, only the bytes of
+            this rank's shard are read.
         only: Key of the part to read, such as `model`; empty: everything.
-        on_read: Called after each request, of at most MAX_REQUEST_BYTES (16 MiB) unless a tensor is
-            larger.
+        on_read: Called without arguments after each request, of at most MAX_REQUEST_BYTES (16 MiB)
+            unless a tensor is larger.
 
     Returns:
         Nested dicts of tensors and JSON values, as they were saved: `model`, `optimizer`, `scaler`,
@@ -310,9 +312,11 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         values: The state without its tensors, for state.json.
         meta: Contents of meta.json, without `versions`.
         cpu_group: Gloo group of the ranks that save together; None: this process saves alone.
-        before_write: Called on rank 0 before any rank writes, and again before the checksums.
-        on_complete: Called on rank 0 when the checkpoint is complete.
-        wait_copied: Waits until this rank's tensors are copied to the host.
+        before_write: Called without arguments on rank 0, before any rank writes and again before
+            the checksums.
+        on_complete: Called without arguments on rank 0, when the checkpoint is complete.
+        wait_copied: Called without arguments; waits until this rank's tensors are copied to the
+            host.
     """
 
     def __init__(
@@ -443,7 +447,7 @@ class CheckpointReader(HuggingFaceStorageReader):
 
     Args:
         path: Folder of the checkpoint.
-        on_read: Called after each request.
+        on_read: Called without arguments after each request.
     """
 
     def __init__(self, path: AnyPath, on_read: Callable[[], None]):

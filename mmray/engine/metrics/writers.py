@@ -43,10 +43,10 @@ class MetricsLog:
     Args:
         folder: Local folder of the log.
         start_step: Number of steps before the start or the resume.
-        notify: Called if lines cannot be written, with the word to print before a warning, and the
-            warning.
-        check_lease: Raises TrainingError if another process has taken over the run; the thread
-            calls it at most every ten seconds, and at the end.
+        notify: Called with (label, warning) if lines cannot be written; the label is the word to
+            print before the warning.
+        check_lease: Called without arguments by the thread, at most every ten seconds and at the
+            end; raises TrainingError if another process has taken over the run.
 
     Raises:
         StorageError: The log cannot be opened.
@@ -242,8 +242,10 @@ class LogUploader:
 
     Args:
         folder: Folder of the run.
-        notify: Called if an upload fails, with the word to print before a warning, and the warning.
-        check_lease: Raises TrainingError if another process owns the run: nothing is uploaded then.
+        notify: Called with (label, warning) if an upload fails; the label is the word to print
+            before the warning.
+        check_lease: Called without arguments; raises TrainingError if another process owns the run:
+            nothing is uploaded then.
 
     Attributes:
         local_folder: Local folder in which the files grow, such as metrics.jsonl.

@@ -53,8 +53,8 @@ def graph_branches(
         train: The `train` section, without `auto` in `precision` and `compile`.
         batch_shape: Global batch and micro-batch of all steps.
         device: Device of the model.
-        notify: Called if a capture fails, as notify(word, line) with the word to print before the
-            line. The branch then runs without graphs.
+        notify: Called with (label, line) if a capture fails, where the label is the word to print
+            before the line. The branch then runs without graphs.
 
     Returns:
         A line for the console that names the branches with graphs and the reasons of the others;
@@ -118,7 +118,8 @@ class BranchGraphs:
         name: Name of the branch, for messages.
         branch: The module.
         recorder: Captures the graphs, which share its memory.
-        notify: Called if a capture fails, with the word to print before a line, and the line.
+        notify: Called with (label, line) if a capture fails, where the label is the word to print
+            before the line.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class BranchGraph:
     that they read and write.
 
     Args:
-        call: The branch in eager or compiled code.
+        call: The branch in eager or compiled code, called with the inputs as arguments; returns one
+            tensor.
         inputs: Tensors with the shapes and dtypes of the inputs.
         weights: Trainable weights of the branch.
         recorder: Captures the graphs, which share its memory.

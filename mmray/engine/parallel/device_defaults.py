@@ -79,8 +79,8 @@ def resolve_auto(
     Args:
         train: The `train` section.
         group: All ranks, which call this together.
-        notify: Called if the model is not compiled because torch.compile does not work on a rank,
-            with the word to print before a line, and the line.
+        notify: Called with (label, line) if the model is not compiled because torch.compile does
+            not work on a rank, where the label is the word to print before the line.
 
     Returns:
         The section without `auto` in `precision` and `compile`.
