@@ -106,6 +106,9 @@ class CaptionDataset(Dataset[Any]):
 class BaselineDataset(CaptionDataset):
     """Base of the datasets of images with captions.
 
+    A subclass implements `__getitem__`, which returns the model inputs of a row; `row(index)`
+    returns its image (PIL, RGB) and first caption.
+
     Args:
         source: (image file, caption) of each row, or a prepared set.
         tokenizer_json: Content of tokenizer.json.
@@ -205,6 +208,9 @@ class TunedDataset(BaselineDataset):
 @ray.remote(num_cpus=0)
 class LoaderWorker:
     """A Ray actor that receives rows for the duration of a method call and drops them.
+
+    Each method returns a list of Arrival: the wall time in seconds, and the number of rows, of each
+    block that it received.
 
     Args:
         rank: Number of the process, from 0.

@@ -25,6 +25,10 @@ class ExtraColumns(Protocol):
     """Computes columns besides pixels and texts, such as boxes, for the models that read them.
 
     A model reads them if a setting in its `model.inputs` is not zero, such as `max_boxes`.
+
+    A class implements the four methods. For a block of R rows, a dict of arrays [R, ...] by column
+    name, `empty` creates the columns and `set_row` writes one row; `to_batch` converts them to the
+    columns that the model reads, and `synthetic` returns columns without data.
     """
 
     def empty(self, num_rows: int) -> Block:

@@ -181,6 +181,8 @@ class MemoryProbe:
     forward has collectives (FSDP), the ranks search together, because the unsharded model need not
     fit on one device.
 
+    `search` and `try_given_size` return (rows of a micro-batch, bytes of its activations).
+
     Args:
         state: Model, objective, optimizer and group.
         make_batch: Called with a number of rows; returns a synthetic micro-batch (tensors by
@@ -386,6 +388,8 @@ def _disable_cudnn_benchmark() -> Iterator[None]:
 class FakeGroup(Group):
     """A group whose other ranks have the same tensors: memory and arithmetic of a step without
     communication.
+
+    The methods take and return tensors of the same shapes as those of its base class.
     """
 
     def all_reduce_min(self, value: int) -> int:

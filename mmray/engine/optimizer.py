@@ -72,6 +72,9 @@ class MuonAndAdamW(Optimizer):
     Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so that both
     take the same learning rate and weight decay.
 
+    It has the interface of torch.optim.Optimizer: `step()`, `zero_grad()`, `state_dict()` and
+    `param_groups`.
+
     Args:
         groups: Parameter groups with `params`, `weight_decay` and `is_hidden` (Muon if True).
         lr: Learning rate.

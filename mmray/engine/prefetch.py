@@ -180,6 +180,9 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
 class Prefetcher:
     """Iterator of a rank's batches on `device`, starting at step `first`.
 
+    It yields a LocalBatch for each step: `micro_batches`, a list of tensors [B, ...] by column
+    without invalid rows, `sizes`, `keys` and others.
+
     On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two
     batches, provided the caller frees one before it requests another. `wait_s` of a batch is the
     time that the caller waited for it. The iterator raises TrainingError if rows are not those of

@@ -42,7 +42,11 @@ FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 
 
 class Callback(Protocol):
-    """User code that is called after each step; constructed without arguments on every rank."""
+    """User code that is called after each step; constructed without arguments on every rank.
+
+    A class implements `on_step(step, metrics)`: the number of the step from 1, and its logged
+    metrics by name, or None if it was not logged.
+    """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         """Process the end of a step.

@@ -72,6 +72,9 @@ class EvalDataset:
     """Held-out rows and the settings that turn them into model inputs; base class of the
     evaluators.
 
+    A subclass implements `score(model, group, objective, global_rows)`, which returns metrics by
+    name.
+
     Args:
         prepared: The set with the held-out rows.
         inputs: Image size, preprocessing and tokenization of the model.

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 class SetsEvaluator:
     """Evaluates a model on several sets, one after the other.
 
+    `score(model, group, objective, global_rows)` returns metrics by name, such as `loss`; those of
+    a set with a name have the prefix `NAME/`.
+
     Args:
-        evaluators: The evaluator of each set by its name, "" for the only set without a name.
+        evaluators: The evaluator of each set by its name, "" for the only set without a name; its
+            `score` is called with the arguments of this class's `score`.
     """
 
     evaluators: dict[str, Any]

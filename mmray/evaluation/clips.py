@@ -53,6 +53,9 @@ class ClipEvaluator(EvalDataset):
     A clip is a row with one of its texts: the middle of the text's span, if it is longer than
     `model.inputs.clip_s`. It is built with the set of the held-out rows, the `model.inputs`
     section, the content of tokenizer.json, and the `evaluate` section.
+
+    `score(model, group, objective, global_rows)` returns metrics by name, such as
+    `recall_at_1/audio_to_text`.
     """
 
     @torch.no_grad()

@@ -67,6 +67,9 @@ class Answer(NamedTuple):
 class ConversationEvaluator:
     """Computes loss, perplexity and the scores of generated answers of a vision-language model.
 
+    `score(model, group, objective, global_rows)` returns metrics by name, such as `loss` and
+    `perplexity`.
+
     Args:
         config: The config of the run.
         prepared: The set with the held-out rows.

@@ -37,6 +37,9 @@ class Evaluator(EvalDataset):
 
     It is built with the set of the held-out rows, the `model.inputs` section, the content of
     tokenizer.json, and the `evaluate` section.
+
+    `score(model, group, objective, global_rows)` returns metrics by name, such as
+    `recall_at_1/image_to_text` and `zero_shot/top_1`.
     """
 
     def score(

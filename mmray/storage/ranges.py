@@ -59,6 +59,8 @@ class RangeReader:
 
     It is thread-safe. When pickled it has only the path, and reopens the files.
 
+    `read(name, start, stop)` returns the bytes from `start` up to, but without, `stop`.
+
     Args:
         folder: A folder on a local disk or a store.
     """

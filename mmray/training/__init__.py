@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 class RunReporter(Protocol):
     """Receives the progress of a run, such as `mmray.console`, or an object of a user.
 
-    Called on the driver's main thread.
+    A class implements `log(text, label)` for messages, `status(title)` and `phase(title)` for the
+    present activity, `prepare_progress(progress)` for numbers of rows, and `step(metrics,
+    total_steps)` for a line of metrics. They are called on the driver's main thread.
     """
 
     def log(self, text: str, label: str = "") -> None:

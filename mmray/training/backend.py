@@ -243,6 +243,9 @@ class Backend(Protocol):
     An attempt is one start of the workers of a run; after a failure, a preemption or a change of
     the number of workers another one follows.
 
+    A class implements all methods: it checks and completes the settings, chooses the number of
+    workers, starts them (`start` returns a Workers), and finds the cause of a failure.
+
     Attributes:
         errors: Types of errors of a cluster or a worker, after which the workers may be restarted;
             other errors are bugs.

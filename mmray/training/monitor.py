@@ -95,6 +95,9 @@ class Workers(Protocol):
     """The workers of one attempt (one start of the workers of a run), as the driver sees them.
 
     The defaults of some methods are those of workers outside a cluster.
+
+    A subclass implements `wait` (returns the result of rank 0), `drain` (new messages and last
+    heartbeats), `request_stop`, `request_stacks`, `kill`, `describe_data` and `close`.
     """
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class Tracker(Protocol):
     """An experiment tracker.
 
     Name your own as `package.module:Class` in run.trackers; it is built without arguments.
+
+    A class implements `start(run_info, run_id)`, which returns the tracker's run ID, `log(step,
+    metrics)` with finite values by name, and `finish(success)`; `log_images(step, images)` is
+    optional.
     """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:

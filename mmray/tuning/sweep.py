@@ -136,7 +136,11 @@ class SweepProgress:
 
 
 class SweepReporter(RunReporter, Protocol):
-    """Receives the progress of data preparation, then of the trials."""
+    """Receives the progress of data preparation, then of the trials.
+
+    A class implements the methods of RunReporter, and `trial(row, num_rungs)` and `trials(rows,
+    goal, num_rungs, progress)`, which get rows of trials.jsonl.
+    """
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Receive the row of a trial that reached a rung or ended.

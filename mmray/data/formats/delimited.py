@@ -48,7 +48,11 @@ class _Layout(NamedTuple):
 
 
 class CsvSource(JsonlSource):
-    """A .csv file with commas, tabs, semicolons or bars; images are paths relative to it."""
+    """A .csv file with commas, tabs, semicolons or bars; images are paths relative to it.
+
+    The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
+    rows of one as RawRow: line, location, and values by column name or a BadRow.
+    """
 
     title = "CSV"
     suffixes: ClassVar[tuple[str, ...]] = (".csv",)

@@ -38,7 +38,9 @@ Rows = Iterator[dict[str, Any]]
 class ListingSource(Source):
     """Base of the sources whose rows the driver lists once in a file, from which tasks read them.
 
-    Each subclass implements `list_rows` for one layout of files.
+    Each subclass implements `list_rows` for one layout of files: it yields the rows in order as
+    dicts, values by column name such as `id`, `image` and `text`. `scan` yields its chunks, and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
     """
 
     listing: ClassVar[str] = "listing.jsonl"  # in the folder of the prepared set

@@ -45,7 +45,11 @@ MAX_CHUNKS_PER_ROW_GROUP = 16
 
 
 class ParquetSource(Source):
-    """A Parquet file, or the Parquet files of a folder in sorted order."""
+    """A Parquet file, or the Parquet files of a folder in sorted order.
+
+    `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow: line, location, and
+    values by column name or a BadRow.
+    """
 
     title = "Parquet"
     reads_folder = True

@@ -97,6 +97,12 @@ class Source(ABC):
     if known. For listed files it also sets `split_rows`, the number of rows by the split that the
     layout defines, and `ignored`, the number of files that are no part of a row, by suffix.
 
+    `read` yields the rows of a chunk as RawRow (line, location, values by column name). A chunk is
+    a SourceChunk: a part of one file that one task reads. `scan(rows_per_chunk,
+    previous_chunk_ends)` yields the chunks on the driver, `records(chunk)` yields (line, location,
+    unparsed record) in a task, and `parse(record)` returns the values by column name or raises
+    BadRow.
+
     Args:
         folder: Folder of the source.
         name: Path of its file in the folder; empty: the whole folder.

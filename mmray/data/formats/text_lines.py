@@ -90,6 +90,9 @@ class LineReader(Iterator[bytes]):
 class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
     to their file.
+
+    A line is one row, a JSON object of values by column name. `scan` yields its chunks, and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
     """
 
     title = "JSON lines"

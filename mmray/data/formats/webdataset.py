@@ -68,7 +68,12 @@ _CLASS_FILES = ("classnames.txt", "classes.txt")
 
 
 class WebDatasetSource(Source):
-    """A tar, or the tars of a folder in sorted order."""
+    """A tar, or the tars of a folder in sorted order.
+
+    A row is a sample: adjacent members with the same name up to the first dot, such as 0001.jpg and
+    0001.txt. `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
+    """
 
     title = "WebDataset"
     row_needs = (

@@ -35,6 +35,9 @@ class BoxColumns:
     num_boxes int32 [R]. A batch has boxes [B, N, 4], box_labels [B, N] and box_mask bool [B, N]
     (False for padding), where N is the largest number of boxes of a row.
 
+    `empty` creates the columns of a block, `set_row` writes the boxes of one row, and `to_batch`
+    converts a block to a batch; all take and return dicts of arrays by column name.
+
     Args:
         inputs: The `model.inputs` section; M is its `max_boxes`.
         augment: The augmentation of the pixels; None for none.

@@ -29,6 +29,10 @@ class SubprocessDecoder:
     """Checks in a child process that an image does not crash its decoder; the caller then decodes
     it itself.
 
+    `check` takes the encoded bytes of an image and returns its (width, height); it raises BadImage
+    for a bad image, also if the process crashed. `check_media` does the same for audio and video,
+    and returns a MediaInfo.
+
     Attributes:
         num_crashes: How often an image has ended the child process.
     """

@@ -144,6 +144,9 @@ class ClipColumns:
     `num_samples` int32 [R] and `has_text` bool [R]. A row without video or audio has the number 0.
     Columns of a modality that the model does not take are missing.
 
+    `empty` creates the columns of a block, `set_row` decodes the clip of one row into them, and
+    `to_batch` trims those of a batch; all take and return dicts of arrays by column name.
+
     Args:
         inputs: The `model.inputs` section: F is its `frames`, N the samples of its `clip_s`.
         augment: Augmentation of the frames, which is equal for all frames of a clip; None for none.

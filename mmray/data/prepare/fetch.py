@@ -41,6 +41,9 @@ _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its si
 class Fetcher:
     """Fetches images in a background thread while its `with` block is open.
 
+    `fetch(url)` returns a concurrent.futures.Future of the encoded bytes, which raises BadRow if
+    they cannot be fetched.
+
     Args:
         hosts: Hosts that may be contacted, such as `images.example.org`.
     """

@@ -412,6 +412,9 @@ class _ChunkPacker:
 class RowBuilder:
     """Reads and checks the media of rows, and converts them to stored rows.
 
+    `build(row)` takes a SourceRow, adds its media to it, and returns a digest by which duplicates
+    are found; it raises BadRow for a row to quarantine.
+
     Args:
         job: Source, output folder and settings.
         subprocess_decoder: Decodes each image and clip first, in a child process; None: none.

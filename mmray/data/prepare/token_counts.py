@@ -30,6 +30,9 @@ class TokenCounter(Protocol):
     """Counts the tokens of rows; pickled to the tasks.
 
     `digest` identifies what determines the counts: tokenizer, chat template and sizes of images.
+
+    A class implements both: `build()` returns the function that counts, from a stored row to an
+    int.
     """
 
     @property

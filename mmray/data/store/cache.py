@@ -66,6 +66,9 @@ def node_cache() -> ShardCache:
 class ShardCache:
     """Files of an object store, cached in a folder of the local disk; cheap to pickle.
 
+    `get(name, size, fetch)` returns the bytes of an entry as a pyarrow.Buffer; an entry that is
+    missing is fetched with `fetch()`.
+
     Args:
         folder: A folder of each node, or `auto` for one in its temporary folder.
         max_bytes: Limit of all entries in the folder, also those of other sets.

@@ -34,6 +34,9 @@ class PreparedMixture:
     Rows are numbered set by set. Keys are `SET/KEY`, because two sets may use the same keys. Cheap
     to pickle.
 
+    `read(numbers)` returns the rows with these numbers, each a Row: `key`, `media` (encoded bytes),
+    `texts` or `messages`, `label` and others.
+
     Args:
         sets: The sets, in the order of their row numbers.
         weights: For each set, how often an epoch takes each of its rows on average, or its share.

@@ -44,6 +44,9 @@ class PreparedSet:
     Cheap to pickle. The manifest is pickled with it, so all processes read the same rows even if
     the set grows. Thread-safe.
 
+    `read(numbers)` returns the rows with these numbers, each a Row: `key`, `media` (encoded bytes),
+    `texts` or `messages`, `label` and others.
+
     Args:
         folder: Folder of the set.
         manifest: Its manifest, from `read_manifest`.

@@ -45,6 +45,9 @@ class RowFilter:
 
     A comparison with a missing value selects no row, also below `not`, as in SQL.
 
+    `selected(columns)` takes pyarrow arrays by column name, and returns the sorted numbers of the
+    rows that it selects, int64.
+
     Args:
         text: Such as `similarity > 0.3 and (width * height >= 40000 or license in ["cc0", "by"])`.
 

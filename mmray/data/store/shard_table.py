@@ -123,6 +123,9 @@ class TableFile:
 class ShardTable:
     """The shards (files) of a set in source order; cheap to pickle if the table has a file.
 
+    Iterating yields a Shard for each, with `file`, `split`, `num_rows`, `num_bytes`, `sha256` and
+    `dropped`.
+
     Args:
         data: An Arrow IPC file with one record batch, a row per shard, with the columns `file`,
             `split`, `num_rows`, `num_bytes`, `sha256`, `dropped` and `offsets`.

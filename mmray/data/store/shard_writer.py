@@ -32,6 +32,9 @@ class ShardWriter:
 
     `open_shard` creates it.
 
+    `append(row)` takes a Row; after the last one `entry()` returns the Shard, its entry in the
+    manifest.
+
     Args:
         folder: Folder of the set.
         name: Path of the shard in it.

@@ -13,6 +13,9 @@ from mmray.data.stream.slots import LentSlot
 class DecodeActor:
     """A Ray actor that reads and decodes the rows that a rank requests.
 
+    `decode(number, careful, slot)` returns a Decoded: `block`, arrays of R rows by column, and
+    `crashed`, whether an image crashed its decoder.
+
     Args:
         decoder: Decodes a block (some rows of the rank) by its number.
     """

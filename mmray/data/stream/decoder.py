@@ -40,6 +40,9 @@ class BlockDecoder:
     """Function object that decodes blocks (the rows that are decoded at a time) by number, in a
     data process.
 
+    It is called with (number, careful) and returns a Decoded: `block`, arrays of R rows by column,
+    and `crashed`, whether an image crashed its decoder.
+
     Args:
         reader: Reads and encodes rows of the training set.
         blocks: Which rows each block has, by their positions in the sample order.

@@ -65,6 +65,9 @@ class SetReader(ABC):
 
     Cheap to pickle; files are opened on first use.
 
+    A subclass implements `check_row`, which raises an error of `row_errors` for a row that cannot
+    be used, and `read_block(plan, positions)`, which returns arrays of the rows by column.
+
     Args:
         prepared: The set or mixture.
         max_pixels: Maximum width x height of an image.
@@ -190,6 +193,9 @@ class SetReader(ABC):
 
 class RowReader(SetReader):
     """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
+
+    `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
+    `image` uint8 [R, 3, S, S], `input_ids` int32 [R, T], `valid` bool [R] and others.
 
     Args:
         prepared: The set or mixture.

@@ -34,6 +34,10 @@ class RowCollator:
     """Function object that builds the inputs of a vision-language model for the encoded rows of a
     micro-batch.
 
+    It is called with a list of EncodedRow, and returns a dict of tensors: `input_ids` int64, [1, T]
+    if packed, otherwise [B, T], `targets` int64 [N], the positions and the inputs of the vision
+    encoder.
+
     Args:
         family: Names and layouts of the model's inputs.
         config: transformers' config of the model, which has the ids of the tokens whose embeddings

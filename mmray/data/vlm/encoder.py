@@ -111,6 +111,9 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
 class ProcessorEncoder:
     """Encodes conversations with the processor of a model.
 
+    `encode(messages, media)` returns an EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T]
+    (True for the assistant's tokens), and `images`, the inputs of the vision encoder by name.
+
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         max_tokens: Maximum number of tokens of a row. Longer rows are errors, because cutting one

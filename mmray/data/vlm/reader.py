@@ -40,6 +40,10 @@ class ConversationReader(SetReader):
 
     The processor is loaded on first use.
 
+    `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
+    `valid` bool [R], `num_tokens` int32 [R], `record` object [R] (the encoded row as bytes) and
+    others.
+
     Args:
         prepared: The set or mixture.
         spec: The `model` section, with the weights whose processor encodes the rows.

@@ -38,6 +38,10 @@ class FrameProcessor:
 
     transformers' processor of a model calls it in place of its video processor.
 
+    It is called with the frames of each video, uint8 [F, H, W, 3], and returns a dict with
+    `pixel_values_videos` uint8 (the patches, not normalized) and `video_grid_thw` int64 [videos, 3]
+    (patches in time, height and width).
+
     Args:
         settings: The weights' settings of the video processor, such as `patch_size`.
         per_clip: Whether the limits of pixels in `settings` are for all frames of a clip together

@@ -33,6 +33,9 @@ class CheckpointManager:
     save has to succeed. Any other error is raised by the next call, for example that another
     process has taken over the run's folder (its lease).
 
+    `save(step, rows_consumed, state, metrics, last)` returns once the state is copied to the host;
+    a thread writes it.
+
     Args:
         folder: folder of the run.
         fencing_token: number of this process's claim on the folder, which is checked before each

@@ -153,6 +153,8 @@ class HostStager(AsyncStager):
 
     Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for
     their copies. They are copied first, because a stream copies in order.
+
+    `stage(state_dict)` takes tensors by key and returns their copies by key.
     """
 
     _synchronize_after_execute = False

@@ -40,6 +40,9 @@ class MetricsLog:
     again; `wasted_steps` is their number. A thread writes, because storage may stall. Lines that
     cannot be written are kept and written later.
 
+    `write(metrics)` takes a dict with `step` and values by name, such as `train/loss`, which
+    becomes one line.
+
     Args:
         folder: Local folder of the log.
         start_step: Number of steps before the start or the resume.

@@ -114,6 +114,8 @@ class BranchGraphs:
     """Runs a branch of the model, such as its image encoder: eagerly at first, and from the third
     call with the same shapes of inputs on as CUDA graphs.
 
+    It is called with the same arguments as the branch, and returns what that returns.
+
     Args:
         name: Name of the branch, for messages.
         branch: The module.
@@ -219,6 +221,9 @@ class PendingBackward:
 class BranchGraph:
     """CUDA graphs of a branch (a part of the model) for one shape of its inputs, and the tensors
     that they read and write.
+
+    `replay(inputs)` takes tensors of the same shapes and returns the output; `replay_backward`
+    takes the gradient at it and returns those of the weights.
 
     Args:
         call: The branch in eager or compiled code, called with the inputs as arguments; returns one
