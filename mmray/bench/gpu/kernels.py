@@ -11,7 +11,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.gpu.device_checks import SyncsPerStep, count_syncs
 from mmray.bench.gpu.workload import Case, recipe, rows_of
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.engine.batch import BatchShape
@@ -65,8 +64,8 @@ class ProfiledSteps:
 def kernels(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`.
 
-    Measured are the kernels that take most time, the time by kind of kernel, the largest gaps
-    between kernels, in which the device waits for the host, and host synchronizations.
+    Measured are the kernels that take most time, the time by kind of kernel, and the largest gaps
+    between kernels, in which the device waits for the host.
 
     Args:
         device: The device to measure.
@@ -100,7 +99,6 @@ def kernels(device: torch.device) -> Iterator[Case]:
 
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(profile_loop, rows)
-    yield "host synchronizations", partial(count_synchronizations, device)
 
 
 def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -206,23 +204,3 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
         for gap_us, after, before in found[:count]
     ]
     return 1 - idle_us / max(covered_until - start_us, 1e-9), rows
-
-
-def count_synchronizations(device: torch.device) -> dict[str, Any]:
-    """Count how often the host waits for the device in a step that is not logged.
-
-    Args:
-        device: The device to measure.
-
-    Returns:
-        `per_step` (count) and `places` (counts by source line); `skipped` on a CPU.
-    """
-    rows = 16 if device.type == "cuda" else 4
-    bench = build_bench(recipe("clip", device, log_every=100), Group(device=device), rows)
-    with count_syncs() as counter:
-        callback = SyncsPerStep(counter)
-        bench.train(bench.model, BatchShape(2 * rows, rows, world_size=1), 6, callback)
-    if device.type != "cuda":
-        return {"skipped": "counts those of CUDA"}
-    places = dict(counter.places.most_common(8))
-    return {"per_step": max(callback.per_step()[2:-1]), "places": places}
