@@ -31,8 +31,7 @@ TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 UNLIMITED_ROWS = 10**9  # rows that no window reaches, so that no loader restarts its workers
-WARMUP_ARRIVALS = 2  # first arrivals of a consumer, excluded because other processes are starting
-Source = list[tuple[str, str]] | PreparedSet  # (image file, caption) of each row, or a set
+WARMUP_ARRIVALS = 6  # first arrivals of a consumer, excluded because other processes are starting
 
 
 class Arrival(NamedTuple):
@@ -47,19 +46,19 @@ class Arrival(NamedTuple):
     rows: int
 
 
-def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVALS) -> float:
+def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
     """Return the rows/s of all consumers together, which receive blocks of rows at the same time.
 
-    The rate of a consumer is measured from its first counted arrival to its last one.
+    The rate of a consumer is measured from its first arrival after WARMUP_ARRIVALS (6) to its last
+    one.
 
     Args:
         consumers: Time and number of rows of the blocks that each consumer received, in order of
             time; at least one each.
-        skip: Number of first arrivals of each consumer that do not count.
     """
     total = 0.0
     for arrivals in consumers:
-        counted = arrivals[min(skip, max(0, len(arrivals) - 2)) :]
+        counted = arrivals[min(WARMUP_ARRIVALS, max(0, len(arrivals) - 2)) :]
         took_s = counted[-1].at_s - counted[0].at_s
         total += sum(arrival.rows for arrival in counted[1:]) / took_s if took_s > 0 else 0.0
     return total
@@ -69,19 +68,16 @@ class CaptionDataset(Dataset[Any]):
     """Base of the PyTorch datasets that `bench loader` compares with the stream: it tokenizes
     captions, and subclasses read images or clips in `__getitem__`.
 
-    Attributes:
-        pad: Whether captions are padded to `max_tokens`; otherwise the collate function pads.
-
     Args:
         tokenizer_json: Content of tokenizer.json.
         max_tokens: Maximum number of tokens of a caption; longer ones are truncated.
+        pad: Whether captions are padded to `max_tokens`; otherwise the collate function pads.
     """
 
-    pad = False
-
-    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
+    def __init__(self, tokenizer_json: str, max_tokens: int, pad: bool) -> None:
         self.tokenizer_json = tokenizer_json
         self.max_tokens = max_tokens
+        self.pad = pad
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -103,37 +99,7 @@ class CaptionDataset(Dataset[Any]):
         }
 
 
-class BaselineDataset(CaptionDataset):
-    """Base of the datasets of images with captions.
-
-    A subclass implements `__getitem__`, which returns the model inputs of a row; `row(index)`
-    returns its image (PIL, RGB) and first caption.
-
-    Args:
-        source: (image file, caption) of each row, or a prepared set.
-        tokenizer_json: Content of tokenizer.json.
-        side: Height and width of an image in pixels.
-        max_tokens: Longer captions are truncated.
-    """
-
-    def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
-        super().__init__(tokenizer_json, max_tokens)
-        self.source = source
-        self.side = side
-
-    def __len__(self) -> int:
-        return len(self.source) if isinstance(self.source, list) else self.source.num_rows
-
-    def row(self, index: int) -> tuple[Image.Image, str]:
-        """Return the image (RGB, in its own size) and the first caption of a row of the source."""
-        if isinstance(self.source, list):
-            file, text = self.source[index]
-            return Image.open(file).convert("RGB"), text
-        row = self.source.read(np.array([index]))[0]
-        return Image.open(io.BytesIO(row.image)).convert("RGB"), row.texts[0]
-
-
-class TextbookDataset(BaselineDataset):
+class TextbookDataset(CaptionDataset):
     """PyTorch dataset of images in plain code, as tutorials write it: a baseline of `mmray bench
     loader`.
 
@@ -141,46 +107,60 @@ class TextbookDataset(BaselineDataset):
     int64 [512].
 
     Args:
-        source: (image file, caption) of each row, or a prepared set.
+        files: (image file, caption) of each row.
         tokenizer_json: Content of tokenizer.json.
         side: Height and width of an image in pixels.
     """
 
-    pad = True
-
-    def __init__(self, source: Source, tokenizer_json: str, side: int) -> None:
-        super().__init__(source, tokenizer_json, side, TEXTBOOK_TOKENS)
+    def __init__(self, files: list[tuple[str, str]], tokenizer_json: str, side: int) -> None:
+        super().__init__(tokenizer_json, TEXTBOOK_TOKENS, pad=True)
+        self.files = files
         self.transform = Compose(
             [Resize(side * 256 // 224), CenterCrop(side), ToTensor(), Normalize(MEAN, STD)]
         )
 
+    def __len__(self) -> int:
+        return len(self.files)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        image, text = self.row(index)
+        file, text = self.files[index]
+        image = Image.open(file).convert("RGB")
         return {"image": self.transform(image)} | self.encode(text)
 
 
-class TunedDataset(BaselineDataset):
+class TunedDataset(CaptionDataset):
     """PyTorch dataset of images with little work per row, a baseline of `mmray bench loader`.
 
     `TunedDataset.collate` builds the batch. A row is an image uint8 [3, side, side] and the ids of
     the unpadded caption.
 
     Args:
-        source: (image file, caption) of each row, or a prepared set.
+        prepared: The set.
         tokenizer_json: Content of tokenizer.json.
         side: Height and width of an image in pixels.
         max_tokens: Longer captions are truncated.
     """
 
+    def __init__(
+        self, prepared: PreparedSet, tokenizer_json: str, side: int, max_tokens: int
+    ) -> None:
+        super().__init__(tokenizer_json, max_tokens, pad=False)
+        self.prepared = prepared
+        self.side = side
+
+    def __len__(self) -> int:
+        return self.prepared.num_rows
+
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:
-        image, text = self.row(index)
+        row = self.prepared.read(np.array([index]))[0]
+        image = Image.open(io.BytesIO(row.image)).convert("RGB")
         short = min(image.size)
         left = (image.width - short) / 2
         top = (image.height - short) / 2
         box = (left, top, left + short, top + short)
         square = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box)
         pixels = np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
-        return torch.from_numpy(pixels), self.tokenizer.encode(text).ids
+        return torch.from_numpy(pixels), self.tokenizer.encode(row.texts[0]).ids
 
     @staticmethod
     def collate(rows: list[tuple[Tensor, list[int]]]) -> dict[str, Tensor]:

@@ -155,10 +155,8 @@ class PlainClips(CaptionDataset):
         tokenizer_json: Content of tokenizer.json.
     """
 
-    pad = True
-
     def __init__(self, rows: list[ClipRow], modality: str, tokenizer_json: str) -> None:
-        super().__init__(tokenizer_json, TEXTBOOK_TOKENS)
+        super().__init__(tokenizer_json, TEXTBOOK_TOKENS, pad=True)
         self.rows = rows
         self.modality = modality
         self.transform = Compose([Resize(SIDE), CenterCrop(SIDE), ToTensor(), Normalize(MEAN, STD)])

@@ -20,7 +20,6 @@ import torch
 
 from mmray.bench import clip_loader, synthetic_images
 from mmray.bench.baselines import (
-    WARMUP_ARRIVALS,
     Arrival,
     LoaderWorker,
     TextbookDataset,
@@ -48,10 +47,8 @@ PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
-# The first blocks of a stream arrive while other actors start: they do not count, and its windows
-# last longer.
+# The first blocks of a stream arrive while other actors start, so its windows last longer.
 STREAM_WINDOW_FACTOR = 2
-STREAM_WARMUP_ARRIVALS = 6
 # below this share of the slowest stage, the stream itself is the bottleneck
 MIN_STREAM_SHARE = 0.75
 RATIOS = {
@@ -121,9 +118,7 @@ def bench_loader(
             for name in loaders if number % 2 == 0 else reversed(loaders):
                 start_s = time.time()
                 arrivals = loaders[name]()
-                is_stream = name.startswith("stream")
-                warmup = STREAM_WARMUP_ARRIVALS if is_stream else WARMUP_ARRIVALS
-                rate = rows_per_s(arrivals, warmup)
+                rate = rows_per_s(arrivals)
                 if rate == 0:
                     raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
                 rates[-1][name] = rate

@@ -58,25 +58,23 @@ def test_all_loaders_return_the_same_images(tmp_path):
     plan = SamplePlan(6, 6, 1, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).read_block(plan, np.arange(6))
-    for source in (files, prepared):
-        tuned = TunedDataset.collate(
-            [TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)]
-        )
-        assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
-        assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
-        assert tuned["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
-        textbook = TextbookDataset(source, tokenizer, 224)[3]
-        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
-        cut = 375 * 224 / 256  # crops after resizing to 256
-        box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
-        image = Image.fromarray(decode(prepared.read(np.array([3]))[0].image))
-        square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
-        # uncropped: 29
-        assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6
-        length = int(block["num_tokens"][3])
-        assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
-        assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
+    tuned_rows = TunedDataset(prepared, tokenizer, 224, 160)
+    tuned = TunedDataset.collate([tuned_rows[index] for index in range(6)])
+    assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
+    assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
+    assert tuned["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
+    textbook = TextbookDataset(files, tokenizer, 224)[3]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
+    cut = 375 * 224 / 256  # crops after resizing to 256
+    box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
+    image = Image.fromarray(decode(prepared.read(np.array([3]))[0].image))
+    square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
+    # uncropped: 29
+    assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6
+    length = int(block["num_tokens"][3])
+    assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
+    assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
 
 
 @pytest.mark.parametrize("modality", ["audio", "video"])
@@ -106,12 +104,12 @@ def arrivals(every_s, rows=10, count=12, first_s=0.0):
 
 
 def test_rate_excludes_warmup_arrivals():
-    burst = [Arrival(0.0, 1000), Arrival(0.001, 1000), *arrivals(0.5, first_s=0.002)]
-    assert rows_per_s([burst], WARMUP_ARRIVALS) == pytest.approx(20)
-    assert rows_per_s([arrivals(0.5), arrivals(0.25)], WARMUP_ARRIVALS) == pytest.approx(20 + 40)
+    burst = [*arrivals(0.001, 1000, WARMUP_ARRIVALS), *arrivals(0.5, first_s=0.01)]
+    assert rows_per_s([burst]) == pytest.approx(20)
+    assert rows_per_s([arrivals(0.5), arrivals(0.25)]) == pytest.approx(20 + 40)
     # too few to exclude any
-    assert rows_per_s([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)
-    assert rows_per_s([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
+    assert rows_per_s([arrivals(0.5, count=2)]) == pytest.approx(20)
+    assert rows_per_s([arrivals(0.5, count=1)]) == 0
 
 
 def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs():
