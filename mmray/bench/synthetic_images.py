@@ -49,12 +49,11 @@ def photos_per_s(process: Callable[[bytes], object], seconds: float) -> float:
     return count / elapsed_s
 
 
-def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
+def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
     """Generate images with the spectrum of photographs and captions of 5 to 30 random words.
 
     Args:
-        num: Number after the last image.
-        start: Number of the first image. An image depends on its number only.
+        num: Number of images. An image depends on its number only.
 
     Yields:
         JPEG bytes of 500 x 375 pixels, and the caption.
@@ -67,7 +66,7 @@ def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
     # mean 0
     field = np.fft.irfft2(np.fft.rfft2(noise) / frequency**SPECTRUM_EXPONENT, (height, width))
     field = np.asarray(field / field.std(), np.float32)
-    for number in range(start, num):
+    for number in range(num):
         rng = np.random.default_rng((1, number))
         layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
         for _ in range(3):

@@ -13,31 +13,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmray.bench import synthetic_images
-from mmray.bench.gpu.workload import Case
+from mmray.bench.gpu.workload import LOG_EVERY, Case, recipe, rows_of
 from mmray.bench.step import WARMUP_STEPS, build_bench
-from mmray.config import Batch, ClipImage, ClipText, Config, recipes, to_yaml
+from mmray.config import Batch, Config, recipes, to_yaml
 from mmray.engine.collectives import Group
-from mmray.machine import cores
 
 SKIPPED_LINES = 2  # of metrics.jsonl: the first steps compile and capture CUDA graphs
-LOG_EVERY = 5  # steps
 LOOP_WINDOWS = 3
+CAPTIONS = 16  # of a photograph: rows of the set
 WORDS = 80  # added to each caption
+VOCAB_SIZE = 49408  # of CLIP; the tokenizer of the captions has less
 ROOT = Path(__file__).parents[3]  # of the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
-TINY = {"width": 16, "depth": 1, "heads": 2}
 NUMBERS = {
-    "cuda": {"photos": 4096, "rows": 1024, "steps": 60, "sample_steps": 300},
-    "cpu": {"photos": 48, "rows": 8, "steps": 30, "sample_steps": 20},
+    "cuda": {"photos": 256, "steps": 60, "sample_steps": 300},
+    "cpu": {"photos": 3, "steps": 30, "sample_steps": 20},
 }
 
 
@@ -91,70 +88,52 @@ def clip_config(device: torch.device, prepared: str) -> Config:
         device: The device of the worker.
         prepared: Folder of the prepared set to train on.
     """
-    numbers = NUMBERS[device.type]
-    cuda = device.type == "cuda"
-    config = recipes.load("clip")
-    inputs = config.model.inputs.replace(tokenizer="trained")
-    model = config.model.replace(weights="none", vocab_size=49408, inputs=inputs)
-    if not cuda:
-        towers = {"image": ClipImage(**TINY, patch=16), "text": ClipText(**TINY)}
-        model = model.replace(**towers, embed_dim=8, inputs=inputs.replace(image_side=32))
-    train = config.train.replace(
-        steps=numbers["steps"],
-        epochs=None,
-        log_every=LOG_EVERY,
+    rows = rows_of(device)[0]
+    config = recipe(
+        "clip",
+        device,
+        steps=NUMBERS[device.type]["steps"],
         checkpoint_every=0,
         # with `auto` so few steps would be eager
-        compile="inductor" if cuda else "none",
+        compile="inductor" if device.type == "cuda" else "none",
     )
+    inputs = config.model.inputs.replace(tokenizer="trained")
     return config.replace(
-        model=model,
+        model=config.model.replace(weights="none", vocab_size=VOCAB_SIZE, inputs=inputs),
         data=config.data.replace(train=prepared),
-        batch=Batch(global_=numbers["rows"], micro=numbers["rows"]),
-        train=train,
+        batch=Batch(global_=rows, micro=rows),
         evaluate=config.evaluate.replace(every=0),
-    ).with_cluster(workers=1, accelerator="gpu" if cuda else "cpu")
+    )
 
 
 def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
-    """Generate photographs on all cores, and prepare them with `mmray prepare`.
+    """Generate photographs with CAPTIONS (16) captions each, and prepare them with `mmray prepare`.
+
+    A caption has more than WORDS (80) words.
 
     Args:
         folder: Folder in which `photos` and the set `photos-prepared` (256 pixels) are written.
         num: Number of photographs.
 
     Returns:
-        {"rows": num}.
+        `rows`, the number of pairs of image and caption.
 
     Raises:
         RuntimeError: `mmray prepare` failed.
     """
-    workers = min(cores(), num)
-    starts = [num * part // workers for part in range(workers + 1)]
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        parts = pool.map(generate, starts[:-1], starts[1:])
-        items = [item for part in parts for item in part]
-    source = synthetic_images.write_files(items, folder / "photos")
-    file = source / synthetic_images.CAPTIONS
-    command = [sys.executable, "-m", "mmray", "prepare", str(file), str(folder / "photos-prepared")]
-    run_command([*command, "--image-side", "256", "--duplicates", "keep"], folder)
-    return {"rows": num}
-
-
-def generate(start: int, stop: int) -> list[tuple[bytes, str]]:
-    """Return synthetic photographs with captions of more than WORDS (80) words.
-
-    Args:
-        start: Number of the first photograph.
-        stop: Number after the last one.
-
-    Returns:
-        JPEG bytes and caption of each.
-    """
-    photos = synthetic_images.synthetic_photos(stop, start)
+    source = synthetic_images.write_files(synthetic_images.synthetic_photos(num), folder / "photos")
     words = synthetic_images.WORDS.split()
     more = " ".join(words[number % len(words)] for number in range(WORDS))
-    return [(image, f"{caption} {more}") for image, caption in photos]
+    lines = [
+        json.dumps({"image": Path(image).name, "text": f"{caption} {number} {more}"})
+        for image, caption in synthetic_images.read_captions(source)
+        for number in range(CAPTIONS)
+    ]
+    file = source / "rows.jsonl"
+    file.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mmray", "prepare", str(file), str(folder / "photos-prepared")]
+    run_command([*command, "--image-side", "256", "--duplicates", "keep"], folder)
+    return {"rows": len(lines)}
 
 
 def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
@@ -232,11 +211,9 @@ def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
     Returns:
         `samples_per_s` (median), `lowest` and `highest` of several timings.
     """
-    numbers = NUMBERS[device.type]
-    rows = numbers["rows"]
-    train = config.train.replace(parallel="single")
-    bench = build_bench(config.replace(train=train), Group(device=device), rows)
-    steps = WARMUP_STEPS + numbers["steps"] // LOOP_WINDOWS
+    rows = rows_of(device)[0]
+    bench = build_bench(config, Group(device=device), rows)
+    steps = WARMUP_STEPS + NUMBERS[device.type]["steps"] // LOOP_WINDOWS
     bench.loop_window(WARMUP_STEPS + 1)  # compiles
     rates = []
     for _ in range(LOOP_WINDOWS):

@@ -16,6 +16,7 @@ GLOBAL_ROWS = 1024
 SMALL_ROWS = 128  # the share of eight GPUs in 1,024
 TINY_GLOBAL_ROWS = 8
 TINY_ROWS = 4
+LOG_EVERY = 5  # steps
 TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
     "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
 }
@@ -36,7 +37,7 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
         "steps": None,
         "samples": None,
         "epochs": None,
-        "log_every": 5,
+        "log_every": LOG_EVERY,
     } | train
     cluster = config.cluster.replace(
         workers=1, accelerator="gpu" if device.type == "cuda" else "cpu"
