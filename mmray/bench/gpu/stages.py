@@ -7,7 +7,6 @@ On a CPU the same code runs with tiny models.
 from __future__ import annotations
 
 import gc
-import importlib
 import math
 import os
 import platform
@@ -15,11 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from traceback import extract_tb, print_exc
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from mmray.bench.gpu.device_checks import CHECKS, compile_backend
 from mmray.bench.gpu.distributed import nccl
@@ -27,7 +28,7 @@ from mmray.bench.gpu.kernels import kernels
 from mmray.bench.gpu.train_command import run
 from mmray.bench.gpu.workload import GLOBAL_ROWS, TINY, TINY_GLOBAL_ROWS, Case, recipe, rows_of
 from mmray.bench.results import describe_machine
-from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
+from mmray.bench.step import Bench, StepTimer, build_bench, measure_loops
 from mmray.config import Batch, recipes
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
@@ -49,42 +50,28 @@ def environment(device: torch.device) -> Iterator[Case]:
         Name of the case, and a function that measures it and returns its values by name.
     """
 
-    def machine() -> dict[str, Any]:
-        packages = {
-            name: importlib.import_module(name)
-            for name in ("torchvision", "transformers", "numpy", "PIL")
-        }
-        row = describe_machine(device) | {
-            name: module.__version__ for name, module in packages.items()
-        }
-        row |= {"platform": platform.platform(), "free_memory_gib": round(free_gib(device), 1)}
-        if device.type == "cuda":
-            row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-            row |= {
-                "triton": importlib.import_module("triton").__version__,
-                "gpus": torch.cuda.device_count(),
-            }
-        return row | {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(("PYTORCH_", "NCCL_"))
-        }
+    is_gpu = device.type == "cuda"
+    num_bytes = 2**31 if is_gpu else 2**24
 
-    def gpu(index: int) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(index)
-        return {
-            "name": properties.name,
-            "capability": f"sm{properties.major}{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
-        }
+    def machine() -> dict[str, Any]:
+        free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else free_memory()
+        row = describe_machine(device) | {"platform": platform.platform()}
+        row |= {name: version(name) for name in ("torchvision", "transformers", "numpy", "pillow")}
+        row |= {"free_memory_gib": free_bytes / 2**30}
+        if is_gpu:
+            row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+            row |= {"triton": version("triton")}
+            gpus = range(torch.cuda.device_count())
+            row |= {f"gpu {index}": str(torch.cuda.get_device_properties(index)) for index in gpus}
+        settings = [name for name in os.environ if name.startswith(("PYTORCH_", "NCCL_"))]
+        return row | {name: os.environ[name] for name in settings}
 
     def matrix_product() -> dict[str, Any]:
-        side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
-        one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        return {"side": side, "dtype": str(dtype)} | rates(
-            "tflops", 2 * side**3 / 1e12, lambda: one @ other
-        )
+        side = 8192 if is_gpu else 512
+        matrix = torch.randn(side, side, device=device)
+        matrix = matrix.bfloat16() if is_gpu else matrix
+        measured = rates("tflops", 2 * side**3 / 1e12, lambda: matrix @ matrix)
+        return {"side": side, "dtype": str(matrix.dtype)} | measured
 
     def memory_copy() -> dict[str, Any]:
         source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -92,34 +79,34 @@ def environment(device: torch.device) -> Iterator[Case]:
         return rates("gb_per_s_read_and_written", 2 * num_bytes / 1e9, lambda: copy.copy_(source))
 
     def copy_from_host() -> dict[str, Any]:
-        source = torch.empty(num_bytes // 8, dtype=torch.uint8)
-        source = source.pin_memory() if device.type == "cuda" else source
+        source = torch.empty(num_bytes // 8, dtype=torch.uint8, pin_memory=is_gpu)
         copy = torch.empty_like(source, device=device)
         work = source.nbytes / 1e9
         return rates("gb_per_s", work, lambda: copy.copy_(source, non_blocking=True))
 
-    def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]:
-        """Work in a second: median, lowest and highest of rounds of ten calls."""
-        timer = StepTimer((device,))
-        for step in range(1, WARMUP_STEPS + 13):
-            for _ in range(10):
-                function()
-            timer.on_step(step)
-        values = sorted(10 * work / time_s for time_s in timer.times_s)
-        return {name: statistics.median(values), "lowest": values[0], "highest": values[-1]}
-
-    num_bytes = 2**31 if device.type == "cuda" else 2**24
     yield "machine", machine
-    for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
-        yield f"gpu {index}", partial(gpu, index)
     yield "matrix product", matrix_product
     yield "copy in the device's memory", memory_copy
     yield "copy from pinned memory of the host", copy_from_host
 
 
-def free_gib(device: torch.device) -> float:
-    """Return the free memory in GiB of a GPU, or of the host if the device is a CPU."""
-    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()) / 2**30
+def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]:
+    """Measure the work of a function in a second, with queued kernels awaited.
+
+    Args:
+        name: Name of the rate.
+        work: Work of a call, such as the number of 10^12 operations.
+        function: The function.
+
+    Returns:
+        The median by `name`, and `lowest` and `highest` of several measurements.
+    """
+    measured = Timer("function()", globals={"function": function}).blocked_autorange()
+    return {
+        name: work / measured.median,
+        "lowest": work / max(measured.times),
+        "highest": work / min(measured.times),
+    }
 
 
 def checks(device: torch.device) -> Iterator[Case]:
