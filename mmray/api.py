@@ -139,7 +139,8 @@ def prepare(
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
 
     Returns:
-        The manifest of the set, with its numbers of rows.
+        The manifest of the set: a Manifest with `num_rows`, `num_quarantined`, `reasons` (number of
+        quarantined rows by reason), `splits` (number of rows by split) and others.
 
     Raises:
         UsageError: a setting or an address is invalid.
@@ -228,7 +229,9 @@ def score(
         reporter: receives messages and progress; None: they are shown.
 
     Returns:
-        The manifest of the set with the new columns.
+        The manifest of the set with the new columns in `columns`: a Manifest with `num_rows`,
+        `num_quarantined`, `reasons` (number of quarantined rows by reason), `splits` (number of
+        rows by split) and others.
 
     Raises:
         UsageError: the weights cannot be loaded or do not embed images and texts, or the set has
@@ -272,7 +275,8 @@ def select(
         reporter: receives messages and progress; None: they are shown.
 
     Returns:
-        The manifest of the smaller set.
+        The manifest of the smaller set: a Manifest with `num_rows`, `num_quarantined`, `reasons`
+        (number of quarantined rows by reason), `splits` (number of rows by split) and others.
 
     Raises:
         UsageError: the condition is invalid, selects no row, or `out` has other files.
@@ -320,7 +324,8 @@ def show(
         reporter: receives messages; None: they are shown.
 
     Returns:
-        What the page shows, such as `page` (its path), `table` and `statistics`.
+        A SetRecord: `page` (path of the HTML file), `table` and `rows` (the sampled rows),
+        `statistics`, `repeats` and `quarantine`.
 
     Raises:
         UsageError: an argument is invalid, or the page cannot be written.

@@ -218,7 +218,8 @@ class LoaderWorker:
             limits: Number of decode actors (processes that read and decode rows) of the rank.
 
         Returns:
-            Time and number of valid rows of each block.
+            For each block that was received an Arrival: `at_s`, the wall time in seconds, and
+            `rows`, its number of valid rows.
         """
         arrivals = []
         rows = start.plan.rank_rows
@@ -236,13 +237,15 @@ class LoaderWorker:
         """Receive batches of random rows from a PyTorch DataLoader for a time, and drop them.
 
         Args:
-            dataset: A baseline dataset, such as TextbookDataset, TunedDataset or PlainClips.
+            dataset: A baseline dataset with `__len__` and `__getitem__`, such as TextbookDataset,
+                TunedDataset or PlainClips.
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
             window_s: Seconds to receive batches, after the first (warm-up) ones.
 
         Returns:
-            Time and number of rows of each batch.
+            For each batch an Arrival: `at_s`, the wall time in seconds, and `rows`, its number of
+            rows.
         """
         seed = torch.Generator().manual_seed(self.rank)
         sized: Any = dataset
@@ -275,7 +278,8 @@ class LoaderWorker:
             window_s: Seconds to receive chunks, after the first (warm-up) ones.
 
         Returns:
-            Time and number of rows of each chunk.
+            For each chunk an Arrival: `at_s`, the wall time in seconds, and `rows`, its number of
+            rows.
         """
         rows = plan.rank_rows
         starts = range(self.rank * rows, plan.steps * plan.global_rows, world * rows)

@@ -103,7 +103,8 @@ def write_clips(modality: str, rows: int, cache: Path) -> Path:
 
 
 def read_rows(folder: Path, modality: str) -> list[ClipRow]:
-    """Return the file, start and caption of each clip in a folder with rows.jsonl.
+    """Return each clip in a folder with rows.jsonl as a ClipRow: `file` (path), `start_s` (seconds)
+    and `text` (caption).
 
     Args:
         folder: The folder, which `write_clips` has written.

@@ -75,7 +75,8 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
 
 
 def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
-    """Return encoded conversations of mixed lengths with 0 to 3 images of noise.
+    """Return encoded conversations of mixed lengths with 0 to 3 images of noise, each an EncodedRow
+    with `input_ids` int32 [T], `loss_mask` bool [T] and `images` (arrays by name).
 
     Args:
         encoder: The processor of the model, whose `max_tokens` no row exceeds.

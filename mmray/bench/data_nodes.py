@@ -52,6 +52,10 @@ def plan_data_nodes(
         gpu_price: Price of a GPU per hour, in any currency.
         cpu_price: Price of a CPU core per hour, in the same currency.
 
+    Returns:
+        A DataNodes: `cpus` (number of cores), the rates `samples_per_s` (of all GPUs) and
+        `decodes_per_s` (of a core), `cost_per_hour` (None without prices) and `device`.
+
     Raises:
         UsageError: The step of the recipe cannot be measured.
     """

@@ -315,8 +315,8 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
     """Return sentences about the slowest stage of the stream.
 
     Args:
-        rates: Images/s by loader, with `stream original`, `reader original`, `stream prepared` and
-            `reader prepared`.
+        rates: Images/s by loader, under the keys `stream original`, `reader original`, `stream
+            prepared` and `reader prepared`.
         gpu_rate: Images/s that a device consumes; the sentences then have the number of decode
             actors (processes that read and decode rows) that it needs. None: unknown.
         actors: Decode actors of the measured stream.

@@ -150,7 +150,8 @@ def measure_node(gpus_of_ray: int) -> NodeReport:
         gpus_of_ray: GPUs that Ray counts here; torch is imported only if there are any.
 
     Returns:
-        Versions, numbers of GPUs and cores, sizes of memory and disk, load, and rate of decoding.
+        A NodeReport: `versions` (text), `gpus_of_ray`, `gpus_of_torch`, `shm_gib`, `memory_gib`,
+        `disk` (a Finding), `busy_cores`, `num_cores`, `clock_s` and `decodes_per_s`.
     """
     busy = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
     gpus_of_torch = 0
@@ -179,10 +180,11 @@ def compare_versions(reports: dict[str, NodeReport]) -> Finding:
     """Check that all nodes have the same versions.
 
     Args:
-        reports: The report of each node by its ID.
+        reports: The report of each node by its ID; its `versions` (text) is read.
 
     Returns:
-        A finding: `ok`, or `error` with the differing versions.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: the level `ok`, or `error` with
+        the differing versions.
     """
     nodes = {report.versions: node_id for node_id, report in reports.items()}
     if len(nodes) <= 1:

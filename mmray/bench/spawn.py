@@ -70,7 +70,7 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
         device_type: `cuda` (process i has GPU i) or `cpu`; empty: as a run would choose.
 
     Returns:
-        What `measure` returned in the process of rank 0.
+        What `measure` returned in the process of rank 0, unchanged.
 
     Raises:
         WorkerFailed: A process died, or `measure` raised an error in it.

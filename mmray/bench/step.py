@@ -240,7 +240,8 @@ class Bench:
                 which gets the metrics.
 
         Returns:
-            Status, number of steps and the last logged metrics, such as `train/loss`.
+            A LoopResult: `status` (`finished`), `steps`, `rows_consumed`, `skipped_steps` and
+            `metrics`, the last logged ones by name, such as `train/loss`.
         """
         plan = self._plan(shape, steps)
         spec = TrainSpec(

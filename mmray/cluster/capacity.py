@@ -246,7 +246,8 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
         pools: Node types of the autoscaler.
 
     Returns:
-        The nodes that are in no pool, and the largest number of nodes of each pool.
+        The nodes that are in no pool, and the largest number of nodes of each pool, each a Node:
+        `resources` (amount by name, such as {"CPU": 16}) and `labels`.
     """
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool

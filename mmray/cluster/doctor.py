@@ -128,8 +128,8 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
         visible: Value of CUDA_VISIBLE_DEVICES; None: not set.
 
     Returns:
-        `ok` if torch can use all. Otherwise a warning if CUDA_VISIBLE_DEVICES hides some, else an
-        error.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` if torch can use all; a
+        `warning` if CUDA_VISIBLE_DEVICES hides some; otherwise an `error`.
     """
     if listed <= len(usable):
         return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
@@ -154,7 +154,8 @@ def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
         physical: Physical cores of the machine; None: unknown.
 
     Returns:
-        A finding with the numbers as text.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
+        numbers as text.
     """
     cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
     return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
@@ -167,7 +168,8 @@ def check_memory(available_gib: float) -> Finding:
         available_gib: Free memory in GiB.
 
     Returns:
-        A finding: level `ok` or `warning`, the free memory as text, and a fix.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
+        free memory as text.
     """
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
     return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
@@ -182,7 +184,8 @@ def check_shm(size_gib: float, memory_gib: float) -> Finding:
         memory_gib: Memory of the machine in GiB.
 
     Returns:
-        A warning if /dev/shm is smaller than a quarter of the memory.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if /dev/shm is
+        smaller than a quarter of the memory, otherwise `ok`.
     """
     fix = (
         f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow "
@@ -200,7 +203,8 @@ def check_disk(what: str, folder: Path) -> Finding:
         folder: A folder on the disk, which need not exist.
 
     Returns:
-        A warning if less than 5 GiB or 5 % of the disk are free.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if less than 5 GiB
+        or 5 % of the disk are free, otherwise `ok`.
     """
     existing = next(
         path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
@@ -330,7 +334,8 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
         interfaces: Name of the interface by IP address of the node; None: no interface has it.
 
     Returns:
-        A warning if a node has none.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if a node has none,
+        otherwise `ok`.
     """
     missing = [ip for ip, name in interfaces.items() if name is None]
     observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
@@ -348,13 +353,15 @@ def check_nodes(
     """Report the resources of the cluster, and warn if training workers leave no CPU for data.
 
     Args:
-        alive: The alive nodes, as `ray.nodes()` returns them.
+        alive: The alive nodes as `ray.nodes()` returns them: dicts with `NodeID`, `Resources`
+            (amount by name) and others.
         free: Free resources of the cluster by name, such as {"CPU": 12, "GPU": 1}.
         local_cpus: Cores of this machine if mmray started Ray here; None: another cluster. Ray then
             counts more CPUs, because workers and data share the cores.
 
     Returns:
-        A finding: level `ok` or `warning`, the resources as text, and a fix.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
+        resources as text.
     """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"

@@ -164,6 +164,10 @@ def find_job(client: JobSubmissionClient, name: str) -> Job:
         client: Client of the cluster.
         name: Submission ID, or name or folder of a run.
 
+    Returns:
+        A Job: `name` (submission ID), `command`, `status` (such as `running`), `run` (folder),
+        `start_s` (seconds since the epoch) and `exit_code`.
+
     Raises:
         UsageError: There is none.
     """

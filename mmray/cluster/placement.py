@@ -112,7 +112,8 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
         timeout_s: Seconds after which the wait ends without an error.
 
     Returns:
-        The nodes with the resources that are free at the end of the wait.
+        The nodes at the end of the wait, each a Node: `resources` (amount by name, such as {"CPU":
+        16}) and `labels`; the resources are the free ones.
     """
     end_s = time.monotonic() + timeout_s
     while not fits(demand, nodes := free_nodes()) and time.monotonic() < end_s:
@@ -159,7 +160,8 @@ def autoscaling_pools() -> list[Pool]:
     node. Empty if the cluster cannot grow or its limits are unknown.
 
     Returns:
-        Name, resources of a node, largest number of nodes, and labels of each type.
+        A Pool for each node type: `name`, `resources` of one node by name, `max_nodes` and
+        `labels`.
     """
     groups = autoscaler_groups()
     if groups is None:
@@ -180,7 +182,8 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
             `head_node_type` are read.
 
     Returns:
-        Name, resources of a node, largest number of nodes, and labels of each type.
+        A Pool for each node type: `name`, `resources` of one node by name, `max_nodes` and
+        `labels`.
     """
     limit = int(launcher.get("max_workers", 0))
     pools = []

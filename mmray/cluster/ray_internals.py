@@ -61,7 +61,9 @@ def _checked(what: str) -> Iterator[None]:
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Return the free resources of each node: amount by resource name, by node ID."""
+    """Return the free resources of each node by its ID, such as {"ab12...": {"CPU": 3.0, "memory":
+    1e10}}.
+    """
     with _checked("the free resources per node"):
         from ray._private import state
 
@@ -103,7 +105,8 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
 
 
 def pending_actors(class_name: str) -> list[dict[str, str]]:
-    """Return the label selectors of the actors of all jobs that wait for a CPU.
+    """Return the label selectors of the actors of all jobs that wait for a CPU, such as
+    [{"mmray/role": "data"}]; {} for an actor that any node may have.
 
     Args:
         class_name: Part of the class name of the actors, such as `DecodeActor`.
@@ -246,7 +249,7 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
         arguments: Further arguments of the controller, from `DataParallelTrainer.fit`.
 
     Returns:
-        Ray Train's result.
+        The ray.train.Result of the run, with `metrics`, `checkpoint` and `error`.
     """
     with _checked("the controller of Ray Train"):
         from ray.train.v2._internal.callbacks import DatasetsCallback

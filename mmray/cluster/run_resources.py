@@ -42,7 +42,8 @@ def resource_demand(
         excluded: IDs of nodes on which no worker may start.
 
     Returns:
-        The number of workers, the resources of each, and labels of the nodes.
+        A Demand: `workers` (number), `per_worker` (such as {"CPU": 4, "GPU": 1}), `data_cpus`, and
+        the label selectors `worker_label_selector` and `data_label_selector`.
     """
     nodes = placement.alive_nodes()
     cluster = config.cluster

@@ -47,7 +47,8 @@ class Mixture:
                 (also `:3` and `:1`) for shares.
 
         Returns:
-            Addresses and weights of the sets, and whether the weights are shares.
+            A Mixture: `terms`, pairs (address, weight), and `are_shares`, whether the weights are
+            shares.
 
         Raises:
             ValueError: A term is invalid, a set is repeated, or only some sets have a share.
@@ -132,7 +133,8 @@ def parse_eval_sets(text: str) -> list[EvalSet]:
             (zero_shot imagenet)`. A comma separates two sets if a name and `=` follow.
 
     Returns:
-        The sets in their order.
+        For each set an EvalSet, in order: `name`, `address`, `task` and `prompts` ("" if not
+        given).
 
     Raises:
         ValueError: A name is repeated or reserved, or a task or its prompts are unknown.

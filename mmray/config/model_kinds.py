@@ -353,7 +353,10 @@ class Towers(PairModel):
 
     @property
     def branches(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the branches: the modalities, and `cross` if a head needs it."""
+        """Names of the parts of the model that the settings name: `text`, then `audio` and `video`
+        if the model has them, and `cross` (cross-attention) if it has a matching or a
+        classification head.
+        """
         return (*self.modalities, "cross") if self.matching or self.classes else self.modalities
 
     def unsupported_reasons(self) -> list[str]:

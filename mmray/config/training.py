@@ -249,5 +249,7 @@ class Evaluate(EvalSettings):
 
     @property
     def without_interval(self) -> EvalSettings:
-        """The same settings without `every`, the number of steps between evaluations."""
+        """A copy of these settings as EvalSettings, which has no `every` (number of steps between
+        evaluations), for an evaluation outside a run.
+        """
         return EvalSettings(**{name: getattr(self, name) for name in EvalSettings.model_fields})

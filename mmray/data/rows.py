@@ -108,7 +108,7 @@ class SourceRow(Row):
         images: Its images in order, then its audio and its video; without `messages` at least one.
             With `messages` in the order of their parts.
         image_size: Width and height of the image in whose pixels the boxes are; None: upright.
-        columns: Values of the columns of `prepare.keep`.
+        columns: Value by name of each column that `prepare.keep` names, such as {"width": 640}.
     """
 
     images: list[ImageRef] = field(default_factory=list)
@@ -131,7 +131,8 @@ def parse_row(
         hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
 
     Returns:
-        Key, images, texts, label, split, language, boxes and messages of the row.
+        A SourceRow: `key`, `images` (references), `texts`, `label`, `split`, `language`, `boxes`,
+        `messages` and others; what the row lacks is None or empty.
 
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
@@ -337,7 +338,7 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
     A mapped column replaces all columns of its kind: with text=title, a column `texts` is dropped.
 
     Args:
-        values: Values by the column names of the source.
+        values: Values by the column names of the source, such as {"title": "a dog"}.
         columns: Column of the source by mmray's column name, such as {"text": "title"}.
 
     Returns:
@@ -426,12 +427,14 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
     """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL.
 
     Args:
-        value: The value of a media column, or an item of it.
+        value: The value of a media column, or an item of it: a path, URL, data URI, bytes, or a
+            struct {"bytes": ..., "path": ...} of Hugging Face `datasets`.
         hosts: Hosts from which files may be fetched by URL.
         kind: `image`, `audio` or `video`.
 
     Returns:
-        A reference to the bytes, the file or the URL, with a name for messages.
+        An ImageRef: `name` for messages, `kind`, and where the bytes are: `data` (inline), `file`
+        with `offset` and `length`, or `url`.
 
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.

@@ -64,7 +64,7 @@ class Group:
         it has one.
 
         Args:
-            process_group: The process group; a new one has torch's default.
+            process_group: A torch.distributed.ProcessGroup; a new one has torch's default.
         """
         if self.timeout_s is not None:
             # before 2.15
@@ -188,6 +188,9 @@ class Group:
         Args:
             value: Anything that can be pickled; meant for rare, small values such as error
                 messages.
+
+        Returns:
+            A list with `world_size` values.
         """
         if self.world_size == 1:
             return [value]

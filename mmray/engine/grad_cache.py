@@ -90,7 +90,8 @@ class GradCache:
             index: Index of the micro-batch in the step.
 
         Returns:
-            Tensors, and the gradient of each.
+            A list of tensors, outputs [B, ...] and the loss, and a list with the gradient of each,
+            of the same shape; None stands for the gradient 1.
         """
         tensors: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -343,7 +344,8 @@ def gather_outputs(
             rows, and its stop request; float64 vectors.
 
     Returns:
-        The summed counts and the gathered outputs; with a single rank only the counts.
+        A GatheredOutputs: `counts` (summed over ranks), and `columns`, the outputs of all ranks [G,
+        ...] by name; with a single rank the latter is None.
     """
     if group.world_size == 1:
         return GatheredOutputs(counts)

@@ -106,7 +106,8 @@ class Heartbeat(HeartbeatState):
             counts up), `state` (str), `where` (str, `file:line in function`) and `in_collective`
             (bool); at the end `process_info` and `ended`. If it returns True, all stacks are
             written to `folder`/stacks.
-        process_info: The rank and its process, from `describe_process`.
+        process_info: The rank and its process, as `describe_process` returns it: `rank`, `node`
+            (ID), `pid` and `started_s` (seconds since the epoch).
         folder: Folder of the run.
     """
 

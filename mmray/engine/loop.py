@@ -62,7 +62,8 @@ def train_loop(
             nested dicts of tensors and JSON values. None: start at step 0.
 
     Returns:
-        Whether the run finished or was stopped, its progress, and the last logged metrics.
+        A LoopResult: `status` (`finished` or `stopped`), `steps` and `rows_consumed` (over all
+        starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
 
     Raises:
         OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
@@ -132,7 +133,8 @@ class Trainer:
                 (tensors by column).
 
         Returns:
-            Whether the run finished or was stopped, its progress, and the last logged metrics.
+            A LoopResult: `status` (`finished` or `stopped`), `steps` and `rows_consumed` (over all
+            starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
 
         Raises:
             OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller

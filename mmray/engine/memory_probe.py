@@ -63,7 +63,8 @@ def dry_run(
         config: Settings of the run.
         model: Sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. It is unchanged
             afterwards.
-        objective: Loss of the run.
+        objective: Loss of the run, with `count(batch)` and `compute_loss(outputs, batch,
+            gathered)`.
         group: All ranks; each calls this function.
         batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
             that fits on every rank is searched.

@@ -194,8 +194,8 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
             called with (groups, lr=..., **settings).
 
     Returns:
-        The optimizer; each of its parameter groups has the multiplier of the learning rate as
-        `lr_scale`.
+        A torch optimizer; each of its parameter groups has the multiplier of the learning rate as
+        `lr_scale`, besides `params` and `weight_decay`.
 
     Raises:
         UsageError: The class cannot be imported or called, or a pattern matches no parameter.

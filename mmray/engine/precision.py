@@ -55,7 +55,8 @@ def select_precision(setting: str, device: torch.device) -> Precision:
         device: Device of training.
 
     Returns:
-        Name, autocast dtype (None for fp32) and type of the device.
+        A Precision: `name` (`fp32`, `bf16` or `fp16`), `dtype` of autocast (None for fp32) and
+        `device_type` (`cuda` or `cpu`).
     """
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)

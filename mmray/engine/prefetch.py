@@ -145,7 +145,8 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
             many.
 
     Returns:
-        The batch in micro-batches of at most this size.
+        A LocalBatch: `micro_batches` (tensors [B, ...] by column) of at most this size, `is_dummy`,
+        `keys`, `sizes` and others.
 
     Raises:
         OutOfMemoryError: The micro-batches of a vision-language model cannot be split by row.

@@ -62,7 +62,9 @@ def optimizer_step(
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
-        Metrics and gradient norm of the step, and whether any rank requested the end.
+        A StepResult: `means` (`loss` and metrics by name, this rank's part of the mean), `scalars`
+        (scalar outputs of the model by name), `grad_norm`, and `stop`, whether any rank requested
+        the end.
     """
     return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
 
@@ -183,7 +185,9 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
         cache: The metrics of the step, and how many ranks request the end of the run.
 
     Returns:
-        Metrics and gradient norm of the step, and whether any rank requested the end.
+        A StepResult: `means` (`loss` and metrics by name, this rank's part of the mean), `scalars`
+        (scalar outputs of the model by name), `grad_norm`, and `stop`, whether any rank requested
+        the end.
     """
     with state.timers("optimizer"):
         state.scaler.unscale_(state.optimizer)

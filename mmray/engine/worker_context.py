@@ -218,7 +218,8 @@ def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
     """Return the fields of result.json.
 
     Args:
-        metrics: The last logged line, values by name; those that start with `evaluate/` are scores.
+        metrics: The last logged line, a flat dict of values by name; those that start with
+            `evaluate/` are scores.
         outcome: Further fields, such as `status` and `steps`.
 
     Returns:

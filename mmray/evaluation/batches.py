@@ -283,7 +283,7 @@ def count_bad_rows(skipped: Sequence[str], num_rows: int, group: Any) -> int:
     Args:
         skipped: A message for each unreadable row of this rank.
         num_rows: Number of readable rows of all ranks.
-        group: The ranks.
+        group: The Group of all ranks.
 
     Raises:
         DataError: No row is readable; raised on every rank.

@@ -46,8 +46,8 @@ class SetsEvaluator:
 
         Args:
             model: The unwrapped model.
-            group: The ranks.
-            objective: Objective of the run.
+            group: The Group of all ranks, with which they exchange embeddings.
+            objective: Objective of the run, with `count` and `compute_loss`, for the metric `loss`.
             global_rows: Number of rows of a step.
             save_examples: Called once with the content of examples.json, JSON values: hits and
                 misses of the first set that has some; given on one rank or none.
@@ -92,8 +92,8 @@ def build_evaluator(
             not called.
 
     Returns:
-        An object whose `score(model, group, objective, global_rows)` returns the metrics of all
-        sets by name.
+        A SetsEvaluator, whose `score(model, group, objective, global_rows)` returns the metrics of
+        all sets by name.
 
     Raises:
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.

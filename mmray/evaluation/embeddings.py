@@ -116,7 +116,9 @@ def embed_dataset(
         with_texts: Embed the captions; False: the result has no captions.
 
     Returns:
-        The embeddings of all rows, on each rank, on the CPU.
+        An EmbeddingSet with the rows of all ranks, on each rank, on the CPU: `image` float32 [N,
+        D], `text` float32 [U, D], `caption_row` and `text_id` int64 [C], `label` int64 [N] and
+        others.
     """
     text_rows = batches.data.settings.batch
 
@@ -243,7 +245,7 @@ def embed_texts(
     """Embed captions, some at a time.
 
     Args:
-        model: The model, with the method `embed_text`.
+        model: The model; its `embed_text(input_ids, attention_mask)` returns embeddings [B, D].
         tokens: `input_ids` and `attention_mask` int64 [C, T].
         rows: Captions per call.
         device: Device of the model.

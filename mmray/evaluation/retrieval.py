@@ -51,7 +51,8 @@ class EmbeddingSet:
         label: Class of each image, int64 [N]; -1: none.
         heads: Correct predictions of each classification head by its name; empty for a model with
             embeddings only.
-        scalar_outputs: Outputs of the model that belong to no row, such as the temperature.
+        scalar_outputs: Outputs of the model that belong to no row, scalars by name, such as
+            `logit_scale`.
     """
 
     row: Tensor

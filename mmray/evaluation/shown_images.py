@@ -34,7 +34,8 @@ def shown_images(examples: Mapping[str, Any]) -> list[ShownImage]:
             conversations.
 
     Returns:
-        An image per query or conversation; those without a readable image are omitted.
+        A ShownImage for each query or conversation: `title` (such as `image_to_text/hit`),
+        `caption` and `image` (PIL). Those without a readable image are omitted.
     """
     shown = []
     for direction in DIRECTIONS:

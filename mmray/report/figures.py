@@ -65,7 +65,8 @@ def make_figure(
         layout: Options of `plotly.graph_objects.Figure.update_layout`.
 
     Returns:
-        The chart: its name, texts and size, and the figure as JSON data of Plotly.
+        A Figure: `name`, `title`, `summary`, `height`, `wide`, and `plot`, the JSON data of Plotly
+        (`data` and `layout`).
     """
     plot = go.Figure(traces)
     plot.update_layout(

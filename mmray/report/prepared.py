@@ -111,6 +111,10 @@ class SetRecord:
             tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they
                 are not counted.
 
+        Returns:
+            A SetRecord: `rows` (the sampled rows as dicts), `statistics` (widths, durations, text
+            lengths and so on), `repeats` and `quarantine`.
+
         Raises:
             DataError: A shard is damaged, or lacks columns such as scores.
             OSError: The set cannot be read.

@@ -23,7 +23,8 @@ Line = dict[str, Any]
 class RunRecord:
     """Content of a run folder; what is missing is empty, because a run may end at any time.
 
-    Each file is read when it is first needed.
+    Each file is read when its attribute is first used: `config`, `data`, `environment`, `result`
+    and `examples` are dicts, and `lines` are those of metrics.jsonl.
 
     Attributes:
         folder: The folder.
@@ -43,7 +44,10 @@ class RunRecord:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Content of data.json, the identity of the data."""
+        """Content of data.json, which identifies the data; {} if it is missing.
+
+        It has `train` (sets and weights), `fingerprint`, `num_rows` and `tokenizer` (hex digest).
+        """
         return read_json(self.folder / "data.json")
 
     @cached_property
@@ -93,7 +97,7 @@ class RunRecord:
         """Return the metrics with a prefix in the last line of metrics.jsonl that has any.
 
         Args:
-            prefix: For example `evaluate/`.
+            prefix: Start of the names, such as `evaluate/`.
 
         Returns:
             Values by name without the prefix, such as `{"loss": 1.9}`; empty if no line has any.

@@ -130,7 +130,9 @@ class SweepRecord:
 
     @property
     def goal(self) -> Goal:
-        """What the sweep optimizes: title, whether higher is better, and held-out metric."""
+        """What the sweep optimizes, a Goal: `title` (with the unit), `maximize` (whether higher is
+        better) and `eval_metric` (held-out metric by which trials are compared; None: their speed).
+        """
         return GOALS[self.goal_name]
 
     @property
@@ -146,8 +148,8 @@ class SweepRecord:
 
     @property
     def best(self) -> TrialRow | None:
-        """The row of trials.jsonl (settings, status, measurements) of the recommended trial, if
-        any.
+        """The row of the recommended trial in trials.jsonl, a TrialRow with `trial` (name),
+        `status`, `settings`, `samples_per_s` and others; None if there is no recommendation.
         """
         return self.trial(self.recommendation.best) if self.recommendation else None
 

@@ -113,7 +113,8 @@ def write_set_page(
             not counted.
 
     Returns:
-        What the page shows, with its path.
+        A SetRecord: `page` (path of the HTML file), `rows` (the sampled rows as dicts),
+        `statistics`, `repeats` and `quarantine`.
 
     Raises:
         UsageError: The file cannot be written.

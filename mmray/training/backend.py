@@ -99,7 +99,7 @@ def select_cause(
             code failed.
 
     Returns:
-        The most likely cause, and its kind: `device`, `raised` or `lost`.
+        A WorkerFailed: `cause`, the most likely error, and `kind`: `device`, `raised` or `lost`.
     """
 
     def order(error: BaseException) -> tuple[bool, ...]:
@@ -196,7 +196,8 @@ def resume_point(
         batch_shape: Global batch and micro-batch for these workers; None: those of the run.
 
     Returns:
-        The rows of each step for this number of workers, the first step, and the checkpoint.
+        A ResumePoint: `plan`, the SamplePlan with the rows of each step for this number of workers;
+        `step`, the first step; and `checkpoint`, its folder or None.
     """
     config = resolved.config
     shuffle = config.data.block_shuffle
@@ -300,7 +301,8 @@ class Backend(Protocol):
                 from.
 
         Returns:
-            Handle of the workers, to wait for them, read their messages and stop them.
+            A Workers: `wait` waits for the end, `drain` returns their messages, and `request_stop`
+            and `kill` stop them.
         """
 
     def exclude_node(self, config: Config, node: str) -> bool:

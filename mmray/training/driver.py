@@ -37,7 +37,8 @@ class RunOutcome:
 
     Args:
         path: Folder of the run.
-        result: Content of result.json, such as `status`, `steps` and metrics.
+        result: Content of result.json: `status`, `steps`, `scores` (metrics of the last evaluation
+            by name), `metrics` and others.
         already_done: Whether the run had finished before, so that nothing was trained.
     """
 
@@ -99,7 +100,9 @@ def train(
         check_storage: Check that all nodes can use `run.storage`.
 
     Returns:
-        Folder and result of the run.
+        A RunOutcome: `path` (folder of the run), `result` (content of result.json, with `status`
+        and `steps`), and `already_done`, whether nothing was trained because the run had finished
+        before.
 
     Raises:
         MmrayError: The run cannot start or failed; its `exit_code` is the exit status of the

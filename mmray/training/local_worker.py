@@ -42,7 +42,8 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
             this process passes on to them; None: it does not listen.
 
     Returns:
-        Fields of result.json, such as `status` and `steps`.
+        Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,
+        `skipped_steps`, and the dicts `metrics` and `scores`, values by name.
     """
     configure_process()
     rank = torchrun_rank()

@@ -188,7 +188,7 @@ class HangDetector:
     its rows, or a rank that waited for it has just left the collective.
 
     Attributes:
-        limits_s: Longest time in seconds without progress, by state such as `training`.
+        limits_s: Longest time in seconds without progress by state, such as {"training": 600.0}.
     """
 
     limits_s: dict[str, float]

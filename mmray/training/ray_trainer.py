@@ -231,7 +231,8 @@ def ray_storage(folder: AnyPath) -> dict[str, Any]:
         folder: Local folder or folder on an object store.
 
     Returns:
-        `storage_path`, and on an object store `storage_filesystem`.
+        Keyword arguments: `storage_path` (str), and on an object store `storage_filesystem` (of
+        pyarrow).
     """
     if isinstance(folder, RemotePath):
         return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
@@ -254,7 +255,7 @@ def torch_trainer(
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources and labels, which Ray Train sends to the
             autoscaler.
-        loop_config: The argument of the loop.
+        loop_config: The argument of the loop, a dict that can be pickled.
         name: Name of Ray's run; None: a random one.
 
     Returns:
@@ -329,7 +330,7 @@ def run_group(
         arguments: What the loop needs.
 
     Returns:
-        What rank 0 returned.
+        What `loop` returned on rank 0.
 
     Raises:
         ResourceError: The workers did not get their resources in time.
@@ -395,7 +396,8 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             decode rows for a rank).
 
     Returns:
-        Fields of result.json, such as `status` and `steps`.
+        Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,
+        `skipped_steps`, and the dicts `metrics` and `scores`, values by name.
 
     Raises:
         DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.

@@ -134,7 +134,7 @@ class RunDir:
 
         Args:
             name: Path relative to the run's folder, such as `result.json`.
-            value: Content.
+            value: Content, a dict of JSON values.
         """
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -178,7 +178,8 @@ def select_run(
             keeps.
 
     Returns:
-        The folder, and whether to start, resume, or do nothing because the run has finished.
+        A RunSelection: `action` (`start`, `resume`, or `done` if the run has finished), `path` (the
+        folder), and `skipped`, runs that were not resumed with the reasons.
 
     Raises:
         UsageError: Resuming would change the run. The message lists the differences.
@@ -272,7 +273,8 @@ def select_folder(
         kind: `run` or `sweep`, for messages.
 
     Returns:
-        The folder, and whether to start, resume, or do nothing because it has finished.
+        A RunSelection: `action` (`start`, `resume`, or `done` if it has finished), `path` (the
+        folder), and `skipped`, texts about folders that were not chosen with the reasons.
 
     Raises:
         UsageError: The folder of `run.name` cannot be used as `run.resume` demands.
@@ -319,11 +321,12 @@ def write_run_files(
     Args:
         path: Folder of the run.
         config: Settings, for config.yaml.
-        data: Content of data.json, which identifies the data.
+        data: Content of data.json, which identifies the data: `train`, `fingerprint`, `num_rows`
+            and `tokenizer`.
         tokenizer_json: Content of tokenizer.json.
 
     Returns:
-        The folder, with methods to read and write its files.
+        A RunDir: `path`, and methods such as `read_json(name)` and `write(name, text)`.
 
     Raises:
         UsageError: The folder is not writable.

@@ -116,7 +116,9 @@ def score_set(
         reporter: Receives progress and messages.
 
     Returns:
-        The manifest with the new columns.
+        The manifest with the new columns in `columns`: a Manifest with `num_rows`,
+        `num_quarantined`, `reasons` (number of quarantined rows by reason), `splits` (number of
+        rows by split) and others.
 
     Raises:
         UsageError: The weights cannot be loaded or embed no images and texts, or the set has
@@ -294,7 +296,8 @@ def embed_rows(
     """Return the score and the embedding of the image of each row of a set.
 
     Args:
-        model: The model, on `device`.
+        model: The model, on `device`, with `embed_image(pixels)` and `embed_text(input_ids,
+            attention_mask)`.
         prepared: The set.
         job: Settings of the model.
         device: Device of the model.

@@ -115,8 +115,8 @@ def retry_shape(error: BaseException) -> BatchShape | None:
         error: The error of the workers.
 
     Returns:
-        The smaller shape of an OutOfMemoryError; None for another error, or if it cannot be
-        smaller.
+        A BatchShape with a smaller micro-batch, if the error is an OutOfMemoryError that has one;
+        None for another error, or if it cannot be smaller.
     """
     return error.retry_shape if isinstance(error, OutOfMemoryError) else None
 
@@ -185,7 +185,8 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
         backend: Finds the cause of errors of Ray or a process.
 
     Returns:
-        Kind of the failure (such as `lost`, `hung` or `raised`), its error, and the last step.
+        A Failure: `kind` (such as `lost`, `hung` or `raised`), `error`, `step` (the last logged
+        one) and `logged` (whether the run has logged a step).
     """
     kind = "raised"
     cause: BaseException = error
@@ -260,7 +261,8 @@ class Supervisor:
         it.
 
         Returns:
-            The content of result.json, which is written.
+            The content of result.json, which is written: `status` (`finished` or `stopped`),
+            `steps`, `metrics` and `scores` (dicts by name) and others.
 
         Raises:
             MmrayError: The run failed and is not restarted; result.json has the status `failed`.

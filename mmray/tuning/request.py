@@ -31,7 +31,8 @@ class Budget:
                 empty: no limit.
 
         Returns:
-            The limit in seconds, or in GPU-seconds; None for the other one.
+            A Budget: `seconds` or `gpu_seconds` has the limit, the other one is None; both None
+            without a limit.
 
         Raises:
             UsageError: The text has another form, or the number is 0.

@@ -69,7 +69,8 @@ def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
     """Return the newest value by which a trial is compared, or the reason why there is none.
 
     Args:
-        lines: The lines of metrics.jsonl of its run, by step.
+        lines: The lines of metrics.jsonl of its run by step: dicts with `step` and values by name,
+            such as `evaluate/loss`.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
 
     Returns:

@@ -64,7 +64,8 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
         reporter: Receives the rows of trials and log lines.
 
     Returns:
-        The content of the folder of the sweep: its summary and a row per trial.
+        A SweepRecord: `folder`, `summary` (content of sweep.json) and `trials`, a TrialRow per
+        trial.
 
     Raises:
         MmrayError: The request is invalid, no trial is feasible, or Ray Tune failed.

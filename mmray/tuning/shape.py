@@ -384,7 +384,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
         measurements: All measured step times, for their spread.
 
     Returns:
-        The row, and sentences for the user.
+        The better row (a TrialRow), and sentences for the user that give the reason.
     """
     if len(pair) == 1:
         return pair[0], f"{_format_rate(pair[0])}; no other shape was measured."

@@ -53,7 +53,10 @@ class ShapeGroup:
                 Visit with step time and memory, or a Failure with the reason).
 
         Returns:
-            All measurements, also those of earlier groups.
+            A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
+            `visits` (timed shapes, with `global_rows`, `micro`, `step_s` and `peak_gib`) and
+            `failures` (shapes that did not fit, with the reason). Those of earlier groups are
+            included.
 
         Raises:
             WorkerFailed: A worker was lost, or raised an error.

@@ -49,7 +49,8 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
         space: Search space with a list of `batch.global`; None: the recipe's own global batch.
 
     Returns:
-        The config of the workers, and the rows of each global batch to measure, ascending.
+        A ShapeTask: `config`, the settings of the workers, and `global_rows`, the rows of each
+        global batch to measure, ascending; nothing is measured yet.
 
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
@@ -85,7 +86,8 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
         reporter: Receives log lines.
 
     Returns:
-        The content of the folder: the summary, and a row per batch shape.
+        A SweepRecord: `folder`, `summary` (content of sweep.json) and `trials`, a TrialRow per
+        batch shape.
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.
@@ -175,7 +177,9 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
         reporter: Receives log lines.
 
     Returns:
-        Step time and memory of each timed batch shape, and those that did not fit.
+        A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
+        `visits` (timed shapes, with `global_rows`, `micro`, `step_s` and `peak_gib`) and `failures`
+        (shapes that did not fit, with the reason).
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.

@@ -151,7 +151,7 @@ class Stepper:
             group: All ranks.
 
         Returns:
-            An object that takes training steps on synthetic batches, to time them.
+            A Stepper, which takes training steps on synthetic batches, to time them.
         """
         train = config.train
         mixed = precision.select_precision(train.precision, group.device)

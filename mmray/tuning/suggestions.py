@@ -129,7 +129,8 @@ class MetricOnlyOptuna(OptunaSearch):
 
         Args:
             trial_id: ID of the trial in Ray Tune.
-            result: Reported values by name.
+            result: Reported values by name: the metric, unless the report is of the start, and
+                those that Ray Tune adds.
         """
         if self.metric in result:
             super().on_trial_result(trial_id, result)

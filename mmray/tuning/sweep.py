@@ -57,6 +57,9 @@ class SweepDir(RunDir):
 
         Args:
             trial: Name of the trial, such as `t001`.
+
+        Returns:
+            A RunDir: `path`, and methods such as `read_json(name)`.
         """
         return RunDir(self.path / "trials" / trial)
 

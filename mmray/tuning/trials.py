@@ -183,7 +183,9 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
         settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
 
     Returns:
-        The trial. Valid settings that contradict each other make it infeasible, with the reason.
+        A Trial: `name`, `settings` (value by searched setting), `config`, `shape` (global batch,
+        micro-batch and workers) and `infeasible` (a reason, or None). Valid settings that
+        contradict each other make it infeasible.
 
     Raises:
         UsageError: A setting does not exist or has an invalid value.
@@ -217,8 +219,8 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         goal: `throughput`, `loss` or `recall`.
 
     Returns:
-        Name, settings, config, and global batch and micro-batch of each; infeasible ones have the
-        reason instead.
+        For each combination a Trial: `name`, `settings` (value by searched setting), `config`,
+        `shape` (global batch, micro-batch and workers) and `infeasible` (a reason, or None).
 
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
@@ -482,7 +484,8 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
         data: The prepared data, for the rows of an epoch.
 
     Returns:
-        Recipe, search space, goal, rungs and data, which every trial gets.
+        A SweepPlan, which every trial gets: `request` (recipe, search space, goal), `rungs`
+        (numbers of samples), `data`, `folder` and others.
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)

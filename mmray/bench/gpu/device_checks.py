@@ -344,7 +344,8 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
     Args:
         kind: Name of the tiny model, a model kind such as `clip`.
         device: The device to check.
-        syncs: Counts host synchronizations in its attribute `count`; None: torch counts them.
+        syncs: Object whose attribute `count` (int) is the number of host synchronizations so far;
+            None: torch counts them.
 
     Returns:
         The losses of the last step: `fp32`, `bf16` and `fp16`.
@@ -441,11 +442,12 @@ class SyncsPerStep:
     """Callback of a training loop that records host synchronizations and logged metrics by step.
 
     Args:
-        syncs: Counts host synchronizations in its attribute `count`.
+        syncs: Object whose attribute `count` (int) is the number of host synchronizations so far.
 
     Attributes:
         counts: Value of `syncs.count` at the start and after each step.
-        lines: Metrics of each logged step.
+        lines: Metrics of each logged step: dicts with `step` and values by name, such as
+            `train/loss`.
     """
 
     def __init__(self, syncs: Any) -> None:

@@ -69,7 +69,8 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
         source_format: Name of a format such as `parquet`, or `auto` to detect it.
 
     Returns:
-        Name of the format, folder, and name of the file in it (empty: the whole folder).
+        A SourceSpec: `format` (name), `address` (path or URI of the folder), `name` (file in the
+        folder; empty: the whole folder) and `files` (iterator over its visible files, or None).
 
     Raises:
         DataError: The source does not exist, or its format is unknown.

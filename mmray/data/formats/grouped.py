@@ -82,6 +82,10 @@ class GroupedSource(ListingSource):
         Args:
             record: Values of the row by column name, such as `image` and `texts`, or its error.
 
+        Returns:
+            Values by mmray's column names: `image`, `texts` (all captions of the image) and the
+            columns of its first row.
+
         Raises:
             BadRow: The other source could not parse the row.
         """

@@ -265,6 +265,10 @@ class Source(ABC):
         Args:
             record: The unparsed row in the form of the format, such as the bytes of a line.
 
+        Returns:
+            Values by the column names of the source, such as {"image": "a.jpg", "caption": "a
+            dog"}; missing ones may be None or absent.
+
         Raises:
             BadRow: The row is invalid.
         """
@@ -297,7 +301,8 @@ class Source(ABC):
                 and the unparsed row or a BadRow.
 
         Returns:
-            Line, location (`file:line`), and the values by mmray's column names.
+            A RawRow: `line` (number), `location` (`file:line`) and `values`, by mmray's column
+            names, or a BadRow.
         """
         line, location, record = item
         if isinstance(record, BadRow):

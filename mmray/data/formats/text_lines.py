@@ -260,6 +260,9 @@ class JsonlSource(Source):
         Args:
             record: The line, bytes in UTF-8.
 
+        Returns:
+            The object as a dict: values by the column names of the source.
+
         Raises:
             BadRow: It is no JSON object.
         """
@@ -311,6 +314,9 @@ def load_json(data: bytes, strict: bool = True) -> Any:
     Args:
         data: Its UTF-8 bytes.
         strict: Reject infinities and repeated names.
+
+    Returns:
+        The value as json.loads returns it.
 
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).

@@ -29,7 +29,8 @@ def normalize_values(
         caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
 
     Returns:
-        The converted values, without missing ones.
+        The converted values by the same names, such as {"image": ..., "texts": ["a dog"], "label":
+        3}, without missing ones.
     """
     values = {name: value for name, value in values.items() if not is_missing(value)}
     if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):

@@ -76,7 +76,8 @@ class SubprocessDecoder:
             header_only: Read the header only, which may crash too.
 
         Returns:
-            Measured start and duration in seconds, rate, channels, and width and height of frames.
+            A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per
+            second), `channels`, and `width` and `height` of upright frames in pixels (0 for audio).
 
         Raises:
             BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
@@ -93,7 +94,7 @@ class SubprocessDecoder:
             args: Its arguments, which are pickled.
 
         Returns:
-            The result of the function.
+            The dict of JSON values that the function returned.
 
         Raises:
             BadImage: The function raised it. The reason is `decoder-crash` if the call killed the

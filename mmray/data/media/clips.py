@@ -28,14 +28,16 @@ MIN_SAMPLES = 1600  # width of `audio` in a batch without audio
 
 
 class Window(NamedTuple):
-    """Start and end of a clip in seconds."""
+    """Part of a recording that a clip shows: `start_s` and `end_s`, seconds from the start of the
+    recording.
+    """
 
     start_s: float
     end_s: float
 
 
 def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> Window:
-    """Return the part of a span that a clip shows.
+    """Return the part of a span that a clip shows, a Window with `start_s` and `end_s` in seconds.
 
     Args:
         span: Start and end of the text in seconds.
@@ -95,7 +97,7 @@ def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
         uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
 
     Returns:
-        Start and end in seconds; both 0 for a row without audio and video.
+        A Window with `start_s` and `end_s` in seconds; both 0 for a row without audio and video.
 
     Raises:
         BadMedia: The header of the audio or video cannot be read.
@@ -113,7 +115,8 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
     """Return the audio of a clip, otherwise the sound of its video.
 
     Args:
-        by_kind: Media of the row by kind (`audio`, `video`, `image`).
+        by_kind: Media of the row by kind (`audio`, `video`, `image`), each a Media with `data`, the
+            encoded bytes, and `duration` in seconds.
         window: Start and end of the clip in seconds.
         rate: Samples per second.
 

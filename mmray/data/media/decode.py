@@ -97,7 +97,8 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
         max_pixels: Maximum width x height of a frame.
 
     Returns:
-        Start and duration in seconds, rate, channels, and width and height of upright frames.
+        A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per second),
+        `channels`, and `width` and `height` of upright frames in pixels (0 for audio).
 
     Raises:
         BadMedia: The header cannot be read, there is no stream of this kind, or it exceeds a limit.

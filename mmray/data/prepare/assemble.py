@@ -171,7 +171,8 @@ class DedupResult:
         reason: uint8 [N], why it is a duplicate: 1 (same key), 2 (same images, or same images and
             captions, by the rule), 3 (same captions); 0: it is none.
         num_same_text: Number of kept rows that have the captions of an earlier row.
-        contaminated: Sentence for quarantine.jsonl by number of the contaminated row.
+        contaminated: By number of a contaminated row a sentence for quarantine.jsonl, such as which
+            image of which set it repeats.
     """
 
     duplicate_of: np.ndarray
@@ -299,7 +300,9 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
             (none).
 
     Returns:
-        For each duplicate the row that is kept, and the reason.
+        A DedupResult: `duplicate_of` (int [N], number of the row that is kept for each row; -1: no
+        duplicate), `reason` (uint8 [N]: 1 same key, 2 same images, 3 same captions, 0 none) and
+        `num_same_text`.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
@@ -331,7 +334,8 @@ class PrepareResult:
             a split are training rows if others have one.
         quarantine: Name of the file that lists bad and dropped rows.
         reasons: Number of bad and dropped rows by reason, such as `truncated`.
-        examples: Location and a sentence about one such row by reason.
+        examples: By reason the location (`file:line`) and a sentence about one such row, as one
+            text.
         counts: Numbers of the kept rows by split, language and kinds of media.
         column_types: By name of a column that `prepare.keep` stores: the types of its values in the
             parts of the source (`bool`, `int64`, `double` or `string`; None: no values).
@@ -365,7 +369,8 @@ def quarantine_rows(
             `reason` and `detail`.
 
     Returns:
-        The shards without the dropped rows, and the counts of rows.
+        A PrepareResult: `shards` without the dropped rows, `quarantine` (name of the file with the
+        others), `reasons` (number of rows by reason), `examples`, `counts` and `column_types`.
     """
     dropped = dedup.dropped
     result = PrepareResult(packed.without(dropped), file_name)

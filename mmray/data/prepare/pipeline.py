@@ -189,7 +189,9 @@ def prepare(
             or decode rows.
 
     Returns:
-        The manifest of the set, which is written to `out`.
+        The manifest of the set, which is written to `out`: a Manifest with `num_rows`,
+        `num_quarantined`, `reasons` (number of quarantined rows by reason), `splits` (number of
+        rows by split) and others.
 
     Raises:
         DataError: The source is invalid, or has more bad rows than the settings allow.

@@ -41,7 +41,8 @@ def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRo
         chunks: The chunks (parts of the source) that `scan` yielded; only the first ones are read.
 
     Returns:
-        For each row its line, its location (`file:line`) and its values by column, or a BadRow.
+        For each row a RawRow: `line` (number), `location` (`file:line`) and `values`, by mmray's
+        column names, or a BadRow.
 
     Raises:
         DataError: A chunk changed after it was scanned.

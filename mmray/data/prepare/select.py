@@ -94,7 +94,8 @@ def select_set(
         log: Called with (message, label), where the label is the word to print before the message.
 
     Returns:
-        The manifest of the smaller set.
+        The manifest of the smaller set: a Manifest with `num_rows`, `num_quarantined`, `reasons`
+        (number of quarantined rows by reason), `splits` (number of rows by split) and others.
 
     Raises:
         UsageError: The condition is invalid, no row is left, or `out` has other files.

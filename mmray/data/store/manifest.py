@@ -43,18 +43,22 @@ class Manifest:
         num_rows: Number of rows of the set.
         num_read: Number of rows of the source.
         num_quarantined: Number of rows that were left out: bad, duplicate or contaminated ones.
-        reasons: Number of quarantined rows by reason.
-        splits: Number of rows by split; empty if rows have no splits.
+        reasons: Number of quarantined rows by reason, such as {"truncated": 3}.
+        splits: Number of rows by split, such as {"train": 900, "val": 100}; empty if rows have no
+            splits.
         fingerprint: Hex digest that is equal for the same rows in the same shards (files).
         tokenizer: File name of the tokenizer; None: none was trained.
         source: `name`, `num_chunks`, `sha256`, `format`, `folder` and `file` of the source; of an
             index-only set (which refers to the images in its source) also `address`, the folder.
-        settings: The `prepare` section as JSON values.
+        settings: The `prepare` section as JSON values, {field: value}.
         shards: The shards; a table if the manifest was read from a file.
         schema_version: Version of the schema of the shards.
         num_same_text: Number of rows whose captions occur in an earlier row; they are kept.
-        leakage: Summary of the contamination check (rows that are also in another set or split).
-        box_names: Names of the box labels by number as text, if the source has them.
+        leakage: Summary of the contamination check (rows that are also in another set or split):
+            `exact` and `near` (numbers of rows), `phash_distance`, `dropped` (whether they were
+            dropped) and `found_in` (number of rows by set); {} without a check.
+        box_names: Names of the box labels by number as text, such as {"0": "dog"}, if the source
+            has them.
         class_names: Names of the labels 0, 1, ..., if the source has them.
         languages: Number of rows by language; rows without one are not counted.
         num_images: Number of rows by number of images (as text), for each split; the split is "" if
@@ -149,7 +153,13 @@ class RowCounts:
         self._media[split or "", kinds] += number
 
     def fields(self) -> dict[str, Any]:
-        """Return `languages`, `num_images` and `media_kinds` of the manifest."""
+        """Return the counts as fields of the manifest.
+
+        Returns:
+            `languages` (number of rows by language), `num_images` (by split, number of rows by
+            number of images as text) and `media_kinds` (by split, number of rows by kinds such as
+            `audio video`); the split is "" if rows have none.
+        """
         num_images: dict[str, Counter[str]] = {}
         media_kinds: dict[str, Counter[str]] = {}
         for (split, kinds), count in sorted(self._media.items()):
@@ -171,7 +181,8 @@ def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
         shards: The shards, in order; rows that are dropped from the set do not count.
 
     Returns:
-        `num_rows`, `splits`, `fingerprint` and `shards`.
+        `num_rows` (int), `splits` (number of rows by split), `fingerprint` (hex digest of the rows)
+        and `shards` (the tuple of them).
     """
     table = ShardTable.from_shards(shards)
     splits: Counter[str] = Counter()
@@ -223,7 +234,8 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         folder: Local folder or folder on an object store.
 
     Returns:
-        The manifest, with the table of its shards opened; None if the folder has no manifest.json.
+        The Manifest of the set, with `num_rows`, `splits`, `fingerprint`, `shards` (its table
+        opened) and others; None if the folder has no manifest.json.
 
     Raises:
         DataError: The manifest is damaged, or has a schema version that cannot be read.

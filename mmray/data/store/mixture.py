@@ -178,7 +178,9 @@ def read_each(
             of adjacent rows. False: read only rows that are not in it from the store.
 
     Returns:
-        The row or its error for each of the N numbers, in this order.
+        For each of the N numbers, in this order, a Row: `key`, `media` (with encoded bytes as
+        `data`), `texts` or `messages`, `label` (None: none) and others; or the error that reading
+        it raised.
     """
     try:
         return list(prepared.read(rows, whole_blocks))

@@ -143,6 +143,10 @@ class PreparedSet:
         Args:
             weights: Relative frequency by column, with which training takes its texts. A row that
                 has none of the columns keeps all of its texts.
+
+        Returns:
+            A set with the same rows and numbers; `texts` of its rows are limited to these columns,
+            and `text_weights` are their frequencies.
         """
         return self._with(captions=weights)
 
@@ -254,7 +258,8 @@ class PreparedSet:
             rows: Row numbers int64 [N], in any order.
 
         Returns:
-            The N rows in this order.
+            The N rows in this order, each a Row: `key`, `media` (with encoded bytes as `data`),
+            `texts` or `messages`, `label` (None: none) and others.
 
         Raises:
             IndexError: A number is outside the set.

@@ -17,7 +17,7 @@ def with_region_labels(
     """Fill in `model.region_labels`, the names of the box classes, from the sets, unless it is set.
 
     Args:
-        model: The `model` section; returned unchanged if it has no `regions` or has
+        model: The `model` section of the config; returned unchanged if it has no `regions` or has
             `region_labels`.
         train_sets: Sets whose manifests have the names of their box labels.
         eval_sets: Sets that must not name a label differently.

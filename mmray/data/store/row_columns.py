@@ -48,7 +48,7 @@ def value_type(value: Any, is_field: bool = False) -> str:
     `string`.
 
     Args:
-        value: The value, not None.
+        value: The value, not None: a bool, int, float or str of Python or numpy.
         is_field: Whether it is a field of a CSV, a text that may be a number or a boolean.
 
     Raises:

@@ -113,7 +113,8 @@ def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator
         split: Split of all its rows; None: none.
 
     Yields:
-        The writer, to which rows are appended.
+        A ShardWriter; rows are added with `append(row)`, and `entry()` returns the manifest's entry
+        after the last.
     """
     with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
         shard = ShardWriter(folder, name, split, stream, writer)

@@ -55,7 +55,8 @@ class Media:
         kind: `image`, `audio` or `video`.
         data: The encoded bytes. In an index-only set, which refers to the images in its source,
             they are empty until the image is read.
-        ref: Index-only set: file, offset and length in the folder of the source.
+        ref: Index-only set: `file`, `offset` and `length` of the bytes in the folder of the source;
+            otherwise None.
         sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
         width: Upright width in pixels; 0 for audio, and if the set was prepared without a check.
         height: Upright height in pixels, 0 in the same cases.
@@ -202,7 +203,11 @@ def to_row(values: dict[str, Any]) -> Row:
     """Convert the values of a row as a shard stores them to a Row.
 
     Args:
-        values: The fields of Row by name, with `media` as a list of dicts.
+        values: The fields of Row by name, with `media` as a list of dicts (fields of Media by
+            name).
+
+    Returns:
+        A Row, with a Media for each item of `media`.
     """
     return Row(**values | {"media": [Media(**media) for media in values["media"]]})
 

@@ -245,7 +245,7 @@ class ActorPool:
         enough.
 
         Args:
-            worker: The lost member of `workers`.
+            worker: The lost actor, a member of `workers`.
         """
         ray.kill(worker.handle)  # it may be alive and unreachable
         if worker in self._retiring:
@@ -263,7 +263,8 @@ class ActorPool:
             item: Number of the block in the run.
 
         Returns:
-            The arrays of the block by column, and whether an image crashed the decoder.
+            A Decoded: `block`, arrays of R rows by column, and `crashed`, whether an image crashed
+            the decoder.
         """
         return self._here(item, True)
 

@@ -507,7 +507,8 @@ class BlockPlan:
             block_mb: Wanted size of a block in MB.
 
         Returns:
-            Which rows of the sample order each block has.
+            A BlockPlan: it numbers the blocks of all ranks, and gives the positions of the sample
+            order of each. `steps_per_block` or `blocks_per_step` is above 1 to fit the size.
         """
         fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
         if fitting_rows >= plan.rank_rows:

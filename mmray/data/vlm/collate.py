@@ -155,7 +155,8 @@ def join_media(rows: Sequence[EncodedRow]) -> Batch:
         rows: Encoded rows, which may lack media.
 
     Returns:
-        Tensors by name, such as `pixel_values` and `image_grid_thw`, of the rows that have media.
+        Tensors by name, such as `pixel_values` [patches, values] and `image_grid_thw` int64
+        [images, 3], of the rows that have media.
     """
     names = dict.fromkeys(name for row in rows for name in row.images)
     return {
@@ -171,7 +172,8 @@ def token_types(ids: Tensor, config: Any) -> Tensor:
 
     Args:
         ids: Token ids, int64.
-        config: transformers' config of the model.
+        config: transformers' config of the model; `image_token_id` and `video_token_id` are read if
+            it has them.
     """
     types = torch.zeros_like(ids)
     for number, name in enumerate(("image_token_id", "video_token_id"), 1):

@@ -100,10 +100,12 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
     ProcessorEncoder.
 
     Args:
-        inputs: The section; one that an older version exported may lack settings.
+        inputs: The section as an object with the settings as attributes; one that an older version
+            exported may lack settings.
 
     Returns:
-        Values by name, such as `max_tokens`, `max_pixels` and `frames`.
+        Those that the section has, by name: `max_tokens`, `max_pixels`, `min_pixels`, `frames`,
+        `frame_rate` and `frame_pixels`.
     """
     return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
@@ -208,7 +210,8 @@ class ProcessorEncoder:
                 part of its kind, in order.
 
         Returns:
-            Token ids [T], the mask of the assistant's tokens, and the inputs of the vision encoder.
+            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], True for the assistant's
+            tokens, and `images`, the inputs of the vision encoder by name, such as `pixel_values`.
 
         Raises:
             RowError: The row has no answer, too many tokens, or media that do not match its parts
@@ -268,8 +271,8 @@ class ProcessorEncoder:
         equally often.
 
         Returns:
-            Token ids [T], a `loss_mask` that is False everywhere, and the inputs of the vision
-            encoder.
+            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], False everywhere, and
+            `images`, the inputs of the vision encoder by name, such as `pixel_values`.
         """
         parts = [{"type": kind} for kind in self.kinds]
         blanks = [self.blank(kind, side=28, length_s=0.1) for kind in self.kinds]

@@ -180,7 +180,8 @@ def find_family(config: dict[str, Any], weights: str) -> Family:
         weights: Name or folder of the model, for the message.
 
     Returns:
-        Layout of the pixels, names of the projector, whether rows may be packed, and more.
+        A Family: `pixels` (layout of the pixels), `projector` (names of modules), `packable`
+        (whether rows may be packed) and others.
 
     Raises:
         UsageError: The model is not supported.

@@ -65,7 +65,9 @@ class ConversationReader(SetReader):
 
     @cached_property
     def encoder(self) -> ProcessorEncoder:
-        """The processor of the model, which is loaded on first use."""
+        """The ProcessorEncoder that converts messages and media of a row to token ids and pixels;
+        it is loaded on first use.
+        """
         return ProcessorEncoder(self._weights, **self._arguments, without_torch=True)
 
     @property
@@ -153,6 +155,10 @@ class ConversationReader(SetReader):
             choice: Index of the caption to use, if the row has no messages.
             phase: Random number in [0, 1) that selects the frames of a video, and the part of audio
                 that is longer than the model takes.
+
+        Returns:
+            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], and `images`, the inputs of
+            the vision encoder by name.
 
         Raises:
             BadImage: A medium cannot be decoded.

@@ -40,7 +40,8 @@ class CheckpointManager:
         folder: folder of the run.
         fencing_token: number of this process's claim on the folder, which is checked before each
             write; None on ranks other than 0.
-        meta: values that meta.json of each checkpoint has besides step, rows and metrics.
+        meta: values that meta.json of each checkpoint has besides `step`, `rows_consumed` and
+            `metrics`, JSON values by name.
         notify: called with (label, line), where the label, such as `checkpoint`, is the word that
             the console prints before the line.
         keep: number of newest checkpoints to keep, in addition to the best one by `metric`.

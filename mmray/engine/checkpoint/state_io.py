@@ -111,7 +111,7 @@ def save_async(
     Args:
         path: Folder of the checkpoint; an existing one is replaced.
         state: Nested dicts of tensors and JSON values.
-        meta: Contents of meta.json, without `versions`.
+        meta: Contents of meta.json, JSON values by name such as `step`, without `versions`.
         cpu_group: Gloo group of the ranks that save together, each its shards; None: this process
             saves alone.
         stager: Keeps its buffers from save to save, so the previous save must have ended; None:
@@ -312,8 +312,9 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     Args:
         path: Folder of the checkpoint.
         values: The state without its tensors, for state.json.
-        meta: Contents of meta.json, without `versions`.
-        cpu_group: Gloo group of the ranks that save together; None: this process saves alone.
+        meta: Contents of meta.json, JSON values by name such as `step`, without `versions`.
+        cpu_group: torch.distributed group (gloo) of the ranks that save together; None: this
+            process saves alone.
         before_write: Called without arguments on rank 0, before any rank writes and again before
             the checksums.
         on_complete: Called without arguments on rank 0, when the checkpoint is complete.

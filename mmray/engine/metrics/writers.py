@@ -114,7 +114,8 @@ class MetricsLog:
 
         Args:
             step: Number of the step.
-            examples: Content of examples.json.
+            examples: Content of examples.json: lists of queries or answers by direction, such as
+                `image_to_text`, and the thumbnails `images` as data URIs.
         """
         self._last = self._thread.submit(self._write_images, step, examples)
 

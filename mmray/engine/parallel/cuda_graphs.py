@@ -49,7 +49,8 @@ def graph_branches(
     A deep copy of a branch has no graphs.
 
     Args:
-        branches: Parts of the model by name, with the transforms of `train` already applied.
+        branches: Parts of the model by name, such as {"image": module}, with the transforms of
+            `train` already applied.
         train: The `train` section, without `auto` in `precision` and `compile`.
         batch_shape: Global batch and micro-batch of all steps.
         device: Device of the model.

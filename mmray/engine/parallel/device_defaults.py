@@ -57,7 +57,8 @@ def device_defaults(capability: Capability | None) -> DeviceDefaults:
         capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
 
     Returns:
-        Precision, backend of torch.compile, and whether TF32 is on.
+        A DeviceDefaults: `precision` (such as `bf16`), `compile` (backend of torch.compile, or
+        `none`), and `tf32` (bool).
     """
     if capability is None:
         return DeviceDefaults("fp32", "none", tf32=False)
