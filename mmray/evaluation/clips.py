@@ -33,7 +33,7 @@ from mmray.evaluation.embeddings import (
     topk_hits,
 )
 from mmray.evaluation.evaluator import compute_ranks_in_parallel, topk_accuracy
-from mmray.evaluation.examples import ClipExamples, ClipRanks
+from mmray.evaluation.examples import RankedDirection, RetrievalExamples, RetrievalItems
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
 
@@ -103,12 +103,12 @@ class ClipEvaluator(EvalDataset):
             total = group.all_gather_variable(hits[None]).sum(0).cpu()
             metrics |= topk_accuracy(total, "classification", classes)
         inputs: Any = self.inputs
-        examples = ClipExamples(self.prepared, identity[:, 1:], inputs.clip_s, group.device)
+        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels, inputs.clip_s)
         present = {name: embed.any(dim=1) for name, embed in embeds.items()}
         for query, gallery in permutations(embeds, 2):
             direction = f"{query}_to_{gallery}"
             numbers = (present[query] & present[gallery]).nonzero().flatten()
-            found = _ranks(embeds, query, gallery, numbers, identity[:, 0], group)
+            found = _ranks(embeds, query, gallery, numbers, identity, group)
             if len(found.ranks):
                 metrics |= retrieval.retrieval_metrics(found.ranks, direction)
                 if save_examples is not None:
@@ -120,7 +120,7 @@ class ClipEvaluator(EvalDataset):
                 "to be compared"
             )
         if save_examples is not None:
-            save_examples(examples.values())
+            save_examples(examples.values(len(identity)))
         return metrics | {
             "recall_at_1/mean": sum(recalls) / len(recalls),
             "rows": float(len(identity)),
@@ -220,24 +220,36 @@ def _ranks(
     query: str,
     gallery: str,
     numbers: Tensor,
-    text_hash: Tensor,
+    identity: Tensor,
     group: Group,
-) -> ClipRanks:
+) -> RankedDirection:
     """Return the ranks of a direction, of the clips `numbers`, which have both modalities."""
+
+    def items(modality: str, clips: Tensor) -> RetrievalItems:
+        return RetrievalItems(embeds[modality], clips, identity[clips, 1:])
+
     queries = embeds[query][numbers]
     results = embeds[gallery][numbers]
     index = torch.arange(len(numbers))
+    found = items(gallery, numbers)
+    query_ids = gallery_ids = index
     if "text" not in (query, gallery):
         pairs = torch.stack([index, index])
         ranks = compute_ranks_in_parallel(queries, results, pairs, group)
-        return ClipRanks(numbers, ranks, queries, results, numbers, index, index)
-    # Equal texts are one item, which is correct for all their clips.
-    _, text_id = text_hash[numbers].unique(return_inverse=True)
-    first = first_index(text_id)
-    if gallery == "text":
-        pairs = torch.stack([index, text_id])
-        ranks = compute_ranks_in_parallel(queries, results[first], pairs, group, text_id.bincount())
-        items = torch.arange(len(first))
-        return ClipRanks(numbers, ranks, queries, results[first], numbers[first], text_id, items)
-    ranks = compute_ranks_in_parallel(queries[first], results, torch.stack([text_id, index]), group)
-    return ClipRanks(numbers, ranks[text_id], queries, results, numbers, text_id, text_id)
+    else:
+        # Equal texts are one item, which is correct for all their clips.
+        _, text_id = identity[numbers, 0].unique(return_inverse=True)
+        first = first_index(text_id)
+        query_ids = gallery_ids = text_id
+        if gallery == "text":
+            pairs = torch.stack([index, text_id])
+            counts = text_id.bincount()
+            ranks = compute_ranks_in_parallel(queries, results[first], pairs, group, counts)
+            found = items(gallery, numbers[first])
+            gallery_ids = torch.arange(len(first))
+        else:
+            pairs = torch.stack([text_id, index])
+            ranks = compute_ranks_in_parallel(queries[first], results, pairs, group)[text_id]
+    return RankedDirection(
+        ranks, items(query, numbers), found, lambda number: query_ids[number] == gallery_ids
+    )

@@ -27,7 +27,7 @@ from mmray.evaluation.embeddings import (
     embed_texts,
     eval_mode,
 )
-from mmray.evaluation.examples import retrieval_examples
+from mmray.evaluation.examples import RetrievalExamples, image_examples
 from mmray.evaluation.retrieval import EmbeddingSet
 from mmray.objectives.protocol import Objective, split_objective
 
@@ -86,10 +86,8 @@ class Evaluator(EvalDataset):
             loss_rows = settings.loss_batch or global_rows
             metrics |= retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
             if save_examples is not None:
-                examples = retrieval_examples(
-                    embedded, retrieval_ranks, self.prepared, group.device, self.max_pixels
-                )
-                save_examples(examples)
+                examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
+                save_examples(image_examples(embedded, retrieval_ranks, examples))
         classes = settings.classes or self.prepared.manifest.class_names
         if classes and self.task != "retrieval":
             if (num_labels := int(embedded.label.max()) + 1) > len(classes):

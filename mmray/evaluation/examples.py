@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -87,107 +87,157 @@ def top_k(
     return order, scores.gather(1, order)
 
 
-def example_queries(
-    chosen: Tensor,
-    ranks: Tensor,
-    queries: Tensor,
-    gallery: Tensor,
-    is_correct: Tensor,
-    k: int,
-    device: torch.device,
-    index: Tensor | None = None,
-) -> Iterator[tuple[int, int, list[tuple[int, dict[str, Any]]]]]:
-    """Yield the chosen queries with their best results.
+class RetrievalItems(NamedTuple):
+    """The queries or the results of a direction of retrieval, N items with E embeddings.
+
+    Attributes:
+        embeds: L2-normalized embeddings [E, D].
+        embed_index: The embedding of each item, int64 [N].
+        locations: Row in the set, and number of the text within the row, of each item, int64
+            [N, 2].
+    """
+
+    embeds: Tensor
+    embed_index: Tensor
+    locations: Tensor
+
+
+class RankedDirection(NamedTuple):
+    """Ranks of a direction of retrieval, such as `audio_to_text`.
+
+    Attributes:
+        ranks: Rank of the correct result of each of Q queries, int64 [Q]; 1 is the top.
+        queries: The Q queries.
+        gallery: The G items that are searched.
+        is_correct: Returns for the index of a query which items are correct results, bool [G].
+    """
+
+    ranks: Tensor
+    queries: RetrievalItems
+    gallery: RetrievalItems
+    is_correct: Callable[[int], Tensor]
+
+
+class RetrievalExamples:
+    """Collects hits and misses of directions of retrieval, with their images, frames and sound.
 
     Args:
-        chosen: Indices of E queries, int64 [E].
-        ranks: Rank of the correct result of each query, int64 [Q]; 1 is the top.
-        queries: L2-normalized embeddings of the chosen queries [E, D].
-        gallery: L2-normalized embeddings that are searched [G, D].
-        is_correct: Whether a gallery item is a correct result, bool [E, number of items].
-        k: Number of results per query.
+        prepared: The set, for texts and media.
         device: Where scores are computed.
-        index: The embedding of each gallery item; None: item n has embedding n.
-
-    Yields:
-        Index and rank of a query, and its results: number of the gallery item, and {score,
-        correct}, the score None if it is not finite.
+        max_pixels: Images with more pixels are not decoded.
+        clip_s: Longest clip of audio and video in seconds; None: the set has images.
     """
-    best, scores = top_k(queries, gallery, is_correct, k, device, index)
-    columns = (chosen, ranks[chosen], best, scores, is_correct.gather(1, best))
-    for query, rank, *results in zip(*(column.tolist() for column in columns), strict=True):
-        answers = [
-            (item, {"score": round(score, 4) if math.isfinite(score) else None, "correct": correct})
-            for item, score, correct in zip(*results, strict=True)
-        ]
-        yield query, rank, answers
+
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        device: torch.device,
+        max_pixels: int,
+        clip_s: float | None = None,
+    ) -> None:
+        self._prepared = prepared
+        self._device = device
+        self._max_pixels = max_pixels
+        self._clip_s = clip_s
+        self._directions: dict[str, list[dict[str, Any]]] = {}
+        self._images: dict[str, str] = {}
+        self._clips: dict[str, Any] = {}
+
+    def add(self, direction: str, ranked: RankedDirection) -> None:
+        """Choose hits and misses of a direction, and decode their media.
+
+        Args:
+            direction: Such as `audio_to_text`.
+            ranked: Its ranks, with queries and results.
+        """
+        queries = ranked.queries
+        gallery = ranked.gallery
+        has_images = self._clip_s is None
+        chosen = select_queries(ranked.ranks, NUM_SHOWN if has_images else NUM_CLIPS)
+        k = NUM_RETRIEVED if has_images else NUM_RETRIEVED_CLIPS
+        is_correct = torch.stack([ranked.is_correct(query) for query in chosen.tolist()])
+        embeds = queries.embeds[queries.embed_index[chosen]]
+        best, scores = top_k(
+            embeds, gallery.embeds, is_correct, k, self._device, gallery.embed_index
+        )
+        columns = (chosen, ranked.ranks[chosen], best, scores, is_correct.gather(1, best))
+        shown = self._directions[direction] = []
+        for query, rank, *results in zip(*(column.tolist() for column in columns), strict=True):
+            answers = [
+                self._describe(gallery.locations[item], not direction.endswith("_text"))
+                | {"score": round(score, 4) if math.isfinite(score) else None, "correct": correct}
+                for item, score, correct in zip(*results, strict=True)
+            ]
+            item = self._describe(queries.locations[query], True)
+            shown.append(item | {"rank": rank, "answers": answers})
+
+    def values(self, num_rows: int) -> dict[str, Any]:
+        """Return the content of examples.json.
+
+        Args:
+            num_rows: Number of images or clips that were ranked.
+
+        Returns:
+            JSON values: for each direction, such as `audio_to_text`, a list of queries {row, key,
+            caption, rank, answers: [{row, key, caption, score, correct}]}, in which `row` is the
+            index of a row, or for audio and video index of the row and number of the text, such as
+            `7.1`. By `row` as text, `images` has a thumbnail, or the middle frame of a video, as
+            data URI, and `clips` (missing for a set of images) the frames and the sound, each if it
+            can be decoded. `rows` is the number of images or clips.
+        """
+        clips = {} if self._clip_s is None else {"clips": self._clips}
+        return {"rows": num_rows, **self._directions, **clips, "images": self._images}
+
+    def _describe(self, location: Tensor, shows_media: bool) -> dict[str, Any]:
+        """Return row, key and text of an item; decode its media, if they are shown, once."""
+        number, text_number = location.tolist()
+        item: dict[str, Any] = {"row": number, "key": "", "caption": ""}
+        if self._clip_s is not None:
+            item["row"] = f"{number}.{text_number}"  # each text has a span of its own
+        with suppress(OSError, ValueError):
+            [row] = self._prepared.read(np.array([number]))
+            clip = row.with_text(text_number)
+            item |= {"key": row.key, "caption": "".join(clip.texts)}
+            if shows_media and str(item["row"]) not in self._images | self._clips:
+                self._add_media(str(item["row"]), clip)
+        return item
+
+    def _add_media(self, name: str, clip: Row) -> None:
+        """Decode the media of a row with one text. Raises ValueError if they are damaged."""
+        if self._clip_s is None:
+            self._images[name] = thumbnail(decode(clip.image, self._max_pixels))
+            return
+        excerpt = make_excerpt(clip, self._clip_s)
+        self._clips[name] = excerpt
+        if frames := excerpt["frames"]:
+            self._images[name] = frames[len(frames) // 2]["image"]
 
 
-def retrieval_examples(
-    embedded: EmbeddingSet,
-    ranks: dict[str, Tensor],
-    prepared: PreparedSet,
-    device: torch.device,
-    max_pixels: int,
+def image_examples(
+    embedded: EmbeddingSet, ranks: dict[str, Tensor], examples: RetrievalExamples
 ) -> dict[str, Any]:
-    """Return examples for the report: hits spread over the set, and misses by their rank.
+    """Return the content of examples.json of a model of images and texts.
 
     Args:
         embedded: The embeddings of all rows, N images and C captions.
         ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of each caption
             among the images, `text_to_image` int64 [C]; 1 is the top.
-        prepared: The set, for captions and images.
-        device: Where scores are computed.
-        max_pixels: Images with more pixels are not decoded.
-
-    Returns:
-        JSON values for examples.json. `image_to_text` and `text_to_image` are lists of {row, key,
-        caption, rank, answers: [{row, caption, score, correct}]}; an image is represented by its
-        first caption. `images` maps the index of a row, as text, to a data URI, if the row can be
-        read. `rows` is the number of images.
+        examples: Receives both directions. An image is represented by its first caption.
     """
-    # number of the embedding, row, and number of the caption within its row
-    every_image = torch.arange(len(embedded.row))
-    image = embedded.image, every_image, embedded.row, torch.zeros_like(embedded.row)
-    text = embedded.text, embedded.text_id, embedded.own_row, _index_in_run(embedded.own_row)
-    examples: dict[str, Any] = {"image_to_text": [], "text_to_image": []}
-    rows: dict[int, Row | None] = {}
-
-    def describe(side: tuple[Tensor, Tensor, Tensor, Tensor], index: int) -> dict[str, Any]:
-        number = int(side[2][index])
-        if number not in rows:
-            rows[number] = None
-            with suppress(OSError, ValueError):
-                [rows[number]] = prepared.read(np.array([number]))
-        row = rows[number]
-        return {
-            "row": number,
-            "caption": row.texts[int(side[3][index])] if row and row.texts else "",
-        }
-
-    for way, queries, gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
-        matching = (
-            embedded.matching_captions if way == "image_to_text" else embedded.matching_images
-        )
-        chosen = select_queries(ranks[way], NUM_SHOWN)
-        is_correct = torch.stack([matching(query) for query in chosen.tolist()])
-        embeds = queries[0][queries[1][chosen]]
-        for query, rank, results in example_queries(
-            chosen, ranks[way], embeds, gallery[0], is_correct, NUM_RETRIEVED, device, gallery[1]
-        ):
-            item = describe(queries, query)
-            row = rows[item["row"]]
-            answers = [describe(gallery, index) | values for index, values in results]
-            item |= {"key": row.key if row else "", "rank": rank, "answers": answers}
-            examples[way].append(item)
-    shown = {item["row"] for way in ("image_to_text", "text_to_image") for item in examples[way]}
-    shown |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
-    images = {}
-    for number in sorted(shown):
-        with suppress(OSError, ValueError):
-            if (row := rows[number]) is not None:
-                images[str(number)] = thumbnail(decode(row.image, max_pixels))
-    return {"rows": len(embedded.row), **examples, "images": images}
+    row = embedded.row
+    own_row = embedded.own_row
+    images = RetrievalItems(
+        embedded.image, torch.arange(len(row)), torch.stack([row, torch.zeros_like(row)], dim=1)
+    )
+    texts = RetrievalItems(
+        embedded.text, embedded.text_id, torch.stack([own_row, _index_in_run(own_row)], dim=1)
+    )
+    for way, queries, gallery, is_correct in (
+        ("image_to_text", images, texts, embedded.matching_captions),
+        ("text_to_image", texts, images, embedded.matching_images),
+    ):
+        examples.add(way, RankedDirection(ranks[way], queries, gallery, is_correct))
+    return examples.values(len(row))
 
 
 def _index_in_run(values: Tensor) -> Tensor:
@@ -195,99 +245,3 @@ def _index_in_run(values: Tensor) -> Tensor:
     _, lengths = values.unique_consecutive(return_counts=True)
     starts = lengths.cumsum(0) - lengths
     return torch.arange(len(values)) - starts.repeat_interleave(lengths)
-
-
-class ClipRanks(NamedTuple):
-    """Ranks of a direction of retrieval, such as `audio_to_text`.
-
-    Attributes:
-        numbers: Clips that have both modalities, int64 [Q].
-        ranks: Rank of the correct result of each, int64 [Q]; 1 is the top.
-        queries: Embedding of the query of each, float32 [Q, D].
-        gallery: Embeddings that are searched, float32 [G, D].
-        gallery_numbers: Number of a clip that has each of these embeddings, int64 [G].
-        query_ids: Identity of each query, int64 [Q]; equal to that of its correct results.
-        gallery_ids: Identity of each result, int64 [G].
-    """
-
-    numbers: Tensor
-    ranks: Tensor
-    queries: Tensor
-    gallery: Tensor
-    gallery_numbers: Tensor
-    query_ids: Tensor
-    gallery_ids: Tensor
-
-
-class ClipExamples:
-    """Collects hits and misses of directions of retrieval, with their frames and sound.
-
-    Args:
-        prepared: The set, for texts, audio and video.
-        locations: Row, and number of its text, of each clip, int64 [N, 2].
-        clip_s: Longest clip in seconds.
-        device: Where scores are computed.
-    """
-
-    def __init__(
-        self, prepared: PreparedSet, locations: Tensor, clip_s: float, device: torch.device
-    ) -> None:
-        self._prepared = prepared
-        self._locations = locations
-        self._clip_s = clip_s
-        self._device = device
-        self._directions: dict[str, list[dict[str, Any]]] = {}
-        self._texts: dict[int, tuple[str, str]] = {}  # key and text of each shown clip
-        self._clips: dict[str, Any] = {}
-
-    def add(self, direction: str, found: ClipRanks) -> None:
-        """Choose hits and misses of a direction, and decode their clips.
-
-        Args:
-            direction: Such as `audio_to_text`.
-            found: Its ranks, with the embeddings.
-        """
-        chosen = select_queries(found.ranks, NUM_CLIPS)
-        is_correct = found.query_ids[chosen, None] == found.gallery_ids
-        queries = found.queries[chosen]
-        shown = self._directions[direction] = []
-        k = NUM_RETRIEVED_CLIPS
-        for index, rank, results in example_queries(
-            chosen, found.ranks, queries, found.gallery, is_correct, k, self._device
-        ):
-            answers = [
-                self._describe(int(found.gallery_numbers[item])) | values
-                for item, values in results
-            ]
-            query = self._describe(int(found.numbers[index]))
-            shown.append(query | {"rank": rank, "answers": answers})
-
-    def values(self) -> dict[str, Any]:
-        """Return the content of examples.json.
-
-        Returns:
-            JSON values: for each direction, such as `audio_to_text`, a list of queries {row, key,
-            caption, rank, answers}, in which `row` is the number of a clip; `clips`, by this number
-            as text, the frames and the sound of each clip that can be decoded, as data URIs;
-            `images`, in the same way, its middle frame; and `rows`, the number of clips.
-        """
-        images = {
-            number: clip["frames"][len(clip["frames"]) // 2]["image"]
-            for number, clip in self._clips.items()
-            if clip["frames"]
-        }
-        totals = {"rows": len(self._locations)}
-        return totals | self._directions | {"clips": self._clips, "images": images}
-
-    def _describe(self, number: int) -> dict[str, Any]:
-        """Return number, key and text of a clip, which is decoded the first time."""
-        if number not in self._texts:
-            self._texts[number] = "", ""
-            row_number, text_number = self._locations[number].tolist()
-            with suppress(OSError, ValueError):
-                [row] = self._prepared.read(np.array([row_number]))
-                clip = row.with_text(text_number)
-                self._texts[number] = row.key, "".join(clip.texts)
-                self._clips[str(number)] = make_excerpt(clip, self._clip_s)
-        key, text = self._texts[number]
-        return {"row": number, "key": key, "caption": text}
