@@ -178,13 +178,17 @@ class SetReader(ABC):
             The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
             `temporary` if the row can be used now.
         """
+        advice = (
+            "; if it is not the set, delete data.local_cache" if self.prepared.is_cached else ""
+        )
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
-            return None, "unreadable", str(error)
+            return None, "unreadable", f"{error}{advice}"
         try:
             if not stored.checksum_ok:
-                return stored, "checksum", "the bytes differ from those that were prepared"
+                detail = f"the bytes differ from those that were prepared{advice}"
+                return stored, "checksum", detail
             self.check_row(stored)  # in a child process: an image may have crashed a worker
         except self.row_errors as error:
             return stored, error.reason, error.detail
