@@ -6,17 +6,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mmray.data.images.decode import BadImage
+from mmray.data.images.read import read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
 from mmray.data.messages import message_text
-from mmray.data.prepare.rejected import read_rejected_images
+from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
@@ -24,7 +25,7 @@ from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.report.summary import quarantine_summary
-from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath, to_path
 
 MAX_ROWS = 10_000  # read for statistics
 MAX_BYTES = 512 << 20  # of these rows, estimated from the size of the shards
@@ -132,12 +133,20 @@ class SetRecord:
             groups = list(statistics.repeats.items())[:MAX_REPEATS]
             repeats = [viewer.view_repeat(digest, numbers) for digest, numbers in groups]
             quarantine = quarantine_summary([prepared.folder])
-            locations = {row["source"] for row in quarantine["shown"]}
-            images = read_rejected_images(prepared.folder, prepared.manifest, locations)
             for row in quarantine["shown"]:
-                data = images.get(row["source"])
+                data = _read_quarantined(prepared, row.pop("file"))
                 row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
         return cls(prepared, rows, statistics, repeats, quarantine)
+
+
+def _read_quarantined(prepared: PreparedSet, place: dict[str, Any] | None) -> bytes | None:
+    """Return the image at a place of the source of a set; None if it is not there."""
+    source = prepared.manifest.source
+    links = prepared.manifest.settings.get("follow_links")
+    if place is not None:
+        with suppress(OSError, BadRow):
+            return read_image(to_path(source["folder"]), ImageRef(place["file"], **place), links)
+    return None
 
 
 def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:

@@ -270,7 +270,8 @@ def quarantine_summary(
     Returns:
         `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
         (quarantined by the run), `reasons` (pairs of reason and count, the most frequent first),
-        `shown` (example rows as {reason, key, source, detail}), `contamination` (overlap of
+        `shown` (example rows as {reason, key, source, detail, file}; `file` locates the image in
+        the source as {file, offset, length}, or is None), `contamination` (overlap of
         training and held-out rows, a dict per checked set: `set`, its name, the counts in `leakage`
         of its manifest, and example `pairs`), and `unread` (names of sets that cannot be read from
         here).
@@ -289,7 +290,7 @@ def quarantine_summary(
         reasons[reason] += is_of_run
         if len(examples[reason]) < MAX_EXAMPLES:
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
-            examples[reason].append(row | {"reason": reason})
+            examples[reason].append(row | {"reason": reason, "file": entry.get("image")})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
     num_read = 0

@@ -366,7 +366,8 @@ def quarantine_rows(
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
             split), and why.
         file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
-            `reason` and `detail`.
+            `reason` and `detail`, and of a bad row with `image`, the place of its image in the
+            source.
 
     Returns:
         A PrepareResult: `shards` without the dropped rows, `quarantine` (name of the file with the

@@ -270,6 +270,18 @@ def _read(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
         return read_image(folder, image, links)
 
 
+def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
+    """Return what locates the first image of a bad row in the source; empty if it has none there.
+
+    `mmray show` reads it.
+    """
+    images = row.images if isinstance(row, SourceRow) else ()
+    first = next((image for image in images if image.kind == "image"), None)
+    if first is None or first.file is None:
+        return {}
+    return {"image": {"file": first.file, "offset": first.offset, "length": first.length}}
+
+
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
     """Return the record of a chunk (a part of the source) that one task has packed.
 
@@ -361,6 +373,7 @@ class _ChunkPacker:
             image_digest = self.builder.build(row, images)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": to_utf8(bad.detail)}
+            entry |= _first_image(row)
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
             return
         if row.split not in self.writers:
