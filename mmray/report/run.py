@@ -52,17 +52,29 @@ class RunRecord:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Content of environment.json, such as versions."""
+        """Content of environment.json: `python`, `platform`, `cores` and `packages` (version by
+        name).
+
+        Empty if the file is missing.
+        """
         return read_json(self.folder / "environment.json")
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """Content of result.json."""
+        """Content of result.json: `status`, `steps`, `scores` (metrics of the last evaluation by
+        name), `metrics` and others.
+
+        Empty if the file is missing.
+        """
         return read_json(self.folder / "result.json")
 
     @cached_property
     def examples(self) -> dict[str, Any]:
-        """Content of examples.json, hits and misses of the newest evaluation."""
+        """Content of examples.json: hits and misses of the newest evaluation, lists by direction
+        such as `image_to_text`, and thumbnails.
+
+        Empty if the file is missing.
+        """
         return read_json(self.folder / EXAMPLES)
 
     @cached_property
