@@ -52,6 +52,10 @@ class Sections(TypedDict, total=False):
     """Sections of the config, as in a recipe file.
 
     `data` may be the training set alone (data.train): an address, or rows that `prepare` takes.
+
+    Each section is a dict {field: value}, such as {"train": {"steps": 100}}, or an object of
+    mmray.config; all are optional. The names are `model`, `objective`, `prepare`, `data`,
+    `augment`, `batch`, `optimizer`, `train`, `evaluate`, `cluster` and `run`.
     """
 
     model: Settings

@@ -27,6 +27,9 @@ Result = TypeVar("Result")
 class Worker(Protocol[Item, Result]):  # type: ignore[misc]
     """A process that computes items in the order of their submission.
 
+    A class implements `submit(item, careful)`, which returns a concurrent.futures.Future of the
+    result.
+
     Attributes:
         node: ID of the node whose memory has the results.
     """

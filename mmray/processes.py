@@ -71,6 +71,9 @@ def describe_signal(number: int) -> str:
 class Channel:
     """A child process's connection to its parent; several threads may use it.
 
+    `send(message)` sends one without a reply, `call(message)` returns the parent's reply, and
+    `send_outcome(work)` sends what `work()` returns or raises.
+
     Args:
         connection: The child's end of a pipe.
     """
@@ -122,6 +125,9 @@ class Channel:
 
 class ConnectedProcess:
     """A process that sends messages, and at last its result, over a connection.
+
+    `result(on_message)` waits for the result and returns it, or raises its error; `send(message)`
+    sends an object to it.
 
     Args:
         name: Name of the process in messages, such as `worker`.
@@ -187,6 +193,8 @@ class ChildProcess(ConnectedProcess):
 
     The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
     killed. Its connection ends with it, so its death is noticed at once.
+
+    `result(on_message)` waits for the end, and returns or raises the same.
 
     Args:
         name: Name of the process in messages, such as `worker`.

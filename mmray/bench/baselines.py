@@ -68,6 +68,8 @@ class CaptionDataset(Dataset[Any]):
     """Base of the PyTorch datasets that `bench loader` compares with the stream: it tokenizes
     captions, and subclasses read images or clips in `__getitem__`.
 
+    `encode(text)` returns a dict with `input_ids` and `attention_mask`, int64 [T].
+
     Args:
         tokenizer_json: Content of tokenizer.json.
         max_tokens: Maximum number of tokens of a caption; longer ones are truncated.

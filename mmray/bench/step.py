@@ -165,6 +165,8 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
 class StepTimer:
     """Callback of a training loop that records the seconds of steps after the warm-up.
 
+    The loop calls `on_step(step, metrics)`, which appends to `times_s`.
+
     Args:
         devices: Devices whose kernels must have finished before a time is taken.
         total_until: Record only the total of all steps until this one; None: record each step.

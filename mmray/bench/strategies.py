@@ -144,6 +144,8 @@ class ProfiledTimer(StepTimer):
     """Callback of a training loop that records step times, and then profiles PROFILED_STEPS (2)
     steps.
 
+    The loop calls `on_step(step, metrics)`, whose metrics give the peak memory.
+
     Attributes:
         last_timed_step: Step after which the profile starts.
         peak_gib: Peak memory of all devices until then.

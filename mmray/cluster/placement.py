@@ -62,6 +62,8 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 class SchedulableNodes:
     """Nodes on which workers can start now.
 
+    `excluding_unavailable(selector)` extends a label selector so that it excludes `unavailable`.
+
     Args:
         nodes: Reachable nodes that are not draining, with their free resources.
         unavailable: IDs of the other alive nodes.
@@ -205,6 +207,9 @@ class AutoscalerRequest:
     """Request of an elastic run to the autoscaler for more nodes.
 
     It expires after 60 s unless it is repeated, so the nodes of a driver that died are released.
+
+    `request(per_worker, selector, count)` asks for nodes for so many workers, and `cancel()`
+    withdraws it.
 
     Args:
         name: Name of the request; requests of different names add up.

@@ -32,6 +32,8 @@ Log = Callable[[str, str], None]  # (text, label)
 class ResourceWait:
     """Logs what a command waits for while others use the resources, and limits the wait.
 
+    The caller calls `poll()` while it waits; it raises ResourceError at the limit.
+
     Args:
         demand: The resources that the command needs.
         timeout_s: Seconds after which the command gives up.
@@ -173,7 +175,10 @@ def is_reserved(group: PlacementGroup) -> bool:
 
 
 class Contention:
-    """Detects that others wait for resources, so that a run gives back what it does not need."""
+    """Detects that others wait for resources, so that a run gives back what it does not need.
+
+    `must_yield()` returns whether others wait.
+    """
 
     def __init__(self) -> None:
         self._first_seen_s: dict[str, float] = {}

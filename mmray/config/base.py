@@ -38,6 +38,9 @@ def parse_range(text: int | str) -> tuple[int, int]:
 class Section(BaseModel):
     """A frozen group of settings; unknown names and invalid values raise UsageError with the full
     setting name.
+
+    A section is a pydantic model whose fields are the settings. `settings_prefix`, given as `class
+    Train(Section, settings_prefix="train")`, is put before a field in messages: `train.steps`.
     """
 
     model_config = ConfigDict(

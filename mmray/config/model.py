@@ -104,7 +104,19 @@ class Lora(Section, settings_prefix="model.lora"):
 
 
 class Model(Section, settings_prefix="model"):
-    """Settings common to all model kinds; data, evaluation and export use only these."""
+    """Settings common to all model kinds; data, evaluation and export use only these.
+
+    A subclass with the settings of a kind sets the class attributes.
+
+    Attributes:
+        branches: Names of the parts that `branches()` of the torch module returns; empty: not
+            known.
+        shares_only_loss: Whether the branches share nothing but the loss.
+        media_kinds: Kinds of media that a row may have; rows with others are not used.
+        generates_text: Whether the model writes text about any number of images.
+        objectives: Built-in objectives that can train the model, the usual one first; empty: not
+            known.
+    """
 
     # Names of the parts that the model's `branches()` returns; empty: checked by the dry run.
     branches: ClassVar[tuple[str, ...]] = ()
@@ -191,8 +203,10 @@ class Model(Section, settings_prefix="model"):
 
 
 class CustomModel(Model):
-    """Settings of a model class of your own, which is called with this section and the vocabulary
-    size.
+    """Settings of a model class of your own, which `kind` names as `package.module:Class`.
+
+    The class, a torch module, is called with (this section, vocabulary size); it reads its own
+    settings from the dict `settings`.
     """
 
     settings: dict[str, bool | int | float | str] = Field(

@@ -81,7 +81,11 @@ def _pretrained_reasons(setting: str, weights: str) -> list[str]:
 
 
 class EmbeddingModel(Model):
-    """Base of the settings of models with an image and a text branch and one embedding space."""
+    """Base of the settings of models with an image and a text branch and one embedding space.
+
+    `branches` are the names of the parts of its torch module, and `objectives` those that can train
+    it.
+    """
 
     branches: ClassVar[tuple[str, ...]] = ("image", "text")
     shares_only_loss = True

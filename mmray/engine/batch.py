@@ -19,6 +19,9 @@ class BatchShape:
     The global batch size is fixed for a run. The micro-batch size may change with the memory and
     with the number of workers; each method returns the changed shape.
 
+    `with_world_size`, `with_micro_batch_size` and `halved` return another shape with the same
+    global batch.
+
     Attributes:
         global_batch_size: Rows of a step, over all workers.
         micro_batch_size: Rows of one forward pass; the last one of a step may have fewer.

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 class Group:
     """This rank in its process group; all ranks must make the same calls in the same order.
 
+    Methods such as `all_gather` (rows [B, ...] to [world_size x B, ...]), `all_reduce_sum` and
+    `broadcast` take and return tensors; with one rank they do nothing. `all_gather_objects` takes
+    any object.
+
     Attributes:
         rank: Rank of this process.
         world_size: Number of ranks.

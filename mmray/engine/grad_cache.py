@@ -39,6 +39,9 @@ class GradCache:
     A loss has a vector [K] of counts: one number, or for a sum of K objectives one for each. An
     absent loss has none.
 
+    For each micro-batch `backward_inputs(parts, outputs, index)` returns what
+    torch.autograd.backward takes, and adds its metrics to `means`.
+
     Attributes:
         micro_batches: This rank's micro-batches, with the columns of their hard negatives.
         local_counts: float64 [K], the divisors of the local loss (a sum over rows): sums over all

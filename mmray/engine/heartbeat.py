@@ -47,6 +47,9 @@ class HeartbeatState:
 
     A rank whose count does not grow for longer than the limit of its state is hung, and the driver
     restarts the workers. Without a driver, as under torchrun, nothing reads the state.
+
+    Code calls `with state(name):` around long work, and `count_progress()` when a part of it is
+    done.
     """
 
     def __init__(self) -> None:
@@ -100,6 +103,8 @@ def describe_process(rank: int, node: str) -> dict[str, Any]:
 
 class Heartbeat(HeartbeatState):
     """Loop callback that sends heartbeats from a thread.
+
+    The loop runs inside `with running(step):`, and calls `on_step(step, metrics)` after each step.
 
     Args:
         send: Called with one heartbeat, a dict: `process_info` and `step` (int), `progress` (int,

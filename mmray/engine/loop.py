@@ -79,6 +79,9 @@ class Trainer:
 
     The state is restored from the checkpoint if there is one; each rank reads only its own shards.
 
+    `train(steps)` takes the remaining steps: it gets a list of this rank's micro-batches for each
+    step, and returns a LoopResult with status, steps and metrics.
+
     Args:
         spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
             log.

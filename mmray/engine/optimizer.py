@@ -413,6 +413,8 @@ class ExponentialMovingAverage:
     It starts at the weights after the first step. Of a sharded model each rank averages its shard.
     Buffers, such as running statistics of BatchNorm, are not averaged.
 
+    `update()` is called after each step; in a block `with swapped():` the model has the average.
+
     Args:
         model: The model, not wrapped; it may be sharded.
         decay: Weight of the old average, 0 to 1.

@@ -335,6 +335,9 @@ class DeviceCopier:
     Pixels in pinned memory are copied from there in one piece; other columns first to pinned memory
     that is reused.
 
+    It returns a Copied: `batch` (the LocalBatch on the GPU), `memory` and `event`; `wait()` waits
+    until the last copy is complete.
+
     Args:
         device: The GPU.
         timers: Get the time of the copies, as phase `transfer`.

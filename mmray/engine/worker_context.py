@@ -59,6 +59,8 @@ class WorkerContext:
 class DriverHandle:
     """A worker's connection to the driver; `report` is a no-op except on rank 0.
 
+    `notify(label, text)`, `stage(title)` and `phase(title)` call `report` with a dict of these.
+
     Attributes:
         report: Called with one dict, such as {"stage": title} or {"note": text, "label": word},
             which it sends to the driver; does nothing except on rank 0.
@@ -100,6 +102,8 @@ class DataBoundHint:
 
     Decode actors are the processes that read and decode rows. The hint appears if training waits
     for data.
+
+    The loop calls `on_step(step, metrics)` after each step.
 
     Args:
         context: Settings and data of the run.

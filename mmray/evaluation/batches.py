@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class SkippedRows(list[str]):
-    """A message for each held-out row that cannot be read."""
+    """A message for each held-out row that cannot be read.
+
+    `add(number, error)` appends the message of a row and logs some of them.
+    """
 
     def add(self, number: int, error: Exception) -> None:
         """Add a row; the first of each 1000 is logged.

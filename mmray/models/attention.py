@@ -38,6 +38,9 @@ class FusedAttention(nn.Module):
     and settings.
 
     Forward takes hidden states [B, T, W] and returns hidden states [B, T, W] and None.
+
+    Attributes:
+        num_heads, q_proj, k_proj, v_proj, out_proj: As in the layer that it replaces.
     """
 
     num_heads: int

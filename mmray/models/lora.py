@@ -35,6 +35,9 @@ STATE_PARTS = {"model": "", "average": "module."}
 class FrozenBase(NamedTuple):
     """Frozen weights of a model with adapters, which its checkpoints leave out.
 
+    `remove_from(state)` and `add_to(state, model)` drop and restore them in the state of a
+    checkpoint; `check(saved)` compares the digests.
+
     Attributes:
         weights: The setting `model.weights`, from which they are read.
         sha256: Hex digest of the frozen weights.

@@ -15,6 +15,9 @@ class NormalizePixels(nn.Module):
     That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
     in the dtype of the weights.
 
+    Forward takes pixels uint8 [B, 3, S, S] and returns (pixels / 255 - mean) / std in the same
+    shape.
+
     Args:
         mean: Mean of each of the three channels, for pixels in 0..1.
         std: Standard deviation of each channel, for pixels in 0..1.

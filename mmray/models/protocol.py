@@ -35,7 +35,13 @@ class HeadScores(NamedTuple):
 
 
 class Model(Protocol):
-    """Interface of a model: a torch module whose methods training and evaluation call."""
+    """Interface of a model: a torch module whose methods training and evaluation call.
+
+    A class implements `forward(batch)`, from a dict of tensors by column to a dict of outputs by
+    name, such as `image_embed` and `text_embed` [B, D]. The other methods are optional:
+    `embed_image` and `embed_text` for evaluation and `mmray.load`, and the rest where its docstring
+    says so.
+    """
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs that the objective reads.

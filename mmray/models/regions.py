@@ -126,6 +126,10 @@ class LabelTexts(nn.Module):
         names: Name of each label; empty for a label without one.
         token_ids: Token ids of each name, as JSON values; None: call `tokenize` before the first
             forward.
+
+    Attributes:
+        named: Whether each label has a name, bool [C].
+        ids, mask: Token ids and attention mask, int64 [C, T].
     """
 
     ids: Tensor

@@ -23,6 +23,9 @@ class Contrastive(RowLoss):
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's
     loss is the mean of its two cross-entropies against all valid rows. Rows whose `valid` in the
     batch is False, such as padding, neither count nor serve as negatives.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -102,6 +105,9 @@ class PairContrastive(Contrastive):
 
     The embedding of a missing modality is 0. Rows that lack one of the two neither count nor serve
     as negatives.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
@@ -131,6 +137,9 @@ class AudioText(PairContrastive):
 
     Outputs: `audio_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     gathered_outputs = ("audio_embed", "text_embed")
@@ -142,6 +151,9 @@ class VideoText(PairContrastive):
 
     Outputs: `video_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     gathered_outputs = ("video_embed", "text_embed")
@@ -153,6 +165,9 @@ class AudioVideo(PairContrastive):
 
     Outputs: `audio_embed`, `video_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     gathered_outputs = ("audio_embed", "video_embed")
@@ -164,6 +179,9 @@ class Sigmoid(RowLoss):
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
     scalars. Pairs with a row whose `valid` in the batch is False, such as padding, do not count.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
 
     Args:
         chunk_rows: Number of texts of all ranks that are scored at a time, which bounds memory.

@@ -89,6 +89,9 @@ class Classification(CrossEntropy):
     """Cross-entropy of the row's class.
 
     Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     logits = "class_logits"
@@ -112,6 +115,9 @@ class RegionText(CrossEntropy):
 
     Outputs: `region_logits` [B, N, C], box against label text. The batch's `box_labels` is int64
     [B, N], -1 for a box without a label, `box_mask` bool [B, N].
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of boxes that count,
+    and sums of metrics by name, all scalars.
     """
 
     scalar_output_names = ("logit_scale",)

@@ -14,6 +14,9 @@ class LanguageModelling:
 
     The model computes it in its forward, so that the logits of all positions are never in memory.
     Outputs: the scalars `loss_sum` and `num_correct`.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of target tokens, and
+    sums of metrics by name, all scalars.
     """
 
     gathered_outputs: tuple[str, ...] = ()

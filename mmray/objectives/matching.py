@@ -26,6 +26,9 @@ class Matching(RowLoss):
     Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary
     cross-entropies; the second is omitted if the batch has no other caption. Negatives are sampled
     from the softmax over the similarities of the two embeddings, excluding equal captions.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     gathered_outputs: tuple[str, ...] = ()
@@ -101,6 +104,9 @@ class ClipMatching(Matching):
 
     Similarities are those of the text with the sum of the embeddings of audio and video, the output
     `media_embed_sum` [B, D]. Rows without text, or with neither audio nor video, do not count.
+
+    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
+    and sums of metrics by name, all scalars.
     """
 
     score_outputs = ("media_embed_sum", "text_embed")

@@ -111,6 +111,9 @@ class HardNegativeMining(Protocol):
     """A local loss whose rows first get a hard negative, sampled among all rows of the global
     batch.
 
+    Besides the members of an Objective a class has `sample_hard_negatives(outputs, batch,
+    gathered)`, which returns further columns of the batch by name.
+
     Attributes:
         score_outputs: Names of the model's outputs that the sampling reads, such as `image_embed`.
         gathered_inputs: Names of the batch's columns that it copies from other rows, such as
@@ -146,6 +149,10 @@ class HardNegativeMining(Protocol):
 class PairwiseLoss(Protocol):
     """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote
     rows.
+
+    Besides the members of an Objective a class has `pairwise_loss(outputs, valid, remote,
+    remote_valid, positive_row)`, which returns the loss sum and sums of metrics over pairs of a
+    local and a remote row.
 
     Attributes:
         remote_outputs: Names of the outputs that the loss needs of remote rows (those of all

@@ -26,6 +26,8 @@ class RunRecord:
     Each file is read when its attribute is first used: `config`, `data`, `environment`, `result`
     and `examples` are dicts, and `lines` are those of metrics.jsonl.
 
+    `series(name)` returns the steps and values of a metric such as `train/loss`.
+
     Attributes:
         folder: The folder.
     """

@@ -15,6 +15,8 @@ from mmray.sweep_files import BATCH_SETTINGS, GOALS, SWEEP, TRIALS, Goal, Recomm
 class Column(NamedTuple):
     """A column of the table of trials.
 
+    `text(row)` returns the cell of a trial.
+
     Attributes:
         field: Name of a searched setting, such as `optimizer.lr`, or of a measurement in
             trials.jsonl, such as `peak_gib`.
@@ -84,7 +86,8 @@ class SweepRecord:
 
     Attributes:
         folder: The folder.
-        summary: Content of sweep.json.
+        summary: Content of sweep.json: `status`, `recommendation` (the best trial and why),
+            `elapsed_s`, `gpu_hours`, and what was searched; {} if it is missing.
         trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 

@@ -43,6 +43,9 @@ _LOCAL = fs.LocalFileSystem()
 class RemotePath:
     """A path on an object store or HDFS, with the methods and errors of pathlib.Path.
 
+    It has `name`, `parent`, `/`, `exists`, `iterdir`, `read_text`, `write_bytes`, `open`, `unlink`
+    and others.
+
     Args:
         root: scheme and bucket or host, such as `s3://bucket`.
         key: path below the root, without percent-encoding.

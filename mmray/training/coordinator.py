@@ -16,6 +16,9 @@ class Coordinator:
     It keeps new messages of workers (metrics, stages, notes, durations), each rank's last
     heartbeat, the unreadable rows, and requests of the driver.
 
+    A worker calls `push(message)` and `heartbeat(record)`, whose reply has the requests; the driver
+    calls `drain`, which returns new messages and the last heartbeats.
+
     Args:
         bad_rows: Numbers of the rows that could not be read before the workers were restarted.
     """

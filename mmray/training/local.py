@@ -57,6 +57,8 @@ GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under 
 class RankProcess(ConnectedProcess):
     """The worker process of a rank other than 0, as the driver sees it.
 
+    `result(on_message)` waits for the worker's end and returns its result.
+
     Args:
         rank: The rank.
         pid: Its process ID.
@@ -80,6 +82,8 @@ class RankProcess(ConnectedProcess):
 
 class RankListener:
     """Accepts the connections of the workers of ranks 1 to N - 1 to the driver.
+
+    `wait(timeout_s)` waits until all have connected, and `take()` returns them as RankProcess.
 
     Args:
         world_size: Number of ranks N.
@@ -153,9 +157,14 @@ class LocalBackend:
 
     The first process imports torch while the driver prepares the run.
 
+    `start(attempt)` starts the workers and returns a Workers.
+
     Args:
         world_size: Number of workers. The processes that torchrun started for ranks 1 and up start
             theirs themselves, which connect to this process.
+
+    Attributes:
+        errors: Types of errors of a worker or of storage, after which the workers may be restarted.
     """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)

@@ -187,6 +187,9 @@ class HangDetector:
     A new state counts as progress: a rank that waited longer than a step may take has just received
     its rows, or a rank that waited for it has just left the collective.
 
+    `check(records, now_s)` takes the last heartbeat of each rank, and returns a message that names
+    hung ranks, or None.
+
     Attributes:
         limits_s: Longest time in seconds without progress by state, such as {"training": 600.0}.
     """
@@ -295,6 +298,8 @@ def checkpoint_request_time_s(
 class RunProgress:
     """Progress of a run, from the messages of its workers; kept when workers are restarted.
 
+    `update(message)` takes a dict that a worker sent, and stores the values that it has.
+
     Attributes:
         last_step: The last logged step; before the first one, the step from which the workers
             resumed.
@@ -339,6 +344,8 @@ class AttemptMonitor:
 
     It detects hung ranks, nodes that will be preempted and capacity for more workers, and handles
     signals.
+
+    The driver calls `poll()` several times a second while the workers run.
 
     Attributes:
         config: Settings of the run, with the range of workers that the user set.

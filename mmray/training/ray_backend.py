@@ -78,9 +78,15 @@ class RayBackend:
     """Starts the workers of a run with Ray Train, and again after a failure. It implements the
     protocol `Backend`.
 
+    `start(attempt)` starts the workers and returns a Workers.
+
     Args:
         check_storage: Check before the run that all nodes can use `run.storage`, and the memory of
             the driver's node. A sweep has done so for its trials.
+
+    Attributes:
+        errors: Types of errors of the cluster or of a worker, after which the workers may be
+            restarted.
     """
 
     errors: tuple[type[Exception], ...] = (

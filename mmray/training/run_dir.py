@@ -109,6 +109,9 @@ def forbidden_changes(
 class RunDir:
     """The files of one run.
 
+    `write(name, text)` and `write_json(name, value)` write one atomically, and `read_json(name)`
+    returns its content, {} if it does not exist. `checkpoints` is the folder of the checkpoints.
+
     Args:
         path: Folder of the run.
     """

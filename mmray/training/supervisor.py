@@ -211,6 +211,8 @@ class Supervisor:
     Each start is an attempt: it ends when the run is finished, a worker fails, or the number of
     workers changes.
 
+    `train()` returns the content of result.json, a dict with `status`, `steps` and metrics.
+
     Args:
         resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
         run: Its folder.

@@ -450,6 +450,8 @@ COUNTERS = {
 class RayMetrics:
     """Metrics of one run in Ray's metrics, which Prometheus scrapes from each node of the cluster.
 
+    `update(metrics)` takes a line of metrics, values by name, and exports those that it knows.
+
     Args:
         run: Name of the run, the label `run`.
     """

@@ -66,6 +66,8 @@ class Failure(NamedTuple):
 class ShapeTask:
     """Global batches to measure, and what earlier worker groups measured.
 
+    `add(outcome)` returns the task with one more Visit or Failure.
+
     Attributes:
         config: Settings of the workers.
         global_rows: Rows of each global batch, ascending.
@@ -93,6 +95,8 @@ class ShapeTask:
 @dataclass
 class Measurements:
     """Measured batch shapes (global batch and micro-batch).
+
+    `step_times(global_rows)` returns the seconds of steps by micro-batch.
 
     Attributes:
         workers: Number of ranks.

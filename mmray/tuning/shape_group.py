@@ -23,6 +23,9 @@ class ShapeGroup:
     """A Ray worker group that measures batch shapes (global batch and micro-batch): as many workers
     as fit, at most the configured ones.
 
+    `run(task, on_message)` returns the Measurements: `visits` (step time and memory of shapes) and
+    `failures`.
+
     Args:
         config: Settings of the workers and of the cluster.
         scratch: Folder for files of Ray Train.

@@ -129,6 +129,9 @@ def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
 class Stepper:
     """Takes training steps on synthetic batches, with the communication of all ranks.
 
+    `measure(global_rows, micro)` returns a Visit, with the seconds of a step and the peak memory,
+    or a Failure if they do not fit.
+
     Attributes:
         config: Settings of the run.
         state: Wrapped model, optimizer and objective.

@@ -48,6 +48,9 @@ class SweepDir(RunDir):
     """The folder of one sweep, with sweep.json, trials.jsonl and the runs of its trials, on storage
     that all nodes share.
 
+    `write_rows` and `read_rows` write and read the TrialRow of each trial, and `run(name)` returns
+    the RunDir of one.
+
     Args:
         path: The folder.
     """
@@ -178,7 +181,8 @@ class SweepState:
         folder: The folder of the sweep.
         plan: Recipe, goal, rungs (numbers of samples after which trials are compared) and data.
         reporter: Receives the progress of the trials.
-        rows: Rows by name of the trial, also of earlier commands.
+        rows: TrialRow (settings, status and measurements) by name of the trial, also of earlier
+            commands.
         stop_reason: `stopped` by the user, or `budget`; None: not stopped.
         clock: Called without arguments; returns seconds, as time.monotonic does.
     """

@@ -321,6 +321,9 @@ class TrialResources:
 class SweepPlan:
     """Recipe, goal, rungs and data of a sweep; the driver sends it to the trials.
 
+    `trial(name, settings)` returns the Trial of a combination of settings, and `run_config(trial,
+    samples)` the config with which it trains up to a number of samples.
+
     Attributes:
         request: The recipe, to which trials add their settings, the search space and the goal.
         rungs: Numbers of samples after which trials are compared; the last is the length of a full

@@ -441,6 +441,8 @@ def count_syncs() -> Iterator[SyncCounter]:
 class SyncsPerStep:
     """Callback of a training loop that records host synchronizations and logged metrics by step.
 
+    The loop calls `on_step(step, metrics)`; `per_step()` returns the numbers as a list.
+
     Args:
         syncs: Object whose attribute `count` (int) is the number of host synchronizations so far.
 

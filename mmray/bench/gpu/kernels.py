@@ -33,6 +33,8 @@ KERNEL_KINDS = {
 class ProfiledSteps:
     """Callback of a training loop that profiles 5 steps after the warm-up.
 
+    The loop calls `on_step(step, metrics)`, which starts and stops the profile.
+
     Args:
         device: The device whose kernels, or on a CPU operators, are recorded.
 

@@ -255,7 +255,11 @@ class CsvSource(JsonlSource):
 
 
 class TsvSource(CsvSource):
-    """A .tsv file: tabs, no quoting; images are paths relative to it."""
+    """A .tsv file: tabs, no quoting; images are paths relative to it.
+
+    The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
+    rows of one as RawRow: line, location, and values by column name or a BadRow.
+    """
 
     title = "TSV"
     suffixes: ClassVar[tuple[str, ...]] = (".tsv",)

@@ -21,6 +21,9 @@ class GroupedSource(ListingSource):
     Rows of different splits are not grouped, nor are conversations. The driver reads the source
     once, and its memory grows with the captions.
 
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
+
     Args:
         source: The source, whose images must be paths or URLs.
     """

@@ -176,6 +176,9 @@ class ClassFolders(ListingSource):
     """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image.
 
     The label is the class, and the caption is `caption_template` with the name of the class.
+
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
     """
 
     title = "a folder for each class"
@@ -217,6 +220,9 @@ def _is_medium(name: str) -> bool:
 class ImageTextPairs(ListingSource):
     """Rows of a/b.jpg, or a clip a/b.mp4, with a/b.txt or a/b.jpg.txt, or subtitles a/b.srt, whose
     texts have times; a file without its counterpart is an incomplete row.
+
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
     """
 
     title = "media and text pairs"
@@ -282,6 +288,9 @@ class JsonArraySource(ListingSource):
     """The objects of a JSON array, over any number of lines; images are paths relative to the file.
 
     The array is read one object at a time.
+
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
     """
 
     title = "JSON array"
@@ -348,6 +357,9 @@ class CocoSource(ListingSource):
     the memory. An image without captions gets `caption_template` with the names of its categories
     as its caption. Boxes keep COCO's [x, y, width, height]. Raises DataError if a document is not
     COCO or describes other images than the first.
+
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
     """
 
     title = "COCO"

@@ -277,6 +277,9 @@ class HFSavedSource(ParquetSource):
 
     pyarrow reads its Arrow streams. `datasets` would first copy the complete folder from an object
     store in each process.
+
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
+    and values by column name or a BadRow.
     """
 
     title = "Hugging Face datasets"

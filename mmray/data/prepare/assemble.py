@@ -197,6 +197,8 @@ class PackedRows:
     """Columns of the N rows of all chunks (parts of the source that tasks have packed) in source
     order; digests are memory-mapped.
 
+    `without(dropped)` returns the shards without some rows.
+
     Attributes:
         keys: Digests uint64 [N, 2] of the split and the key, because keys are unique within a
             split.

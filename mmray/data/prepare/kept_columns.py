@@ -22,6 +22,9 @@ class KeptColumns:
     """Collects the columns that `prepare.keep` stores, for the rows of one chunk (a part of the
     source).
 
+    `append(split, values, location)` adds the values of a row, and `write(folder, shard_files)`
+    writes all at the end.
+
     Args:
         has_types: Whether the values of the source have types; the fields of a CSV are texts.
 

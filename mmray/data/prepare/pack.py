@@ -76,6 +76,9 @@ Fetch = Callable[[ImageRef], Future[bytes] | None]
 class PrepareJob:
     """Source, output folder and settings of a prepare.
 
+    `open()` returns the Source, and `digest()` a hash of the settings that determine how rows are
+    packed.
+
     Attributes:
         source: Format and location of the source.
         out: Folder or URI of the set.

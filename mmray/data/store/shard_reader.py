@@ -70,6 +70,9 @@ class ShardReader:
     On an object store, nearby batches share a request. With a cache, a block (a larger range of
     adjacent rows) is fetched completely once, and kept on the local disk.
 
+    `for_each_record_batch(requests, consume)` calls `consume` with each ReadRequest and its
+    pyarrow.RecordBatch.
+
     Args:
         folder: Folder of the prepared set.
         table: Its shards, with the byte offsets of their record batches.

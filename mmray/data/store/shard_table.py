@@ -79,6 +79,8 @@ class TableFile:
     """Location of the file that has the table of the shards (files) of a set. It is pickled in
     place of the table, and another process opens the file.
 
+    `open()` returns the ShardTable.
+
     Args:
         folder: Folder of the set.
         name: File name in it.

@@ -92,6 +92,8 @@ class Row:
     """A stored sample: its media, captions or messages, and its location in the source
     (`file:line`).
 
+    `with_text(index)` returns a row with one of its texts and that text's span.
+
     Attributes:
         key: Name of the row, unique in the set.
         media: Its images, audio and video.

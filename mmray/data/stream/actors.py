@@ -157,6 +157,9 @@ class ActorPool:
 
     Ray ends them with the rank.
 
+    `workers` are the actors; `submit(number, careful)` of each returns a future of a Decoded, with
+    the arrays of the block by column.
+
     Args:
         decoder: Decodes a block (the rows that one actor decodes at a time) by its number; pickled
             once for all actors.

@@ -80,6 +80,8 @@ class PixelMemory:
 
     New memory for each step would cost a page fault every 4 KiB.
 
+    `get(use, shape)` returns an array uint8 of this shape with arbitrary content.
+
     Args:
         pin: Use page-locked (pinned) memory, from which copies to a GPU are faster.
     """

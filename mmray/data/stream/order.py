@@ -131,6 +131,8 @@ class BlockShuffle:
     slice, the rows of a window of blocks are permuted. So the ranks of a node, whose columns are
     adjacent, read their own slices, whatever the number of workers is.
 
+    `epoch_index(positions, ...)` returns which row of the shuffled list each position takes.
+
     Args:
         lanes: Number of lanes.
         rows_per_block: Adjacent rows of a block.
@@ -310,6 +312,9 @@ class SamplePlan:
     A position counts the rows that a run takes, over all workers and through all epochs: position p
     is in step p // global_rows and in epoch p // num_rows.
 
+    `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [rank_rows], and
+    `row_ids_at(positions)` the rows of the set that they take.
+
     Args:
         num_rows: Rows of an epoch.
         global_rows: Rows of a step, over all workers.
@@ -478,6 +483,8 @@ class BlockPlan:
     A block has the rows that a data process decodes at a time: one rank's rows of several steps, or
     a part of its rows of one step. (The blocks of a BlockShuffle are something else.) Blocks are
     assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
+
+    `positions(block)` returns the positions of the rows of a block, int64 [R].
 
     Args:
         plan: The rows of each step.

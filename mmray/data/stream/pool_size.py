@@ -57,6 +57,9 @@ class _Window:
 class PoolSize:
     """Chooses the number of data processes (which read and decode rows) of a rank.
 
+    The rank calls `update` regularly with the time, the seconds that it has waited for rows and the
+    number of running processes; `target` is the decision.
+
     Args:
         minimum: Smallest number of processes, with which the rank starts.
         maximum: Largest number of processes.

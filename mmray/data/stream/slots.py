@@ -64,6 +64,8 @@ class PixelSlots:
 class LentSlot(NamedTuple):
     """A slot that a process of the same node may write to until it returns its result.
 
+    `open()` returns its memory as an array uint8.
+
     Attributes:
         path: File of the memory, in the folder of the process that created it.
         inode: Number of that file: in another container the path may be another file.
@@ -91,6 +93,10 @@ class SlotPool:
     its node that decode for it.
 
     Memory is used from the first write to a slot on, and those that were used last are lent first.
+
+    `lend()` returns a LentSlot, which is passed to a process that writes pixels to it;
+    `receive(slot, num_rows)` then returns them as an array without a copy, and `release(slot)`
+    frees a slot without reading it.
 
     Args:
         num_slots: Largest number of slots.

@@ -162,6 +162,9 @@ class TokenPlan(SamplePlan):
     Each step has the same rows as without a limit of tokens. They are divided among the ranks and
     their micro-batches so that numbers of tokens are similar.
 
+    `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [P], and
+    `micro_batch_sizes(step, rank)` how many of them each micro-batch has.
+
     Args:
         num_tokens: Tokens of each row of the set, uint32 [rows of the set]; of a mixture, set by
             set.

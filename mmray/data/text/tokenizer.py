@@ -84,6 +84,7 @@ class TextEncoder:
         pad_id: Id of the padding token; 0 if the tokenizer has none.
         vocab_size: The largest token id plus 1.
         special_tokens: Special tokens as text, such as `[CLS]`.
+        languages: Languages whose tokens the encoder can put before a caption; () here.
     """
 
     languages: tuple[str, ...] = ()  # languages with a token, see languages.py

@@ -23,6 +23,8 @@ MODEL_CONFIG = "config.json"
 class Family:
     """How the models of transformers with one `model_type` represent their inputs.
 
+    `media_kinds(frames, weights)` returns which of `image`, `video` and `audio` a row may have.
+
     Args:
         pixels: Layout of `pixel_values` of a row: `patches` [patches, channels x values], `images`
             [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`

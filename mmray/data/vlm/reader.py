@@ -48,6 +48,9 @@ class ConversationReader(SetReader):
         prepared: The set or mixture.
         spec: The `model` section, with the weights whose processor encodes the rows.
         max_pixels: Maximum width x height of an image before it is resized.
+
+    Attributes:
+        pixel_shape: None, because rows have pixels of different sizes.
     """
 
     # A block has no column `image` of a fixed shape, which processes could share.

@@ -21,6 +21,8 @@ LATEST = 0.999
 class ProcessorCounter:
     """Counts the tokens of rows with the processor of a model; cheap to pickle.
 
+    `build()` returns the function that counts: from a stored row to its number of tokens, an int.
+
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         limits: Limits by name, as in `model.inputs`: `max_tokens`, `max_pixels`, `min_pixels`,

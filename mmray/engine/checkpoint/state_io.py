@@ -309,6 +309,8 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     """Storage of torch.distributed.checkpoint (DCP): a safetensors file per rank; rank 0 adds
     state.json, meta.json and the checksums.
 
+    DCP calls `prepare_local_plan`, `prepare_global_plan`, `write_data` and `finish`, in this order.
+
     Args:
         path: Folder of the checkpoint.
         values: The state without its tensors, for state.json.
@@ -447,6 +449,8 @@ class CheckpointReader(HuggingFaceStorageReader):
     a local folder or an object store.
 
     torch's class opens local files only, and maps them into memory.
+
+    DCP calls `read_metadata` and `read_data`.
 
     Args:
         path: Folder of the checkpoint.

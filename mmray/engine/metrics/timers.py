@@ -32,6 +32,8 @@ class Throughput:
     callbacks). `add` ends a step, `lap` another activity. The first step of the run is measured
     separately, because it includes compilation, allocation and warm-up.
 
+    `compute(world_size)` returns the times and rates by name, such as `throughput/samples_per_s`.
+
     Attributes:
         timers: Measure the phases of a step, such as `forward`.
         first_step_s: Seconds of the first step of the run; 0 before its end.
@@ -124,6 +126,8 @@ class PhaseTimers:
     The phases are `transfer`, `forward`, `backward`, `sync` and `optimizer`. `sync` has the
     collectives of mmray's step, such as the gathering of embeddings; DDP's communication is part of
     the last backward.
+
+    `pop_s()` returns the seconds by phase since its last call, a dict.
 
     Args:
         device: Device of training.

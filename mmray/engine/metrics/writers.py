@@ -244,6 +244,8 @@ class LogUploader:
     before each checkpoint and at the end. For a run on a local disk, `local_folder` is the run's
     folder and nothing is uploaded.
 
+    `upload_changed()` uploads what has changed, and `close()` the rest.
+
     Args:
         folder: Folder of the run.
         notify: Called with (label, warning) if an upload fails; the label is the word to print

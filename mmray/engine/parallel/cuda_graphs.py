@@ -333,6 +333,9 @@ class CudaRecorder:
     Graphs of one recorder share memory, so a repetition must have ended before the next one, also
     of another function, starts.
 
+    `record(function)` returns the result of `function()`, and a function without arguments that
+    repeats its kernels.
+
     Args:
         device: The GPU.
     """

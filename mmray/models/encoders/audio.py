@@ -54,6 +54,10 @@ class LogMel(nn.Module):
 
     Args:
         rate: Samples per second.
+
+    Attributes:
+        window: Hann window of a spectrum, float32 [W].
+        filters: Weights of the frequencies in each band, float32 [W // 2 + 1, 64].
     """
 
     window: Tensor

@@ -36,6 +36,9 @@ class CrossEncoder(nn.Module):
         text_width: Width of the text features.
         num_positions: Number of positions N of features that have no positions of their own, such
             as the feature map of an image; 0: the features have them.
+
+    Attributes:
+        position: Learned positions of the other modalities [1, N, W]; None if `num_positions` is 0.
     """
 
     position: nn.Parameter | None

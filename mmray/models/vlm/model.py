@@ -62,6 +62,10 @@ class Vlm(nn.Module):
         architecture: None: load the weights that `spec` names. Otherwise what `architecture()` of
             the same model returned: the model has random weights, because the caller loads them.
 
+    Attributes:
+        mean, std: Of the channels of the pixels of images, float [3].
+        video_mean, video_std: The same of videos.
+
     Raises:
         UsageError: The weights cannot be loaded, or are not supported.
     """
