@@ -1,6 +1,7 @@
 """Fixtures of all tests: a local Ray, an S3 server, and optional real data."""
 
 import gc
+import logging
 import os
 import random
 import shutil
@@ -199,10 +200,13 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Take the objects of imported modules and of collected tests out of garbage collections, each
-    of which would visit some million objects.
+    of which would visit some million objects, and switch off traces of torch's compiler.
     """
     gc.collect()
     gc.freeze()
+    # torch writes traces of each compilation to this logger if it has a handler, and pytest adds
+    # handlers to loggers that do not propagate.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -211,9 +215,13 @@ def pytest_runtest_setup():
     that needs a fixture of its module, which draws before it.
     """
     random.seed(0)
-    for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
-        if name in sys.modules:
-            getattr(sys.modules[name], seed)(0)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(0)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        # Without a GPU, torch.manual_seed would keep a stack trace of each call.
+        seeds = torch if torch.cuda.is_initialized() else torch.default_generator
+        seeds.manual_seed(0)
 
 
 def pytest_sessionfinish():
