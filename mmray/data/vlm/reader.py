@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 from PIL import Image
+from safetensors.numpy import load, save
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
@@ -30,7 +30,6 @@ from mmray.data.vlm.video import Clip
 if TYPE_CHECKING:
     from mmray.config import Vlm as VlmConfig
 
-ALIGNMENT = 8  # bytes, of each array in the buffer
 # Bytes of a token in a block: Qwen3-VL has 4 patches of 1,536 values for a token of an image.
 BYTES_PER_TOKEN = 6000
 
@@ -223,18 +222,9 @@ def read_clip(
 
 
 def _pack_row(row: EncodedRow) -> bytes:
-    """Return the arrays of a row as bytes: the length of a header, the header (names, types and
-    shapes as JSON), and the arrays.
-    """
     arrays = {"input_ids": row.input_ids, "loss_mask": row.loss_mask} | row.images
-    header = orjson.dumps([[name, each.dtype.str, each.shape] for name, each in arrays.items()])
-    parts = [np.array([len(header)], np.int64).tobytes(), _aligned(header)]
-    parts += [_aligned(np.ascontiguousarray(each).tobytes()) for each in arrays.values()]
-    return b"".join(parts)
-
-
-def _aligned(data: bytes) -> bytes:
-    return data + bytes(-len(data) % ALIGNMENT)
+    # Arrays that are not contiguous would be saved wrongly.
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
@@ -251,13 +241,5 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
 
 
 def _unpack_row(data: bytes) -> EncodedRow:
-    record = np.frombuffer(bytearray(data), np.uint8)  # writable, as torch needs it
-    length = int(record[:8].view(np.int64)[0])
-    header: list[Any] = orjson.loads(record[8 : 8 + length].tobytes())
-    at = 8 + length + -length % ALIGNMENT
-    arrays = {}
-    for name, dtype, shape in header:
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        arrays[name] = record[at : at + num_bytes].view(dtype).reshape(shape)
-        at += num_bytes + -num_bytes % ALIGNMENT
+    arrays = dict(sorted(load(data).items()))  # `load` returns them in random order
     return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_mask"), arrays)
