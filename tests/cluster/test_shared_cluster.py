@@ -155,7 +155,7 @@ class PacedRank:
         ) as blocks:
             next_s = time.monotonic()
             for _ in blocks:
-                self.waited_s, self.size = blocks.waited_s, len(blocks._map._pool.workers)
+                self.waited_s, self.size = blocks.waited_s, len(blocks._pool.workers)
                 if self.stopped.is_set():
                     return
                 # A step that takes 91 ms starts when its rows are there.

@@ -7,7 +7,7 @@ its step. The training process receives only the small columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,7 @@ MAX_SLOTS_MB = 2000.0
 MAX_CRASHES = 5
 
 
-class LocalBlocks:
+class LocalBlocks(RankBlocks):
     """The rows of a worker without Ray, decoded by child processes (data processes).
 
     Iterating yields blocks in sample order: arrays of R rows by column, such as `input_ids` int32
@@ -58,6 +58,7 @@ class LocalBlocks:
     ) -> None:
         blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, block_mb)
         self._blocks_per_step = blocks.blocks_per_step
+        self._num_blocks = 0  # that were returned
         rows = start.plan.rank_rows * blocks.steps_per_block
         # One block that is awaited, and two of each process: one in work, one that follows.
         in_flight = 2 * num_processes + 1
@@ -81,7 +82,7 @@ class LocalBlocks:
         decoder = BlockDecoder(reader, blocks, self._slots)
         pool = ChildPool(decoder, min(num_processes, blocks.count), in_flight, on_crash)
         # Never late: a process that is replaced could still write to a slot that is used again.
-        self._parts = RankBlocks(blocks, rank, pool, late_s=None)
+        super().__init__(blocks, rank, pool, late_s=None)
 
     @property
     def pixels(self) -> np.ndarray | None:
@@ -92,30 +93,16 @@ class LocalBlocks:
         """
         return None if self._slots is None else self._slots.pixels
 
-    def __iter__(self) -> Iterator[Block]:
-        parts: list[Block] = []
-        num_blocks = 0
-        for part in self._parts:
-            parts.append(part)
-            if len(parts) < self._blocks_per_step:
-                continue
-            block = join_blocks(parts)
-            if self._slots is not None:
-                slot = self._slots.pixels[num_blocks % len(self._slots.pixels)]
-                block["image"] = slot[: len(block["pos"])]
-            yield block
-            parts = []
-            num_blocks += 1
-
-    def interrupt(self) -> None:
-        """Kill the processes that decode rows, and end the iteration; may be called from another
-        thread.
-
-        A thread that waits for the next rows gets StopIteration, so its loop ends.
-        """
-        self._parts.interrupt()
+    def __next__(self) -> Block:
+        next_part = super().__next__
+        block = join_blocks([next_part() for _ in range(self._blocks_per_step)])
+        if self._slots is not None:
+            slot = self._slots.pixels[self._num_blocks % len(self._slots.pixels)]
+            block["image"] = slot[: len(block["pos"])]
+        self._num_blocks += 1
+        return block
 
     def close(self) -> None:
         """End the processes that read and decode rows; no thread may be iterating."""
-        self._parts.interrupt()
-        self._parts.close()
+        self.interrupt()
+        super().close()
