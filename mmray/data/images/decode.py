@@ -14,13 +14,17 @@ from importlib.util import find_spec
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, PngImagePlugin
 
 from mmray.data.images.formats import NAMES, detect_format
 
 # Another library in the process may have set this. A truncated JPEG would then decode to mostly
 # gray pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
+# Bytes of one text or color profile of a PNG, and of all texts. Pillow's limits (1 and 64 MiB)
+# refuse images of common editors.
+PngImagePlugin.MAX_TEXT_CHUNK = 64 << 20
+PngImagePlugin.MAX_TEXT_MEMORY = 256 << 20
 # Pillow warns of damaged EXIF, which does not affect the pixels, and of sizes, which `max_pixels`
 # limits. Each message contains numbers from the file, so Python would print and remember one
 # warning per file.
@@ -50,10 +54,6 @@ _MARKER = 0xFF
 _START_OF_SCAN = 0xDA
 _APP1 = 0xE1
 _APP2 = 0xE2
-# Keywords of the texts of a PNG in which ImageMagick and Adobe store EXIF, and their maximum size.
-_ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
-_MAX_ORIENTATION_TEXT = 65536
-_METADATA_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")  # of a PNG
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
 # pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
@@ -194,8 +194,6 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if decoder == "HEIF" and not _register_heif():
         raise BadImage("format", "HEIF (HEIC) needs an extra: pip install 'mmray[heif]'")
-    if decoder == "PNG" and any(kind in data for kind in _METADATA_CHUNKS):
-        data = _without_metadata(data)
     try:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -329,25 +327,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     canvas = Image.new("RGB", image.size, WHITE)
     canvas.paste(rgba, mask=rgba.getchannel("A"))
     return canvas
-
-
-def _without_metadata(data: bytes) -> bytes:
-    """Return a PNG without texts and color profiles, which Pillow refuses if they are large.
-
-    Short texts that may hold the EXIF orientation stay.
-    """
-    kept = [data[:8]]
-    start = 8
-    while start + 12 <= len(data):
-        length = int.from_bytes(data[start : start + 4], "big")
-        kind = data[start + 4 : start + 8]
-        end = start + 12 + length
-        text = data[start + 8 : start + 8 + _MAX_ORIENTATION_TEXT]
-        has_orientation = length < _MAX_ORIENTATION_TEXT and text.startswith(_ORIENTATION_TEXTS)
-        if kind not in _METADATA_CHUNKS or has_orientation:
-            kept.append(data[start:end])
-        start = end
-    return data if len(kept) == 1 else b"".join([*kept, data[start:]])
 
 
 def _check_png_chunks(data: bytes) -> None:
