@@ -34,17 +34,35 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
-FIT = {
-    "squash": "Squashed to",
-    "crop": "Center-cropped and resized to",
-    "pad": "Padded with white and resized to",
-}
 EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 FILE_NAMES = "mmray_files"  # key in config.json with the names of all files of an export
 
 
 _SIGLIP_TOKENS = 64
-_TRANSFORMERS_CALL = """pixels agree up to rounding and half a pixel of a crop:
+_CARD = """---
+library_name: mmray
+tags: [retrieval, zero-shot]
+---
+
+# {name}
+
+A model of kind {kind}, trained and exported by mmray. Similarities are dot products of embeddings.
+
+```python
+import mmray
+model = mmray.load("{name}")
+scores = {call}
+```
+
+Preprocessing of images and media, and the maximum number of tokens: `model.inputs` in
+`config.json`.
+"""
+_IMAGE_CALL = """\
+model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T"""
+_MEDIA_CALL = """\
+model.embed_{kind}(["clip.mp4"], [(0.0, {seconds:g})]) @ model.embed_texts(["a red circle"]).T"""
+_TRANSFORMERS_CALL = """
+In transformers pixels agree up to rounding and half a pixel of a crop:
 
 ```python
 from PIL import Image
@@ -103,9 +121,7 @@ def export(
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
     files: dict[str, Any] = {
-        CARD: model_card(
-            out.name, spec, sum(p.numel() for p in model.parameters()), hf is not None
-        ),
+        CARD: _model_card(out.name, spec, hf is not None),
         TOKENIZER: tokenizer,
         TOKENIZER_CONFIG: tokenizer_config,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
@@ -322,101 +338,17 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
     return shape | {"do_convert_rgb": True} | resize | rescale | normalize
 
 
-def model_card(
-    name: str, spec: dict[str, Any], num_parameters: int, opens_in_transformers: bool
-) -> str:
-    """Return the text of the README.md of an exported model.
-
-    Args:
-        name: Name of the model, its title.
-        spec: The `model` section as JSON values: `kind` and `inputs` are read.
-        num_parameters: Number of its parameters.
-        opens_in_transformers: Whether transformers has a class for the model.
-    """
+def _model_card(name: str, spec: dict[str, Any], opens_in_transformers: bool) -> str:
+    """Return the text of the README.md of an exported model."""
     inputs = spec["inputs"]
+    call = _IMAGE_CALL
     if "clip_s" in inputs:
-        return _clip_card(name, spec, num_parameters)
-    side = spec["inputs"]["image_side"]
-    texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
-    if pattern := inputs.get("language_token"):
-        texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
-    processor = (
-        "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half "
-        "a pixel of a crop."
-    )
-    if inputs["fit"] == "pad":
-        processor = (
-            "no image processor pads with white; do so, and normalize with mean and std "
-            "of `config.json`."
-        )
-    in_transformers = (
-        f'In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`; {processor}'
-    )
+        kind = "audio" if inputs["audio_rate"] else "video"
+        call = _MEDIA_CALL.format(kind=kind, seconds=inputs["clip_s"])
+    card = _CARD.format(name=name, kind=spec["kind"], call=call)
     if opens_in_transformers and inputs["fit"] != "pad":
-        in_transformers = f"In transformers, whose {_TRANSFORMERS_CALL.format(name=name)}"
+        card += _TRANSFORMERS_CALL.format(name=name)
         # Its pipeline cuts texts of SigLIP at 64 tokens, and takes no fewer.
         if spec["kind"] == "clip" or inputs["max_tokens"] == _SIGLIP_TOKENS:
-            in_transformers += _PIPELINE_CALL.format(name=name)
-    return f"""---
-library_name: mmray
-tags: [image-text, retrieval, zero-shot]
----
-
-# {name}
-
-An image-text model; similarities are dot products. Kind {spec["kind"]}, {num_parameters:,}
-parameters, exported by mmray.
-
-```python
-import mmray
-model = mmray.load("{name}")
-scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T
-```
-
-- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels
-  ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
-- Texts: {texts}
-- {in_transformers}
-"""
-
-
-def _clip_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """Return the README.md of a model of audio, video and texts."""
-    inputs = spec["inputs"]
-    rate = inputs["audio_rate"]
-    frames = inputs["frames"]
-    seconds = f"{inputs['clip_s']:g}"
-    side = inputs["image_side"]
-    lines = []
-    if rate:
-        lines.append(
-            f"- Audio, or the sound of videos: one channel of {rate:,} samples a second, in a\n"
-            f"  span (start, end), of which at most {seconds} s are used; or the complete file."
-        )
-    if frames:
-        spacing = f"{inputs['frame_rate']:g} a second" if inputs["frame_rate"] else "equally spaced"
-        lines.append(
-            f"- Video: up to {frames} frames, {spacing}, in the same span. {FIT[inputs['fit']]}\n"
-            f"  {side} x {side} pixels ({inputs['interpolation']}). `embed_images` takes images."
-        )
-    kinds = ", ".join(each for each, on in (("audio", rate), ("video", frames)) if on)
-    call = "embed_audio" if rate else "embed_video"
-    return f"""---
-library_name: mmray
-tags: [{kinds}, retrieval]
----
-
-# {name}
-
-A model of {kinds} and texts; similarities are dot products. Kind {spec["kind"]},
-{num_parameters:,} parameters, exported by mmray. It needs `pip install 'mmray[media]'`.
-
-```python
-import mmray
-model = mmray.load("{name}")
-scores = model.{call}(["clip.mp4"], [(0.0, {seconds})]) @ model.embed_texts(["a red circle"]).T
-```
-
-{chr(10).join(lines)}
-- Texts: up to {inputs["max_tokens"]} tokens; longer ones are truncated.
-"""
+            card += _PIPELINE_CALL.format(name=name)
+    return card
