@@ -8,7 +8,7 @@ because data processes import it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,10 +26,16 @@ class ExtraColumns(Protocol):
 
     A model reads them if a setting in its `model.inputs` is not zero, such as `max_boxes`.
 
-    A class implements the four methods. For a block of R rows, a dict of arrays [R, ...] by column
+    A class implements the three methods. For a block of R rows, a dict of arrays [R, ...] by column
     name, `empty` creates the columns and `set_row` writes one row; `to_batch` converts them to the
-    columns that the model reads, and `synthetic` returns columns without data.
+    columns that the model reads.
+
+    Attributes:
+        counts: Names of the columns with a number of values, such as `num_boxes`, to the columns
+            that have these values, such as `boxes` [R, M, 4].
     """
+
+    counts: ClassVar[dict[str, str]]
 
     def empty(self, num_rows: int) -> Block:
         """Return the columns of several rows (a block) that have no values, such as rows without
@@ -75,17 +81,6 @@ class ExtraColumns(Protocol):
         Returns:
             Arrays [B, ...] by name, such as `boxes`, `box_labels` and `box_mask`, without padding
             that no row of the batch needs.
-        """
-        ...
-
-    def synthetic(self, num_rows: int) -> Block:
-        """Return columns for synthetic rows, with as many values in each row as a row can have.
-
-        Args:
-            num_rows: Number of rows.
-
-        Returns:
-            Arrays [num_rows, ...] by column name, such as `boxes`, `box_labels` and `num_boxes`.
         """
         ...
 

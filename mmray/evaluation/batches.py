@@ -216,7 +216,7 @@ class EvalBatches:
         data = self.data
         try:
             data.check_decodable(record)
-            image = data.reader.decode_row(0, record, None)  # no cache, no augmentation
+            image = data.reader.decode_row(record, None)  # no augmentation
         except ROW_ERRORS as error:
             return error
         columns: Block = {}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmray.data.columns import extra_columns
+from mmray.data.columns import ExtraColumns, extra_columns
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
     from mmray.config import Model as ModelConfig
+
+FILLS = {"boxes": (0, 0, 1, 1), "box_labels": 0, "has_text": True}
 
 
 def synthetic_rows(
@@ -70,6 +73,20 @@ def synthetic_batch(
         "pos": torch.arange(rows),
     }
     for extra in extra_columns(inputs):
-        columns = extra.to_batch(extra.synthetic(rows))
+        columns = extra.to_batch(_synthetic_columns(extra, rows, seed))
         batch |= {name: torch.from_numpy(column) for name, column in columns.items()}
     return {name: column.to(device) for name, column in batch.items()}
+
+
+def _synthetic_columns(extra: ExtraColumns, rows: int, seed: int) -> dict[str, np.ndarray]:
+    """Return further columns with as many values in each row as a row can have."""
+    draw = np.random.default_rng(seed)
+    columns = extra.empty(rows)
+    for name, column in columns.items():
+        if name in extra.counts:
+            column[:] = columns[extra.counts[name]].shape[1]
+        elif name in FILLS:
+            column[:] = FILLS[name]
+        else:  # pixels and samples
+            column[:] = draw.integers(0, 256, column.shape, column.dtype)
+    return columns

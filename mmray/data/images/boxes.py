@@ -6,7 +6,7 @@ square in a batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class BoxColumns:
         inputs: The `model.inputs` section; M is its `max_boxes`.
         augment: The augmentation of the pixels; None for none.
     """
+
+    counts: ClassVar = {"num_boxes": "boxes"}
 
     def __init__(self, inputs: Inputs, augment: Augment | None = None) -> None:
         self.inputs = inputs
@@ -117,19 +119,6 @@ class BoxColumns:
             "box_labels": rows["box_labels"][:, :most],
             "box_mask": np.arange(most) < num_boxes[:, None],
         }
-
-    def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return box columns with the maximum number of boxes in each row, for synthetic batches.
-
-        Returns:
-            `boxes` float32 [num_rows, M, 4] of (0, 0, 1, 1), `box_labels` int64 [num_rows, M] of
-            zeros and `num_boxes` int32 [num_rows] of M; M is `max_boxes`.
-        """
-        columns = self.empty(num_rows)
-        columns["boxes"][:] = [0, 0, 1, 1]
-        columns["box_labels"][:] = 0
-        columns["num_boxes"][:] = self.inputs.max_boxes
-        return columns
 
 
 def to_model_coords(

@@ -7,12 +7,11 @@ from (seed, pass over the set, key).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from mmray.data.images.decode import MAX_PIXELS, decode
-from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.images.decode import decode
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.media.decode import BadMedia, read_audio, read_frames, read_header
 
@@ -155,11 +154,11 @@ class ClipColumns:
         augment: Augmentation of the frames, which is equal for all frames of a clip; None for none.
     """
 
+    counts: ClassVar = {"num_frames": "video", "num_samples": "audio"}
+
     def __init__(self, inputs: ClipInputs, augment: Augment | None = None) -> None:
         self.inputs = inputs
         self.augment = augment
-        # A child process that first decodes each medium, after a worker crashed.
-        self.subprocess_decoder: SubprocessDecoder | None = None
 
     def empty(self, num_rows: int) -> dict[str, np.ndarray]:
         """Return the columns of rows without video, audio and text.
@@ -210,8 +209,6 @@ class ClipColumns:
             if media.kind in by_kind:
                 raise BadMedia(f"{media.kind}-count", f"the row has several media: {media.kind}")
             by_kind[media.kind] = media
-            if self.subprocess_decoder is not None and media.kind != "image":
-                self.subprocess_decoder.check_media(media.data, media.kind, MAX_PIXELS)
         place, phase = (0.5, 0.5) if uniforms is None else uniforms[NUM_UNIFORMS:].tolist()
         window = clip_window(row, self.inputs.clip_s, place)
         frames = self._frames(by_kind, window, phase, uniforms)
@@ -274,24 +271,3 @@ class ClipColumns:
                 batch[count] = rows[count].astype(np.int64)
                 batch[present] = rows[count] > 0
         return batch
-
-    def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return columns of random clips of the maximum length, for runs without data.
-
-        Args:
-            num_rows: Number of rows, R.
-
-        Returns:
-            Arrays [R, ...] by name, such as `video` uint8 [R, F, 3, S, S] and `num_frames` int32
-            [R].
-        """
-        columns = self.empty(num_rows)
-        draw = np.random.default_rng(0)
-        columns["has_text"][:] = True
-        if "video" in columns:
-            columns["video"] = draw.integers(0, 256, columns["video"].shape, np.uint8)
-            columns["num_frames"][:] = columns["video"].shape[1]
-        if "audio" in columns:
-            columns["audio"] = draw.integers(-9999, 9999, columns["audio"].shape, np.int16)
-            columns["num_samples"][:] = columns["audio"].shape[1]
-        return columns

@@ -79,8 +79,6 @@ class BlockDecoder:
             self._subprocess_decoder = SubprocessDecoder()
         decoder = self._subprocess_decoder if careful else None
         self.reader.subprocess_decoder = decoder
-        for extra in getattr(self.reader, "extra_columns", ()):
-            extra.subprocess_decoder = decoder
         crashes = 0 if decoder is None else decoder.num_crashes
         positions = self.blocks.positions(number)
         if self.slots is not None:

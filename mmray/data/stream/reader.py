@@ -17,13 +17,13 @@ import numpy as np
 
 from mmray.data.columns import extra_columns
 from mmray.data.images.boxes import NO_LABEL
-from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
 from mmray.data.media.clips import NUM_CLIP_UNIFORMS, ClipColumns
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.stored_row import Row, hash_key
+from mmray.data.store.stored_row import Media, Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import (
@@ -157,16 +157,32 @@ class SetReader(ABC):
         return not in_first_window
 
     @abstractmethod
-    def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used for training; images are decoded in a child
-        process.
+    def encode_row(self, row: Row) -> Any:
+        """Decode a stored row and compute the inputs of the model.
 
         Args:
-            row: A stored row: its key, images, and texts or messages.
+            row: A stored row: its key, media, and texts or messages.
+
+        Raises:
+            Exception: The row cannot be used; one of the types in `row_errors`.
+        """
+
+    def check_row(self, row: Row) -> None:
+        """Check whether a stored row can be used; its media are decoded in a child process first.
+
+        Args:
+            row: A stored row: its key, media, and texts or messages.
 
         Raises:
             Exception: The reason, one of the types in `row_errors`.
         """
+        outside = self.subprocess_decoder
+        self.subprocess_decoder = SubprocessDecoder()
+        try:
+            self.encode_row(row)
+        finally:
+            self.subprocess_decoder.close()
+            self.subprocess_decoder = outside
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Read a row again that could not be used, and return the reason for quarantine.jsonl.
@@ -227,10 +243,9 @@ class RowReader(SetReader):
         self.extra_columns = extra_columns(self.inputs, self.augment)
         # Frames and samples instead of one image.
         self.takes_clips = any(isinstance(extra, ClipColumns) for extra in self.extra_columns)
-        # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
-        self.image_cache: dict[int, DecodedImage] | None = (
-            {} if fits and self.augment is None else None
-        )
+        # Hits would be rare if only some of the images fit.
+        self._keeps_images = fits and self.augment is None and not self.takes_clips
+        self._kept_images: dict[int, Block] = {}  # encoded, by row
         self.encoder = build_encoder(tokenizer_json, self.inputs)
 
     @property
@@ -282,21 +297,23 @@ class RowReader(SetReader):
         columns: Block = {}
         for extra in self.extra_columns:
             columns |= extra.empty(len(rows))
+        if pixels is not None:
+            columns["image"] = pixels
         for index, row in enumerate(rows):
-            if row is not None and row.checksum_ok:
-                with suppress(BadImage):
-                    image_size = (0, 0)
-                    if pixels is not None:
-                        image = self.decode_row(int(row_ids[index]), row, uniforms[index])
-                        pixels[index] = image.pixels
-                        image_size = image.image_size
-                    row_of_text = row.with_text(chosen[index]) if self.takes_clips else row
-                    for extra in self.extra_columns:
-                        extra.set_row(columns, index, row_of_text, image_size, uniforms[index])
-                    valid[index] = True
+            if row is None or not row.checksum_ok:
+                continue
+            row_id = int(row_ids[index])
+            with suppress(BadImage):
+                encoded = self._kept_images.get(row_id)
+                if encoded is None:
+                    encoded = self.encode_row(row, chosen[index], uniforms[index])
+                if self._keeps_images:
+                    self._kept_images[row_id] = encoded
+                for name, column in columns.items():
+                    column[index] = encoded[name][0]
+                valid[index] = True
         if pixels is not None:
             pixels[~valid] = 0
-            columns["image"] = pixels
         input_ids, num_tokens = self.encoder.encode(
             [choices[n] for choices, n in zip(texts, chosen, strict=True)]
         )
@@ -309,33 +326,43 @@ class RowReader(SetReader):
             | columns
         )
 
-    def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used; its image is decoded in a child process.
+    def encode_row(self, row: Row, choice: int = 0, uniforms: np.ndarray | None = None) -> Block:
+        """Decode the image or the clip of a stored row.
 
         Args:
-            row: A stored row: its key, images, and texts or messages.
+            row: The stored row.
+            choice: Index of the text to use, whose span a clip is cut to.
+            uniforms: Random numbers in [0, 1) of its augmentation and clip, float64
+                [NUM_CLIP_UNIFORMS (51)]; None: no augmentation, and the middle of the span.
+
+        Returns:
+            `image` uint8 [1, 3, S, S], for the image side S of the model; not for clips. The
+            further columns that the model's inputs ask for, such as `boxes` float32 [1, M, 4], or
+            `video` uint8 [1, F, 3, S, S] and `audio` int16 [1, N].
 
         Raises:
-            BadImage: The row has not one image, or it cannot be decoded.
+            BadImage: The row has not one image, or several media of a kind, or one cannot be
+                decoded.
         """
-        decoder = SubprocessDecoder()
-        if not self.takes_clips:
-            decoder.check(row.image, self.max_pixels)
-            return
-        for media in row.media:
-            if media.kind == "image":
-                decoder.check(media.data, self.max_pixels)
-            else:
-                decoder.check_media(media.data, media.kind, self.max_pixels)
-        # Also what a check of the file does not find, such as two videos in a row.
+        columns: Block = {}
+        image_size = (0, 0)
+        if self.takes_clips:
+            row = row.with_text(choice)
+            if self.subprocess_decoder is not None:
+                _check_media(row.media, self.subprocess_decoder)
+        else:
+            image = self.decode_row(row, uniforms)
+            columns["image"] = image.pixels[None]
+            image_size = image.image_size
         for extra in self.extra_columns:
-            extra.set_row(extra.empty(1), 0, row.with_text(0), (0, 0), None)
+            columns |= extra.empty(1)
+            extra.set_row(columns, 0, row, image_size, uniforms)
+        return columns
 
-    def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
+    def decode_row(self, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
         """Return the model input of the image of a row.
 
         Args:
-            row_id: Number of the row in the set, for the cache of images.
             row: The stored row, with one image.
             uniforms: Random numbers in [0, 1) that determine its augmentation, float64
                 [NUM_UNIFORMS (49)]; None: no augmentation.
@@ -347,19 +374,22 @@ class RowReader(SetReader):
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.
         """
-        if self.image_cache is not None and row_id in self.image_cache:
-            return self.image_cache[row_id]
         if self.subprocess_decoder is not None:
             self.subprocess_decoder.check(
                 row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
             )
         rgb = decode(row.image, self.max_pixels)
         height, width = rgb.shape[:2]
-        pixels = transform(rgb, self.inputs, self.augment, uniforms)
-        image = DecodedImage(pixels, (width, height))
-        if self.image_cache is not None:
-            self.image_cache[row_id] = image
-        return image
+        return DecodedImage(transform(rgb, self.inputs, self.augment, uniforms), (width, height))
+
+
+def _check_media(media: Sequence[Media], decoder: SubprocessDecoder) -> None:
+    """Decode the media of a clip in a child process. Raises BadImage."""
+    for each in media:
+        if each.kind == "image":
+            decoder.check(each.data, MAX_PIXELS)
+        else:
+            decoder.check_media(each.data, each.kind, MAX_PIXELS)
 
 
 def row_columns(

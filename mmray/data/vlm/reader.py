@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.numpy import load, save
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
-from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.clips import choose_window, full_span
 from mmray.data.media.decode import read_audio, read_frames
 from mmray.data.store.mixture import PreparedMixture
@@ -168,24 +167,6 @@ class ConversationReader(SetReader):
         """
         messages = row.conversations(self.question)[choice]
         return self.encoder.encode(messages, self.media_of(row, choice, phase))
-
-    def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used; its media are decoded in a child process first.
-
-        Args:
-            row: A stored row: its key, media, and texts or messages.
-
-        Raises:
-            BadImage: A medium cannot be decoded.
-            RowError: The model cannot be trained on the row.
-        """
-        outside = self.subprocess_decoder
-        self.subprocess_decoder = SubprocessDecoder()
-        try:
-            self.encode_row(row)
-        finally:
-            self.subprocess_decoder.close()
-            self.subprocess_decoder = outside
 
 
 def read_clip(

@@ -154,11 +154,10 @@ def test_a_model_without_video_or_audio_has_no_such_columns(prepared: PreparedSe
 
 def test_clips_are_checked_in_a_child_process_after_a_crash(prepared: PreparedSet) -> None:
     reader = RowReader(prepared, INPUTS, prepared.tokenizer_json or "", 10**6)
-    [clips] = reader.extra_columns
-    clips.subprocess_decoder = SubprocessDecoder()  # type: ignore[attr-defined]
+    reader.subprocess_decoder = SubprocessDecoder()
     block = reader.read_block(plan_of(), np.arange(8))
     assert block["valid"].sum() == 6
-    clips.subprocess_decoder.close()  # type: ignore[attr-defined]
+    reader.subprocess_decoder.close()
 
 
 def test_frames_by_rate() -> None:
