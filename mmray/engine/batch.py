@@ -122,8 +122,9 @@ def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) 
         max_row_tokens: Maximum number of tokens of a row; used only with `batch.tokens`.
 
     Returns:
-        Global batch size and micro-batch size in rows and number of workers; whether the
-        micro-batch is to be searched (`auto`).
+        A BatchShape: `global_batch_size` and `micro_batch_size` in rows, `world_size`, `auto`
+        (whether the micro-batch is to be searched) and `micro_tokens` (with `batch.tokens`, most
+        tokens of a micro-batch; otherwise None).
 
     Raises:
         UsageError: The settings contradict each other, or too few are given.

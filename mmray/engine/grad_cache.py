@@ -133,8 +133,9 @@ def build_grad_cache(
         stop: This rank's request to end the run, reduced with the counts.
 
     Returns:
-        Micro-batches (with hard negatives), counts and weights of the losses, and cached gradients,
-        for the second pass.
+        A GradCache: `micro_batches` (with the columns of hard negatives), `gradients` (of the loss
+        over all rows at the outputs, by name, for each micro-batch), `means` (metrics so far by
+        name), `stop_requests` and others.
     """
     group = state.group
     parts = state.parts
@@ -406,9 +407,9 @@ def compute_pairwise_loss(
         group: The ranks.
 
     Returns:
-        The loss sum of this rank's rows, the sums of metrics by name, and the gradients by name at
-        this rank's outputs [B, ...] and the scalars. The gradient at a gathered output is of the
-        weighted losses of all ranks, the others of this rank's.
+        A GlobalLossResult: `loss_sum` of this rank's rows, `metric_sums` by name, and `gradients`
+        by name, at this rank's outputs [B, ...] and the scalars. The gradient at a gathered output
+        is of the weighted losses of all ranks, the others of this rank's.
     """
     remote_names = objective.remote_outputs
     local = {name: leaf for name, leaf in leaves.items() if name not in remote_names}

@@ -269,7 +269,8 @@ def stack_of_thread(thread_id: int) -> list[FrameSummary]:
         thread_id: Number of the thread, as threading.get_ident returns it.
 
     Returns:
-        File, line and function of each call; empty if no scratch file can be created.
+        For each call a traceback.FrameSummary with `filename`, `lineno` and `name` (function);
+        empty if no scratch file can be created.
     """
     try:
         in_memory = hasattr(os, "memfd_create")

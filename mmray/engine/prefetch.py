@@ -92,8 +92,9 @@ def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
             order).
 
     Returns:
-        The micro-batches (one without a valid row gets a dummy row), the keys of the rows, the
-        sizes with invalid rows, and numbers of tokens for the padding metrics.
+        A LocalBatch: `micro_batches` (tensors [B, ...] by column; one without a valid row has a
+        dummy row), `is_dummy`, `keys` of the valid rows, `sizes` with invalid rows, and
+        `token_counts` for the padding metrics.
     """
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]

@@ -178,8 +178,8 @@ class TrainState:
 
     @cached_property
     def parts(self) -> ObjectiveParts:
-        """The loss over rows of all ranks and the loss that is a sum over rows, of the objective;
-        None for a missing one.
+        """The objective as ObjectiveParts: `global_loss`, over rows of all ranks, and `local_loss`,
+        a sum over rows; None for a missing one.
         """
         return split_objective(self.objective)
 

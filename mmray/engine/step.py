@@ -82,8 +82,9 @@ def accumulate_gradients(
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
-        The metrics of the step, the micro-batches with their hard negatives, and how many ranks
-        requested the end.
+        A GradCache, for `apply_update`: `means` (`loss` and metrics by name, this rank's part of
+        the mean), `scalars` (scalar outputs by name), `stop_requests` (how many ranks requested the
+        end) and others.
     """
     first_outputs: Outputs | None = None
     embeddings: Outputs = {}

@@ -180,8 +180,9 @@ class EvalBatches:
         rows is omitted.
 
         Yields:
-            A list with (index in the set, row) of each readable row of a batch, at least one. A row
-            has pixels uint8 [3, S, S], texts, label, hash of the image and further columns.
+            A list with (index in the set, EvalRow) of each readable row of a batch, at least one.
+            An EvalRow has `pixels` uint8 [3, S, S], `texts`, `label`, `image_hash` and `columns`
+            (further inputs).
         """
         self.skipped.clear()
         rows = self.rows
@@ -256,6 +257,10 @@ def read_intact(prepared: PreparedSet, numbers: np.ndarray) -> list[Row | Except
     Args:
         prepared: The set.
         numbers: Indices of the rows, int64.
+
+    Returns:
+        For each index a Row (`key`, `media` with encoded bytes, `texts` or `messages` and others),
+        or the exception.
     """
     return [
         row

@@ -235,7 +235,8 @@ def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
     """Compare generated answers with the correct ones.
 
     Args:
-        answers: One generated answer per row, with the correct ones.
+        answers: For each row an Answer: `number` of the row, `references` (correct answers) and
+            `text` (generated).
 
     Returns:
         `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
@@ -258,7 +259,8 @@ def answer_examples(
     over the set.
 
     Args:
-        answers: Generated answers, sorted by row.
+        answers: Generated answers, sorted by row: `number` of the row, `references` (correct
+            answers) and `text`.
         prepared: The set.
         question: User message of rows that only have captions.
 

@@ -203,8 +203,9 @@ def steps_in_lockstep(
             embed its captions.
 
     Yields:
-        A batch or None, and the number of calls that every rank makes in this step: the largest
-        one that a rank needs. None as the number if the model is not sharded.
+        A Step: `batch`, or None for a rank that has no batches left, and `num_calls`, the number of
+        calls that every rank makes in this step: the largest one that a rank needs; None if the
+        model is not sharded.
     """
     if not in_lockstep(model, group):
         for batch in batches:

@@ -109,7 +109,8 @@ class RankedDirection(NamedTuple):
         ranks: Rank of the correct result of each of Q queries, int64 [Q]; 1 is the top.
         queries: The Q queries.
         gallery: The G items that are searched.
-        is_correct: Returns for the index of a query which items are correct results, bool [G].
+        is_correct: Called with the index of a query; returns which items are correct results, bool
+            [G].
     """
 
     ranks: Tensor
@@ -120,6 +121,9 @@ class RankedDirection(NamedTuple):
 
 class RetrievalExamples:
     """Collects hits and misses of directions of retrieval, with their images, frames and sound.
+
+    `add(direction, ranked)` takes the ranks of a direction, and `values(num_rows)` returns the
+    content of examples.json.
 
     Args:
         prepared: The set, for texts and media.
@@ -148,7 +152,7 @@ class RetrievalExamples:
 
         Args:
             direction: Such as `audio_to_text`.
-            ranked: Its ranks, with queries and results.
+            ranked: Its ranks: `ranks` int64 [Q], `queries`, `gallery` and `is_correct`.
         """
         queries = ranked.queries
         gallery = ranked.gallery
@@ -219,10 +223,15 @@ def image_examples(
     """Return the content of examples.json of a model of images and texts.
 
     Args:
-        embedded: The embeddings of all rows, N images and C captions.
+        embedded: The embeddings of all rows: `image` [N, D] of N images, `text` of their captions,
+            and others.
         ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of each caption
             among the images, `text_to_image` int64 [C]; 1 is the top.
         examples: Receives both directions. An image is represented by its first caption.
+
+    Returns:
+        JSON values as RetrievalExamples.values returns them: lists of queries under `image_to_text`
+        and `text_to_image`, thumbnails under `images`, and `rows`.
     """
     row = embedded.row
     own_row = embedded.own_row

@@ -165,8 +165,9 @@ class Fusion(PairHeads, TwoTower):
                 `boxes` regions are skipped.
 
         Returns:
-            Scores, labels and number of classes under the keys `classification` (scores [B, C]) and
-            `regions` (scores [B x N, C]), each only if the model has the head.
+            A HeadScores (`scores`, `label` int64, `num_classes`, `unit`) under the keys
+            `classification` (scores [B, C]) and `regions` (scores [B x N, C]), each only if the
+            model has the head.
         """
         scores = {}
         if self.class_head is not None:

@@ -57,7 +57,7 @@ class FrozenBase(NamedTuple):
         """Check that the frozen weights are those of a checkpoint.
 
         Args:
-            saved: `base` in its meta.json.
+            saved: `base` in its meta.json: `weights` (address) and `sha256` (hex digest).
 
         Raises:
             UsageError: They have another digest.
@@ -75,6 +75,9 @@ class FrozenBase(NamedTuple):
         Args:
             state: Nested dicts: `model` has weights by name, and `average`, the EMA of the weights,
                 by `module.NAME`.
+
+        Returns:
+            A copy with the same keys, without the frozen weights.
         """
         kept = dict(state)
         for part, prefix in STATE_PARTS.items():
@@ -124,6 +127,10 @@ def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
     Args:
         model: A model with adapters on the CPU, as it was built from pretrained weights.
         weights: The setting `model.weights`.
+
+    Returns:
+        A FrozenBase: `weights`, `sha256` (digest of the frozen weights) and `names` (in the state
+        dict).
     """
     names = frozen_names(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -88,8 +88,8 @@ class Model(Protocol):
                 [B], with one caption per image.
 
         Returns:
-            Scores, labels and number of classes of each head, by the name that its metrics get,
-            such as `classification`.
+            For each head, by the name that its metrics get, such as `classification`, a HeadScores:
+            `scores` [N, C], `label` int64 [N], `num_classes` and `unit` (`rows` or `boxes`).
         """
 
     def use_tokenizer(self, encoder: TextEncoder) -> None:

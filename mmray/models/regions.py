@@ -207,7 +207,8 @@ def region_label_scores(
         label_texts: The C label names, some of which may be empty.
 
     Returns:
-        Scores [B x N, C] in the unit `boxes`; padding has the label -1, so it is not counted.
+        A HeadScores: `scores` [B x N, C], `label` int64 [B x N] (-1 for padding, which is not
+        counted), `num_classes` and `unit` `boxes`.
     """
     label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
     num_named = int(label_texts.named.sum())

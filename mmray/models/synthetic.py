@@ -33,7 +33,8 @@ def synthetic_rows(
         seed: Seed of the random numbers; a model's own method does not get it.
 
     Returns:
-        Columns of a micro-batch by name, such as `image` uint8 [rows, 3, S, S].
+        Columns of a micro-batch by name: `image` uint8 [rows, 3, S, S], `input_ids` and
+        `attention_mask` int64 [rows, T], `valid` bool [rows] and others.
     """
     own = getattr(model, "synthetic_batch", None)
     if own is None:

@@ -288,7 +288,7 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
         setting: Name of the setting that has `name`, such as `model.weights`, for errors.
         name: Path of a folder, or a name on the Hugging Face hub, from which the weights are
             downloaded unless they are in the cache.
-        model_class: Class of transformers with `from_pretrained`.
+        model_class: Class of transformers with `from_pretrained`, such as CLIPModel or AutoModel.
         config: Config of the model, of a subclass of transformers' PretrainedConfig.
         options: Further keyword arguments of `from_pretrained`.
 

@@ -37,9 +37,10 @@ def build(config: ObjectiveConfig) -> Any:
             as `contrastive + 0.5 * matching`.
 
     Returns:
-        An object with `count(batch)` and `compute_loss(outputs, batch, gathered)`, which return the
-        denominator of the loss and its sum. For a sum, or a weight other than 1, it is a
-        WeightedSum.
+        An object with `count(batch)`, which returns the denominator of the loss,
+        `compute_loss(outputs, batch, gathered)`, which returns (loss sum, count, sums of metrics by
+        name), and the attributes `gathered_outputs` and `scalar_output_names`. For a sum, or a
+        weight other than 1, it is a WeightedSum.
 
     Raises:
         UsageError: A class cannot be imported, or it lacks `gathered_outputs`,

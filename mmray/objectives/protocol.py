@@ -258,7 +258,7 @@ def split_objective(objective: Any) -> ObjectiveParts:
             if it has them; otherwise it is global if its `gathered_outputs` are not empty.
 
     Returns:
-        Both losses, None for the one that it has not.
+        An ObjectiveParts with `global_loss` and `local_loss`, each None if the objective has none.
     """
     single = (
         ObjectiveParts(objective, None)

@@ -153,6 +153,9 @@ class Attempt:
         Args:
             decoders: Number of processes that read and decode rows, of all workers together; None:
                 as many as they need.
+
+        Returns:
+            A WorkerContext, which is pickled to the workers: settings, folder and data of the run.
         """
         resolved = self.resolved
         config = self.resolved.config
@@ -324,7 +327,7 @@ class Backend(Protocol):
             monitor: The monitor of these workers, which has their last heartbeats.
 
         Returns:
-            The kind of the failure and its error. Kinds are `lost` (a worker or node was lost),
-            `device` (a GPU failed), `preempted` (a node was drained) and `raised` (code raised an
+            A WorkerFailed with `cause`, the error, and `kind`: `lost` (a worker or node was lost),
+            `device` (a GPU failed), `preempted` (a node was drained) or `raised` (code raised an
             error).
         """

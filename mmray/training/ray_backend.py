@@ -427,8 +427,8 @@ def cause_in_group(error: BaseException) -> WorkerFailed:
         error: The error that Ray Train's trainer raised.
 
     Returns:
-        The error of a worker with its kind: `lost` (also if the group did not start), `device` or
-        `raised`.
+        A WorkerFailed with `cause`, the error of a worker, and `kind`: `lost` (also if the group
+        did not start), `device` or `raised`.
     """
     if not isinstance(error, ray.train.WorkerGroupError):
         reason = getattr(error, "controller_failure", error)
@@ -461,8 +461,8 @@ def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
         demand: The resources of the workers, including CPUs for data.
 
     Returns:
-        Numbers of actors of a worker: the ones with CPUs reserved by the worker, the least and the
-        most. And labels of the nodes for further ones.
+        A DecoderLimits: `reserved` (actors whose CPUs the worker has reserved), `minimum` and
+        `maximum` of a worker, and `label_selector`, the labels of the nodes for further ones.
     """
     minimum = min_decoders(config)
     reserved = demand.per_worker["CPU"] - resource_demand(config, False).per_worker["CPU"]

@@ -80,8 +80,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         reporter: Receives progress and messages.
 
     Returns:
-        The run, ready to start: its settings, sets, tokenizer, global batch and micro-batch, and
-        number of steps.
+        A ResolvedRun, ready to start: `config`, `train_set`, `eval_sets` (by name),
+        `tokenizer_json`, `batch_shape`, `steps`, `data_identity` (content of data.json) and others.
 
     Raises:
         MmrayError: A mistake of the user, such as a source that cannot be read, or a batch that is

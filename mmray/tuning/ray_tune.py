@@ -270,8 +270,9 @@ def train_rungs(
             rows), `value` (the value of the goal) and `elapsed_s`.
 
     Returns:
-        The status `finished` after the last rung of the plan, `paused` if later rungs are left,
-        `stopped` if a stop was requested, `infeasible`, or `failed` if the goal was not measured.
+        A TrialOutcome with `status` and `error` (the reason, or None): `finished` after the last
+        rung of the plan, `paused` if later rungs are left, `stopped` if a stop was requested,
+        `infeasible`, or `failed` if the goal was not measured.
 
     Raises:
         MmrayError: The run of the trial failed.

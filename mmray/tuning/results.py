@@ -41,8 +41,8 @@ def classify_error(error: BaseException) -> TrialOutcome:
         error: The error; that of a run quotes the one of its worker.
 
     Returns:
-        The status `stopped` for KeyboardInterrupt, `out_of_memory`, `infeasible` for UsageError,
-        otherwise `failed`; except for `stopped` with the message.
+        A TrialOutcome with `status` and `error`: `stopped` without a message for KeyboardInterrupt;
+        with the message `out_of_memory`, `infeasible` for UsageError, otherwise `failed`.
     """
     if isinstance(error, KeyboardInterrupt):
         return TrialOutcome("stopped")
@@ -114,8 +114,8 @@ def measured_row(
         lines: The lines of metrics.jsonl of the run by step; empty if it has not logged any.
 
     Returns:
-        The row with status, error and batch shape. If there are lines it also has the folder of the
-        run, speed, peak memory and learning curve.
+        A copy of the row with status, error and batch shape. If there are lines it also has the
+        folder of the run, speed, peak memory and learning curve.
     """
     row = replace(row, status=outcome.status, error=outcome.error)
     if trial.shape is not None:
@@ -178,6 +178,11 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     Args:
         rows: The rows of trials.jsonl, one per trial, with its settings and measurements.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
+
+    Returns:
+        A Recommendation: `best` (name of the row, such as `t001`), `why` (sentences for the user)
+        and `per_global` (best row of each global batch, for batch shapes only); None if no trial
+        measured the goal.
     """
     measured = [row for row in rows if row.status == "finished" and row.rungs]
     if not measured:

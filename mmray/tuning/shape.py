@@ -81,11 +81,11 @@ class ShapeTask:
     failures: tuple[Failure, ...] = ()
 
     def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return the task (what to measure and what was measured) with one more result.
+        """Return a copy of the task with one more result in `visits` or `failures`.
 
         Args:
-            outcome: Step time and memory of a batch shape (global batch and micro-batch), or the
-                reason why it does not fit into memory.
+            outcome: A Visit, with step time and memory of a batch shape (global batch and
+                micro-batch), or a Failure, with the reason why it does not fit into memory.
         """
         if isinstance(outcome, Visit):
             return replace(self, visits=(*self.visits, outcome))
@@ -346,8 +346,8 @@ def recommend(
         own_global: Rows of the recipe's global batch, which its learning rate is for.
 
     Returns:
-        Name of the best row, the reason as text, and the best row of each global batch; None if no
-        batch shape was measured.
+        A Recommendation: `best` (name of the row, such as `s001`), `why` (sentences for the user)
+        and `per_global` (best row of each global batch); None if no batch shape was measured.
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_rows or 0 for row in rows}):

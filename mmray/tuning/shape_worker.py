@@ -59,7 +59,8 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
             driver knows which one killed a worker.
 
     Returns:
-        Step times and memory of all batch shapes, also those of earlier groups; equal on all ranks.
+        A Measurements with `visits` (step time and memory of the timed shapes), `failures`,
+        `workers` and `limit_gib`, also of earlier groups; equal on all ranks.
 
     Raises:
         OutOfMemoryError: This rank ran out of memory in a step in which other ranks wait for it.
@@ -188,8 +189,9 @@ class Stepper:
             micro: Rows of a micro-batch.
 
         Returns:
-            The median seconds of a step of the slowest rank and the largest peak memory of a rank,
-            or with a single rank the reason why they do not fit into memory.
+            A Visit: `step_s`, the median seconds of a step of the slowest rank, and `peak_gib`, the
+            largest peak memory of a rank. Or with a single rank a Failure, whose `reason` is why
+            they do not fit into memory.
 
         Raises:
             OutOfMemoryError: This rank ran out of memory, and other ranks wait for it.

@@ -154,7 +154,8 @@ class SweepReporter(RunReporter, Protocol):
         A rung is a number of samples after which trials are compared.
 
         Args:
-            row: The row of trials.jsonl: settings, status and measurements.
+            row: The row of trials.jsonl, a TrialRow: `trial` (name), `status`, `settings` (value by
+                setting), `rungs` and others.
             num_rungs: Number of rungs of the sweep.
         """
 
@@ -164,11 +165,13 @@ class SweepReporter(RunReporter, Protocol):
         """Receive the rows of all trials, once a second.
 
         Args:
-            rows: The rows of trials.jsonl: settings, status and measurements of each trial.
+            rows: The row of each trial, a TrialRow: `trial` (name), `status`, `settings` (value by
+                setting), `rungs` and others.
             goal: `throughput`, `loss` or `recall`.
             num_rungs: Number of rungs of the sweep (numbers of samples after which trials are
                 compared).
-            progress: Time of the sweep, and the spent fraction of its budget.
+            progress: A SweepProgress: `elapsed_s`, `left_s` (estimated seconds to the end; None:
+                unknown) and `budget_spent` (spent fraction of the budget; None: no budget).
         """
 
 
@@ -413,7 +416,8 @@ class SweepState:
 
         Args:
             status: `running`, `finished`, `stopped`, `budget` or `failed`.
-            best: Name of the recommended trial and the reason, if any.
+            best: The recommended trial: `best` (name), `why` (the reason) and `per_global`; None if
+                there is none.
         """
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best.to_json()

@@ -375,8 +375,8 @@ class SweepPlan:
                 four significant digits, to keep recipes readable.
 
         Returns:
-            The trial: its settings and config, and its global batch and micro-batch, or the reason
-            why it is infeasible.
+            A Trial: `name`, `settings`, `config`, `shape` (global batch, micro-batch and workers)
+            and `infeasible` (a reason, or None).
         """
         rounded = self.request.space.round(settings)
         try:

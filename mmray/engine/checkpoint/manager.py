@@ -92,6 +92,9 @@ class CheckpointManager:
         Args:
             step: Number of steps before the start or the resume; lines of later steps are removed.
 
+        Returns:
+            The MetricsLog, whose `write(metrics)` appends a line.
+
         Raises:
             StorageError: The log cannot be opened.
         """

@@ -270,7 +270,8 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
             names start with `module.`.
 
     Returns:
-        Tensors by name.
+        Tensors by name, as `load_state_dict` of the model takes them; those of `average` have the
+        prefix `module.`.
 
     Raises:
         TrainingError: A file is missing or damaged.

@@ -134,7 +134,7 @@ class PairHeads:
         """Add the cross-attention and the heads of the settings.
 
         Args:
-            spec: The `model` section.
+            spec: The `model` section: `matching` and `classes` define the heads.
             cross: The cross-attention.
         """
         self.cross = cross

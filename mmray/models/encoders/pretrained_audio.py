@@ -256,7 +256,8 @@ def build_pretrained_audio(
             `model.audio.weights`.
 
     Returns:
-        The encoder.
+        A module from samples int16 [B, N] and numbers of samples int64 [B] to features [B, T,
+        width] and their mask int64 [B, T].
 
     Raises:
         UsageError: The weights cannot be read, or do not suit the inputs.

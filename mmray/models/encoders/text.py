@@ -101,7 +101,8 @@ class HfTextTower(nn.Module):
     right-padded, and returns features of each token [B, T, width], not normalized.
 
     Args:
-        net: The encoder of transformers, without a pooler.
+        net: The encoder of transformers, without a pooler: called with `input_ids` and
+            `attention_mask`, returns an output with `last_hidden_state` [B, T, width].
     """
 
     def __init__(self, net: Any) -> None:

@@ -101,8 +101,9 @@ def export(
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
     Args:
-        model: A module with embed_image and embed_text.
-        spec: Its `model` section as JSON values, with `vocab_size` set.
+        model: A module with `embed_image`, from pixels uint8 [B, 3, S, S], and `embed_text`, from
+            token ids and mask int64 [B, T], both to embeddings [B, D].
+        spec: Its `model` section as JSON values, {field: value}, with `vocab_size` set.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json.
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
         adapters_only: Write the adapters and the fully trained layers as peft does, without the
@@ -216,7 +217,8 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
         tokenizer_json: Its tokenizer, the text of a tokenizer.json, for the ids of special tokens.
 
     Returns:
-        The values; None if transformers has no class that computes the same.
+        The values by name, such as `architectures` and `model_type`; None if transformers has no
+        class that computes the same.
     """
     if hasattr(model, "export_hf_config"):
         tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -236,7 +238,8 @@ def hf_name(model: Any, name: str) -> str:
     """Return the name that a weight of a model has in transformers.
 
     Args:
-        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
+            transformers).
         name: Name of the weight in the model.
     """
     return _rename(name, model.hf_names)
@@ -251,7 +254,8 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
     """Return the weights of a model under the names of transformers.
 
     Args:
-        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
+            transformers).
 
     Returns:
         Tensors by name; those of renamed weights are not copied.
@@ -266,7 +270,8 @@ def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers to those of the model.
 
     Args:
-        model: A model with `hf_names`, pairs of name prefixes here and in transformers.
+        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
+            transformers).
         state: Tensors by their names in transformers.
 
     Returns:

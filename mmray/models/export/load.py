@@ -46,8 +46,9 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         device: Where the model computes, such as `cuda`.
 
     Returns:
-        An Embedder; a ClipEmbedder of audio and video for the kind `towers`; Conversations for a
-        vision-language model.
+        An Embedder, with `embed_images` and `embed_texts`; for the kind `towers` a ClipEmbedder,
+        with `embed_audio` and `embed_video` too; for a vision-language model a Conversations, with
+        `answer(messages, images)`.
 
     Raises:
         UsageError: The folder has no export.

@@ -67,8 +67,9 @@ def export_vlm(
     """Write weights, processor and chat template to a folder; an earlier export is replaced.
 
     Args:
-        model: A Vlm. With adapters only if `adapters_only`; otherwise merge them first.
-        spec: Its `model` section as JSON values.
+        model: The module `Vlm` with its trained weights. With adapters only if `adapters_only`;
+            otherwise merge them first.
+        spec: Its `model` section as JSON values, {field: value}.
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
         adapters_only: Write the adapters and the projector as peft does, without the weights that
             the run started with.
@@ -184,7 +185,7 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
         device: Where the model computes.
 
     Returns:
-        An object whose `answer(messages, images)` continues conversations.
+        A Conversations, whose `answer(messages, images)` continues conversations.
 
     Raises:
         UsageError: The model cannot be read.
