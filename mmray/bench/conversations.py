@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmray import objectives
 from mmray.bench.results import describe_machine, summarize_ratios
 from mmray.bench.spawn import select_device, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, StepTimer
+from mmray.bench.step import WARMUP_STEPS, StepTimer, build_model, synthetic_run
 from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
@@ -32,12 +31,8 @@ from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
-from mmray.engine.parallel.transforms import apply_transforms
-from mmray.engine.precision import seed_everything, select_precision
-from mmray.engine.run_state import TrainSpec
+from mmray.engine.precision import select_precision
 from mmray.errors import UsageError
-from mmray.models.build import build
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from mmray.training.resolve import with_sample_weights
 
@@ -108,11 +103,8 @@ def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
 def _measure(
     config: Config, group: Group, folder: Path, pairs: int, window_s: float
 ) -> dict[str, Any]:
-    seed_everything(config.train.seed, config.train.deterministic)
-    config = config.replace(train=resolve_auto(config.train, group))
-    configure_torch(config.train, group.device)
-    model: Any = build(config.model, 0)
-    model = apply_transforms(model, config.train, config.optimizer, group.device)
+    model: Any
+    config, model = build_model(config.replace(train=config.train.replace(log_every=1)), group)
     global_rows = config.batch.global_
     if global_rows is None:
         raise UsageError("bench step needs batch.global in the recipe of a vision-language model")
@@ -182,16 +174,8 @@ class _Bench:
             padded=not model.packed,
         )
         timer = StepTimer((self.group.device,), total_until=steps)
-        spec = TrainSpec(
-            model=model,
-            objective=objectives.build(self.config.objective),
-            plan=tokens,
-            batch_shape=BatchShape(self.global_rows, self.micro, 1, micro_tokens=self.max_tokens),
-            group=self.group,
-            train=self.config.train.replace(log_every=1),
-            optimizer=self.config.optimizer,
-            callbacks=(timer,),
-        )
+        shape = BatchShape(self.global_rows, self.micro, 1, micro_tokens=self.max_tokens)
+        spec = synthetic_run(self.config, self.group, model, tokens, shape, callbacks=(timer,))
         result = loop.train_loop(spec, self._packed(tokens, model.collator()))
         return sum(timer.times_s), float(result.metrics["train/loss"])
 

@@ -51,7 +51,7 @@ from mmray.engine.parallel.transforms import (
     compile_branches,
 )
 from mmray.engine.precision import Precision, seed_everything, select_precision
-from mmray.engine.run_state import Callback, LoopResult, TrainSpec
+from mmray.engine.run_state import LoadCheckpointFn, LoopResult, TrainSpec
 from mmray.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -229,7 +229,14 @@ class Bench:
         return len(self.batches[0]["valid"])
 
     def train(
-        self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any
+        self,
+        model: nn.Module,
+        shape: BatchShape,
+        steps: int,
+        num_rows: int = 2**30,
+        first: int = 0,
+        load: LoadCheckpointFn | None = None,
+        **options: Any,
     ) -> LoopResult:
         """Run mmray's training loop on the synthetic batches.
 
@@ -237,27 +244,26 @@ class Bench:
             model: The model, not wrapped.
             shape: Global batch and micro-batch in rows.
             steps: Number of steps.
-            callback: Its `on_step(step, metrics)` is called after each step.
-            options: Other arguments of the training loop (fields of TrainSpec), such as `log`,
-                which gets the metrics.
+            num_rows: Number of valid rows; steps after them have padding.
+            first: First step that is taken.
+            load: Loads the state of a checkpoint to resume from; None: start at step 0.
+            options: Other arguments of the training loop (fields of TrainSpec), such as
+                `callbacks`.
 
         Returns:
             A LoopResult: `status` (`finished`), `steps`, `rows_consumed`, `skipped_steps` and
             `metrics`, the last logged ones by name, such as `train/loss`.
         """
-        plan = self._plan(shape, steps)
-        spec = TrainSpec(
-            model=model,
-            objective=objectives.build(self.config.objective),
-            plan=plan,
-            batch_shape=shape,
-            group=self.group,
-            train=self.config.train,
-            optimizer=self.config.optimizer,
-            callbacks=(callback,),
-            **options,
+        plan = SamplePlan(
+            num_rows=num_rows,
+            global_rows=shape.global_batch_size,
+            world_size=self.group.world_size,
+            seed=self.config.train.seed,
+            steps=steps,
         )
-        return loop.train_loop(spec, micro_batches(plan, shape, self.group.rank, self.batches))
+        spec = synthetic_run(self.config, self.group, model, plan, shape, **options)
+        batches = micro_batches(plan, shape, self.group.rank, self.batches, first)
+        return loop.train_loop(spec, batches, load)
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
         """Take a synthetic step to search the largest micro-batch that fits, and to measure its
@@ -294,7 +300,8 @@ class Bench:
         rows = self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, world)
         timer = StepTimer((self.group.device,), total_until=steps)
-        metrics = self.train(self.copy_of_model(shape), shape, steps, timer, log=self.log).metrics
+        model = self.copy_of_model(shape)
+        metrics = self.train(model, shape, steps, callbacks=(timer,), log=self.log).metrics
         # the other loops have not changed theirs
         if (micro := metrics["batch/micro"]) < self.micro:
             problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
@@ -398,15 +405,6 @@ class Bench:
             {name: column[:rows] for name, column in batch.items()} for batch in cycle(self.batches)
         )
 
-    def _plan(self, shape: BatchShape, steps: int) -> SamplePlan:
-        return SamplePlan(
-            num_rows=2**30,
-            global_rows=shape.global_batch_size,
-            world_size=self.group.world_size,
-            seed=self.config.train.seed,
-            steps=steps,
-        )
-
     def copy_of_model(self, shape: BatchShape) -> nn.Module:
         """Return a copy of the model; it is compiled and uses CUDA graphs if the config has them.
 
@@ -426,33 +424,91 @@ class Bench:
         graph_branches(branches, self.config.train, shape, self.group.device, lambda *_: None)
 
 
+def synthetic_run(
+    config: Config,
+    group: Group,
+    model: nn.Module,
+    plan: SamplePlan,
+    shape: BatchShape,
+    **options: Any,
+) -> TrainSpec:
+    """Return the arguments of mmray's training loop for a run on synthetic batches.
+
+    Args:
+        config: Objective, optimizer and settings of the loop.
+        group: This rank and its process group.
+        model: The model, not wrapped.
+        plan: Number of steps and rows.
+        shape: Global batch and micro-batch in rows.
+        options: Other fields of TrainSpec, such as `callbacks`.
+    """
+    return TrainSpec(
+        model=model,
+        objective=objectives.build(config.objective),
+        plan=plan,
+        batch_shape=shape,
+        group=group,
+        train=config.train,
+        optimizer=config.optimizer,
+        **options,
+    )
+
+
 def micro_batches(
-    plan: SamplePlan, shape: BatchShape, rank: int, batches: list[Batch]
+    plan: SamplePlan, shape: BatchShape, rank: int, batches: list[Batch], first: int = 0
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of this rank for each step, as slices of the same few batches.
 
     Args:
-        plan: Number of steps, and the positions of a rank's rows in a step.
+        plan: Number of steps, and the positions of a rank's rows in a step. Rows after the first
+            epoch are not valid.
         shape: Rows of a micro-batch; the last one of a step may be smaller.
         rank: This rank.
         batches: Synthetic batches (tensors [B, ...] by column) with equal numbers of rows, used in
             rotation.
+        first: First step.
 
     Yields:
         The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]
-        (position of the row in the sample order) and `valid` bool [B] (False for padding) replaced.
+        (position of the row in the sample order) and `valid` bool [B] replaced.
     """
     size = len(batches[0]["image"])  # of a micro-batch, or of a step
-    for step in range(plan.steps):
+    for step in range(first, plan.steps):
         positions = torch.from_numpy(plan.positions(step, rank))
         micros = []
         for start in range(0, plan.rank_rows, shape.micro_batch_size):
             pos = positions[start : start + shape.micro_batch_size]
-            first = start % size
+            row = start % size
             batch = batches[(step + start // size) % len(batches)]
-            rows = {name: column[first : first + len(pos)] for name, column in batch.items()}
-            micros.append(rows | {"pos": pos, "valid": pos >= 0})
+            rows = {name: column[row : row + len(pos)] for name, column in batch.items()}
+            micros.append(rows | {"pos": pos, "valid": (pos >= 0) & (pos < plan.num_rows)})
         yield micros
+
+
+def build_model(
+    config: Config,
+    group: Group,
+    architecture: dict[str, Any] | None = None,
+    double: bool = False,
+) -> tuple[Config, nn.Module]:
+    """Build the model of a config as a worker does.
+
+    Args:
+        config: Settings of model and training.
+        group: This rank and its process group.
+        architecture: None: with the weights that the config names, {}: with random weights.
+        double: Whether the model is in float64.
+
+    Returns:
+        The config without `auto` in `train`, and the model on its device, not wrapped.
+    """
+    seed_everything(config.train.seed, config.train.deterministic)
+    config = config.replace(train=resolve_auto(config.train, group))
+    configure_torch(config.train, group.device)
+    model = build(config.model, config.model.vocab_size, architecture)
+    if double:
+        model.double()
+    return config, apply_transforms(model, config.train, config.optimizer, group.device)
 
 
 def build_bench(
@@ -461,6 +517,7 @@ def build_bench(
     micro: int,
     log: MetricsLog | None = None,
     rank_rows: int | None = None,
+    double: bool = False,
 ) -> Bench:
     """Build the model of a config as a worker does, and synthetic batches for this rank.
 
@@ -470,6 +527,7 @@ def build_bench(
         micro: Rows of a micro-batch.
         log: Receives the metrics of mmray's loop; None: they are not written.
         rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
+        double: Whether the model is in float64.
 
     Returns:
         The config without `auto` in `train`, the group, the model (not wrapped), four batches on
@@ -478,11 +536,7 @@ def build_bench(
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     config = config.replace(model=config.model.replace(vocab_size=vocab_size))
-    seed_everything(config.train.seed, config.train.deterministic)
-    config = config.replace(train=resolve_auto(config.train, group))
-    configure_torch(config.train, group.device)
-    model = build(config.model, vocab_size, architecture={})
-    model = apply_transforms(model, config.train, config.optimizer, group.device)
+    config, model = build_model(config, group, architecture={}, double=double)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [
         synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed)

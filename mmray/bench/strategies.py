@@ -217,7 +217,7 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     batches = [rank_share(batch, group.rank, group.world_size) for batch in bench.batches]
     timer = ProfiledTimer(devices, last_timed_step=last_timed_step)
     replace(bench, group=group, batches=batches).train(
-        bench.model, shape, last_timed_step + PROFILED_STEPS, timer
+        bench.model, shape, last_timed_step + PROFILED_STEPS, callbacks=(timer,)
     )
     times_s = timer.times_s[:steps]
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()

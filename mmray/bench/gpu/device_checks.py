@@ -21,17 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mmray import config, objectives
-from mmray.data.stream.order import SamplePlan
-from mmray.engine import loop
+from mmray import config
+from mmray.bench.step import Bench, build_bench
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.cuda_graphs import graph_branches
-from mmray.engine.parallel.transforms import apply_transforms, branches_of
-from mmray.engine.run_state import TrainSpec
-from mmray.models.build import build
-from mmray.models.synthetic import synthetic_batch
-from mmray.objectives.protocol import Batch
+from mmray.engine.parallel.transforms import branches_of
 
 VOCAB = 40
 SHAPE = {"width": 16, "depth": 1, "heads": 2}
@@ -52,112 +47,58 @@ MODELS: dict[str, tuple[config.Model, str]] = {
         "contrastive + 0.5 * matching + classification",
     ),
 }
-PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, seed=1, steps=3)
-MICRO_BATCH_SIZE = 3
+ACCUMULATED = BatchShape(global_batch_size=8, micro_batch_size=3, world_size=1)
+WHOLE = replace(ACCUMULATED, micro_batch_size=8)
+STEPS = 3
+# The last step has rows that are not valid, and a micro-batch of only these.
+NUM_ROWS = 20
+SETTINGS: dict[str, Any] = {
+    "precision": "fp32",
+    "compile": "none",
+    "log_every": 2,
+    "checkpoint_every": 0,
+}
 OPTIMIZER = config.Optimizer(lr=0.01, warmup_steps=2)
 CPU = torch.device("cpu")
 # Largest difference of weights in float64 from those of a CPU.
 TOLERANCE = 1e-9
 
 
-def steps_of(
-    kind: str, first: int = 0, plan: SamplePlan = PLAN, micro_batch_size: int = MICRO_BATCH_SIZE
-) -> Iterator[list[Batch]]:
-    """Yield the synthetic micro-batches of each step of a tiny model, on the CPU.
-
-    The last step has rows that are not valid, and with the default sizes a micro-batch of only
-    these.
+def bench_of(kind: str, device: torch.device, double: bool = True, **settings: Any) -> Bench:
+    """Build a tiny model with the same initial weights on each device, and synthetic batches.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
-        first: Index of the first step.
-        plan: Number of steps and rows.
-        micro_batch_size: Rows of a micro-batch.
-
-    Yields:
-        The micro-batches of a step: the inputs of the model, `valid` bool [B] (False for rows
-        without effect) and `pos` int64 [B] (position in the sample order).
-    """
-    for step in range(first, plan.steps):
-        positions = torch.from_numpy(plan.positions(step, 0))
-        batch = synthetic_batch(MODELS[kind][0].inputs, VOCAB, len(positions), CPU, seed=step)
-        batch |= {"valid": positions < plan.num_rows, "pos": positions}
-        columns = zip(*(column.split(micro_batch_size) for column in batch.values()), strict=True)
-        yield [dict(zip(batch, rows, strict=True)) for rows in columns]
-
-
-def spec_of(
-    kind: str,
-    device: torch.device,
-    double: bool = True,
-    plan: SamplePlan = PLAN,
-    micro_batch_size: int = MICRO_BATCH_SIZE,
-    options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> TrainSpec:
-    """Return a training run of a tiny model, with the same initial weights on each device.
-
-    Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model, a key of MODELS such as `clip`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
-        plan: Number of steps and rows.
-        micro_batch_size: Rows of a micro-batch.
-        options: Other arguments of the training loop (fields of TrainSpec), such as {"callbacks":
-            (callback,)}.
         settings: Fields of the section `train`, such as `precision="bf16"`.
-
-    Returns:
-        The arguments of mmray's training loop: model, objective, order of the rows, batch sizes and
-        settings.
     """
-    train = config.Train(
-        **{
-            "precision": "fp32",
-            "compile": "none",
-            "log_every": 2,
-            "checkpoint_every": 0,
-        }
-        | settings
-    )
-    torch.manual_seed(3)
-    model = build(MODELS[kind][0], VOCAB).train()
-    model = apply_transforms(model.double() if double else model, train, OPTIMIZER, device)
-    objective = objectives.build(config.Objective(kind=MODELS[kind][1]))
-    return TrainSpec(
-        model=model,
-        objective=objective,
-        plan=plan,
-        batch_shape=BatchShape(plan.global_rows, micro_batch_size, plan.world_size),
-        group=Group(device=device),
-        train=train,
+    model, objective = MODELS[kind]
+    tiny = config.Config(
+        model=model.replace(vocab_size=VOCAB),
+        objective=config.Objective(kind=objective),
         optimizer=OPTIMIZER,
-        **options or {},
+        train=config.Train(**SETTINGS | settings),
     )
+    micro = ACCUMULATED.micro_batch_size
+    rows = ACCUMULATED.global_batch_size
+    return build_bench(tiny, Group(device=device), micro, rank_rows=rows, double=double)
 
 
 def train(
-    kind: str,
-    device: torch.device,
-    plan: SamplePlan = PLAN,
-    micro_batch_size: int = MICRO_BATCH_SIZE,
-    **options: Any,
+    bench: Bench, shape: BatchShape = ACCUMULATED, steps: int = STEPS, **options: Any
 ) -> Tensor:
     """Train a tiny model, and return its final weights in one vector on the CPU.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
-        device: The device of the model.
-        plan: Number of steps and rows.
-        micro_batch_size: Rows of a micro-batch.
-        options: `double` (False: float32 instead of float64), `options` (a dict of fields of
-            TrainSpec), and fields of the section `train`, such as `precision="bf16"`.
+        bench: Model and batches.
+        shape: Global batch and micro-batch in rows.
+        steps: Number of steps.
+        options: Other arguments of Bench.train, such as `num_rows`.
     """
-    spec = spec_of(kind, device, plan=plan, micro_batch_size=micro_batch_size, **options)
-    steps = steps_of(kind, plan=plan, micro_batch_size=micro_batch_size)
-    outcome = loop.train_loop(spec, steps)
-    assert (outcome.status, outcome.steps) == ("finished", plan.steps), outcome
-    return flat(spec.model)
+    outcome = bench.train(bench.model, shape, steps, **options)
+    assert (outcome.status, outcome.steps) == ("finished", steps), outcome
+    return flat(bench.model)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -213,11 +154,12 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
         "activation_checkpointing": ("image", "text"),
         "ema": 0.9,
     }
-    whole = train(kind, device, options={"save": save}, checkpoint_every=2, **settings)
-    spec = spec_of(kind, device, **settings)
-    loop.train_loop(spec, steps_of(kind, first=2), lambda _: states[2])
-    limit = TOLERANCE
-    return compare(limit, from_cpu=(whole, train(kind, CPU)), resumed=(flat(spec.model), whole))
+    saving = bench_of(kind, device, checkpoint_every=2, **settings)
+    whole = train(saving, num_rows=NUM_ROWS, save=save)
+    resuming = bench_of(kind, device, **settings)
+    resumed = train(resuming, num_rows=NUM_ROWS, first=2, load=lambda _: states[2])
+    on_cpu = train(bench_of(kind, CPU), num_rows=NUM_ROWS)
+    return compare(TOLERANCE, from_cpu=(whole, on_cpu), resumed=(resumed, whole))
 
 
 def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
@@ -234,8 +176,9 @@ def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
     Raises:
         AssertionError: The difference is above the tolerance.
     """
-    whole = train(kind, device, micro_batch_size=PLAN.global_rows)
-    return compare(TOLERANCE, from_whole=(train(kind, device), whole))
+    whole = train(bench_of(kind, device), WHOLE, num_rows=NUM_ROWS)
+    accumulated = train(bench_of(kind, device), num_rows=NUM_ROWS)
+    return compare(TOLERANCE, from_whole=(accumulated, whole))
 
 
 def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
@@ -255,10 +198,9 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
         AssertionError: The difference is above the tolerance.
     """
     torch._dynamo.reset()
-    plan = replace(PLAN, num_rows=PLAN.steps * PLAN.global_rows)
-    half = PLAN.global_rows // 2
-    compiled = train(kind, device, plan, half, compile=compile_backend(device))
-    return compare(TOLERANCE, from_eager=(compiled, train(kind, device, plan, half)))
+    shape = replace(ACCUMULATED, micro_batch_size=4)
+    compiled = train(bench_of(kind, device, compile=compile_backend(device)), shape)
+    return compare(TOLERANCE, from_eager=(compiled, train(bench_of(kind, device), shape)))
 
 
 def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
@@ -279,31 +221,27 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
     """
     notes: list[str] = []
 
-    def use_graphs(spec: TrainSpec) -> str:
-        branches = branches_of(spec.model)
-        shape = spec.batch_shape
+    def use_graphs(bench: Bench, shape: BatchShape) -> str:
+        branches = branches_of(bench.model)
         return graph_branches(
-            branches, spec.train, shape, device, lambda _, text: notes.append(text)
+            branches, bench.config.train, shape, device, lambda _, text: notes.append(text)
         )
 
     differences: dict[str, float] = {}
-    plan = SamplePlan(96, PLAN.global_rows, world_size=1, seed=1, steps=8)
-    whole = PLAN.global_rows
-    half = PLAN.global_rows // 2
-    line = use_graphs(spec_of(kind, device, plan=plan, micro_batch_size=half))
+    line = use_graphs(bench_of(kind, device), ACCUMULATED)
     assert device.type != "cuda" or line == "no CUDA graphs: several micro-batches a step", line
     for backend in ("none", compile_backend(device)):
         torch._dynamo.reset()
-        eager = train(kind, device, plan, whole, compile=backend)
-        spec = spec_of(kind, device, plan=plan, micro_batch_size=whole, compile=backend)
-        line = use_graphs(spec)
+        eager = train(bench_of(kind, device, compile=backend), WHOLE, steps=8)
+        bench = bench_of(kind, device, compile=backend)
+        line = use_graphs(bench, WHOLE)
         assert device.type != "cuda" or line.startswith("CUDA graphs for image"), line
-        loop.train_loop(spec, steps_of(kind, plan=plan, micro_batch_size=whole))
+        graphed = train(bench, WHOLE, steps=8)
         assert not notes, notes
-        for branch in branches_of(spec.model).values() if device.type == "cuda" else ():
+        for branch in branches_of(bench.model).values() if device.type == "cuda" else ():
             graphs: Any = branch._compiled_call_impl
             assert graphs.num_graphs > 0, "nothing was captured"
-        differences |= compare(TOLERANCE, **{backend: (flat(spec.model), eager)})
+        differences |= compare(TOLERANCE, **{backend: (graphed, eager)})
     return differences
 
 
@@ -328,12 +266,12 @@ def check_branches(kind: str, device: torch.device) -> dict[str, float]:
     Raises:
         AssertionError: The difference is above the tolerance, or weights are not finite.
     """
-    half = [
-        train(kind, device, double=False, precision=name, parallel="branches")
-        for name in ("bf16", "fp16")
-    ]
-    assert all(bool(weights.isfinite().all()) for weights in half), "weights are not finite"
-    return compare(1e-9, from_cpu=(train(kind, device, parallel="branches"), train(kind, CPU)))
+    for precision in ("bf16", "fp16"):
+        bench = bench_of(kind, device, double=False, precision=precision, parallel="branches")
+        assert bool(train(bench).isfinite().all()), "weights are not finite"
+    on_two = train(bench_of(kind, device, parallel="branches"), num_rows=NUM_ROWS)
+    on_cpu = train(bench_of(kind, CPU), num_rows=NUM_ROWS)
+    return compare(TOLERANCE, from_cpu=(on_two, on_cpu))
 
 
 def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> dict[str, float]:
@@ -357,11 +295,9 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
     for name in ("fp32", "bf16", "fp16"):
         with nullcontext(syncs) if syncs else count_syncs() as counter:
             callback = SyncsPerStep(counter)
-            settings: dict[str, Any] = {"precision": name, "ema": 0.9, "log_every": 100}
-            weights = train(
-                kind, device, double=False, options={"callbacks": (callback,)}, **settings
-            )
-        expected = [1 if device.type == "cuda" else 0] * (PLAN.steps - 2)
+            bench = bench_of(kind, device, double=False, precision=name, ema=0.9, log_every=100)
+            weights = train(bench, num_rows=NUM_ROWS, callbacks=(callback,))
+        expected = [1 if device.type == "cuda" else 0] * (STEPS - 2)
         counts = callback.per_step()[1:-1]  # the model moves in the first step; the last one logs
         places = getattr(counter, "places", "")
         assert counts == expected, (

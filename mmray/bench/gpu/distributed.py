@@ -135,7 +135,7 @@ def staging(device: torch.device) -> dict[str, float]:
 
 def model_of(device: torch.device) -> nn.Module:
     """Return a tiny CLIP model in float64, with the same weights in each call."""
-    return device_checks.spec_of(KIND, device).model
+    return device_checks.bench_of(KIND, device).model
 
 
 def gradients(device: torch.device, model: nn.Module) -> Tensor:

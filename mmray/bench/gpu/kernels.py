@@ -82,7 +82,7 @@ def kernels(device: torch.device) -> Iterator[Case]:
         recorder = ProfiledSteps(device)
         steps = WARMUP_STEPS + PROFILED_STEPS
         shape = BatchShape(rows, rows, world_size=1)
-        bench.train(bench.copy_of_model(shape), shape, steps, recorder)
+        bench.train(bench.copy_of_model(shape), shape, steps, callbacks=(recorder,))
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
         busy_share, largest = largest_gaps(spans, NUM_GAPS)

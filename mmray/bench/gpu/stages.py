@@ -152,7 +152,7 @@ def models(device: torch.device) -> Iterator[Case]:
         bench = build_bench(recipe(name, device, **settings), Group(device=device), rows)
         log = StepTimer((device,), warmup_steps=0)
         log.on_step(0)
-        bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, log)
+        bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, callbacks=(log,))
         first_s, second_s = log.times_s[-2:]
         loss = log.metrics["train/loss"]
         peak_gib = log.metrics["memory/peak_gib"]
@@ -207,7 +207,7 @@ def memory(device: torch.device) -> Iterator[Case]:
         bench = build(name)
         micro = micros[name]
         log = StepTimer((device,), warmup_steps=0)
-        bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, log)
+        bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, callbacks=(log,))
         row = {
             "micro_after": log.metrics["batch/micro"],
             "peak_gib": log.metrics["memory/peak_gib"],

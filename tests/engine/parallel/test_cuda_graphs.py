@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from mmray.bench.gpu import device_checks
 from mmray.config import ImageTower, Train
-from mmray.data.stream.order import SamplePlan
-from mmray.engine import loop
 from mmray.engine.batch import BatchShape
 from mmray.engine.parallel import cuda_graphs
 from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, BranchGraphs, graph_branches
@@ -249,14 +247,12 @@ def test_copy_of_a_branch_has_no_graphs() -> None:
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_run_with_graphs_equals_eager_run(kind: str) -> None:
-    plan = SamplePlan(num_rows=48, global_rows=8, world_size=1, seed=1, steps=6)
     weights = []
     for with_graphs in (False, True):
-        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan, micro_batch_size=8)
-        branches = spec.model.branches() if with_graphs else {}  # type: ignore[operator]
+        bench = device_checks.bench_of(kind, torch.device("cpu"))
+        branches = bench.model.branches() if with_graphs else {}  # type: ignore[operator]
         recorders = [use_graphs(name, branch, []) for name, branch in branches.items()]
-        loop.train_loop(spec, device_checks.steps_of(kind, plan=plan, micro_batch_size=8))
-        weights.append(toy.flat(spec.model))
+        weights.append(device_checks.train(bench, device_checks.WHOLE, steps=6))
         assert all(recorder.replays == 2 * (6 - EAGER_CALLS) for recorder in recorders)
     toy.assert_equal_weights(weights[1], weights[0])
 
