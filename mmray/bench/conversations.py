@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.results import compare, describe_machine
 from mmray.bench.spawn import select_device, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, StepTimer, build_model, synthetic_run
 from mmray.data.stream.collate import Batch
@@ -56,8 +56,8 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
     Returns:
         `machine` (dict), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the
         loop by hand, the median over the rounds), `spread` ({min, max, pairs} by ratio), `rows` (a
-        dict per round with samples/s and tokens/s of both loops and their last losses) and
-        `notes` (texts).
+        dict per loop with its name as `arm`, and medians: `samples_per_s`, `tokens_per_s` and its
+        last `loss`) and `notes` (texts).
 
     Raises:
         UsageError: The model cannot be built.
@@ -112,29 +112,25 @@ def _measure(
     bench = _Bench(config, group, model, mixed_rows(model.encoder, NUM_ROWS), global_rows, micro)
     took_s, _ = bench.padded_window(WARMUP_STEPS + MIN_STEPS)
     steps = WARMUP_STEPS + max(MIN_STEPS, round(MIN_STEPS * window_s / took_s))
-    windows = {"loop": bench.loop_window, "padded": bench.padded_window}
-    rows = []
-    tokens_of_row = statistics.mean(len(row.input_ids) for row in bench.rows)
-    for pair in range(pairs):
-        row: dict[str, Any] = {"pair": pair}
-        for name in windows if pair % 2 == 0 else reversed(windows):
-            took_s, loss = windows[name](steps)
-            rate = global_rows * (steps - WARMUP_STEPS) / took_s
-            row |= {
-                f"{name}_samples_per_s": round(rate, 3),
-                f"{name}_tokens_per_s": round(rate * tokens_of_row, 1),
-                f"{name}_loss": round(loss, 6),
-            }
-        row["loop_vs_padded"] = round(row["loop_samples_per_s"] / row["padded_samples_per_s"], 4)
-        rows.append(row)
     lengths = [len(row.input_ids) for row in bench.rows]
+
+    def measure(window: Callable[[int], tuple[float, float]]) -> dict[str, float]:
+        took_s, loss = window(steps)
+        rate = global_rows * (steps - WARMUP_STEPS) / took_s
+        tokens = rate * statistics.mean(lengths)
+        return {"samples_per_s": rate, "tokens_per_s": tokens, "loss": loss}
+
+    arms = {
+        "loop": partial(measure, bench.loop_window),
+        "padded": partial(measure, bench.padded_window),
+    }
     return {
         "batch": f"{global_rows} rows per step; packed up to {bench.max_tokens:,} tokens, or in "
         f"padded micro-batches of {micro} rows",
-        **summarize_ratios({"loop_vs_padded": [row["loop_vs_padded"] for row in rows]}),
-        "rows": rows,
+        **compare(arms, pairs, "samples_per_s", {"loop_vs_padded": ("loop", "padded")}),
         "notes": [
-            f"rows of {min(lengths)} to {max(lengths)} tokens, {tokens_of_row:.0f} on average"
+            f"rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.0f} on "
+            "average"
         ],
     }
 

@@ -8,16 +8,16 @@ AutoProcessor and its torchvision backend, as the collators of other trainers do
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.results import compare, describe_machine
 from mmray.data.images.decode import MAX_PIXELS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
@@ -25,7 +25,6 @@ from mmray.data.vlm.reader import ConversationReader
 from mmray.processes import Channel, ChildProcess
 
 READ_ROWS = 16  # at once
-ARMS = ("reader", "processor")
 
 
 def bench_encoding(
@@ -43,33 +42,22 @@ def bench_encoding(
     Returns:
         `machine` (dict), `ratios` and `spread` ({min, max, pairs}) of `reader_vs_processor`
         (rows/s), and `rows`: a dict each for mmray's reader and for the processor alone, with its
-        name as `arm`, and the medians of `rows_per_s`, `tokens_per_s` and `peak_mib` (memory of its
-        process).
+        name as `arm`, `rows_per_s` (with `lowest` and `highest`), `tokens_per_s` and `peak_mib`
+        (memory of its process).
 
     Raises:
         UsageError: The set or the processor cannot be read.
     """
-    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-    for number in range(rounds):
-        for arm in ARMS if number % 2 == 0 else reversed(ARMS):
-            child = ChildProcess(arm, _measure, arm, weights, data, window_s)
-            results[arm].append(child.result())
-            child.close()
-            rate = results[arm][-1]["rows_per_s"]
-            notify(f"round {number + 1} of {rounds}: {arm} {rate:,.1f} rows/s")
-    pairs = [
-        own["rows_per_s"] / other["rows_per_s"]
-        for own, other in zip(*results.values(), strict=True)
-    ]
-    return {
-        "machine": describe_machine(),
-        **summarize_ratios({"reader_vs_processor": pairs}),
-        "rows": [
-            {"arm": arm}
-            | {name: round(statistics.median(each[name] for each in runs), 1) for name in runs[0]}
-            for arm, runs in results.items()
-        ],
-    }
+
+    def measure(arm: str) -> dict[str, float]:
+        child = ChildProcess(arm, _measure, arm, weights, data, window_s)
+        values: dict[str, float] = child.result()
+        child.close()
+        return values
+
+    arms = {arm: partial(measure, arm) for arm in ("reader", "processor")}
+    ratios = {"reader_vs_processor": ("reader", "processor")}
+    return {"machine": describe_machine()} | compare(arms, rounds, "rows_per_s", ratios, notify)
 
 
 def _measure(

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,7 @@ from mmray.bench.baselines import (
     TunedDataset,
     rows_per_s,
 )
-from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.results import compare, describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Data, Inputs, Prepare
 from mmray.data.media.decode import require_decoder
@@ -97,54 +95,44 @@ def bench_loader(
     Returns:
         `machine` (dict), `ratios` (of the rates of two loaders, such as `stream_vs_tuned`,
         medians), `spread` ({min, max, pairs} by ratio), `rows` (per loader: `arm`, its name,
-        `images_per_s` (of clips `clips_per_s` and `hours_per_s`) and `first_batch_s`, medians) and
-        `notes` (texts about the bottleneck of images).
+        `images_per_s` (of clips `clips_per_s` and `hours_per_s`) with its `lowest` and `highest`,
+        and `first_batch_s`, medians) and `notes` (texts about the bottleneck of images).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
     """
     _check_arguments(data, images, workers, modality)
     actors = workers or cores()
-    rates: list[dict[str, float]] = []  # rows/s of each loader, by round
-    unit = "images" if modality == "image" else "clips"
-    first_s: dict[str, list[float]] = defaultdict(list)
+    rate = "images_per_s" if modality == "image" else "clips_per_s"
+
+    def measure(name: str, run: RunWindow) -> dict[str, float]:
+        start_s = time.time()
+        arrivals = run()
+        values = {rate: rows_per_s(arrivals)}
+        if values[rate] == 0:
+            raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
+        if modality != "image":
+            values["hours_per_s"] = values[rate] * clip_loader.CLIP_S[modality] / 3600
+        if not name.startswith("reader"):
+            values["first_batch_s"] = max(each[0].at_s for each in arrivals) - start_s
+        return values
+
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
         if modality == "image":
             loaders = _build_loaders(data, images, window_s, actors, notify)
         else:
             loaders = _build_clip_loaders(modality, images, window_s, actors, notify)
-        for number in range(rounds):
-            rates.append({})
-            for name in loaders if number % 2 == 0 else reversed(loaders):
-                start_s = time.time()
-                arrivals = loaders[name]()
-                rate = rows_per_s(arrivals)
-                if rate == 0:
-                    raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
-                rates[-1][name] = rate
-                first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
-                notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} {unit}/s")
-    ratios = {
-        name: [each[loader] / each[base] for each in rates]
-        for name, (loader, base) in (RATIOS if modality == "image" else CLIP_RATIOS).items()
-        if loader in loaders
-    }
-    medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
-    rows = []
-    for name, rate in medians.items():
-        row: dict[str, Any] = {"arm": name, f"{unit}_per_s": round(rate, 1)}
-        if modality != "image":
-            row["hours_per_s"] = round(rate * clip_loader.CLIP_S[modality] / 3600, 4)
-        is_reader = name.startswith("reader")
-        row["first_batch_s"] = None if is_reader else round(statistics.median(first_s[name]), 3)
-        rows.append(row)
+        arms = {name: partial(measure, name, run) for name, run in loaders.items()}
+        ratios = RATIOS if modality == "image" else CLIP_RATIOS
+        ratios = {name: pair for name, pair in ratios.items() if pair[0] in loaders}
+        result = compare(arms, rounds, rate, ratios, notify)
+    notes = []
+    if modality == "image":
+        rates = {row["arm"]: row["images_per_s"] for row in result["rows"]}
+        notes = bottlenecks(rates, gpu_rate, actors)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {
-        "machine": describe_machine(device) | {"data_workers": actors},
-        **summarize_ratios(ratios),
-        "rows": rows,
-        "notes": bottlenecks(medians, gpu_rate, actors) if modality == "image" else [],
-    }
+    machine = describe_machine(device) | {"data_workers": actors}
+    return {"machine": machine} | result | {"notes": notes}
 
 
 def _check_arguments(data: str | None, images: int, workers: int, modality: str) -> None:

@@ -1,11 +1,11 @@
-"""What the results of all benchmarks have: the machine, and ratios with their spread."""
+"""What all benchmarks share: a comparison in ABBA order, and the machine of their results."""
 
 from __future__ import annotations
 
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,19 +41,54 @@ def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def summarize_ratios(ratios: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the median and the spread of ratios.
+def compare(
+    arms: Mapping[str, Callable[[], dict[str, float]]],
+    rounds: int,
+    rate: str,
+    ratios: Mapping[str, tuple[str, str]],
+    notify: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure each arm (what is compared, such as a loop) once per round, in ABBA order.
 
     Args:
-        ratios: By name the ratio of two rates in each round, at least one.
+        arms: By name a function that measures an arm once and returns values by name.
+        rounds: Number of rounds.
+        rate: Name of the value that is compared, such as `samples_per_s`.
+        ratios: By name two arms, of whose rates the ratio is taken in each round.
+        notify: Called with a line after each measurement.
 
     Returns:
-        `ratios` (medians by name) and `spread` ({min, max, pairs} by name).
+        `ratios` (medians over the rounds, by name), `spread` ({min, max, pairs} by ratio) and
+        `rows`: of each arm its name as `arm`, the medians of its values, and the `lowest` and
+        `highest` rate.
     """
+    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else reversed(list(arms)):
+            values = arms[arm]()
+            measured[arm].append(values)
+            text = f"{values[rate]:,.1f} {title_of(rate)}"
+            notify(f"round {number + 1} of {rounds}: {arm} {text}")
+    rates = {arm: [values[rate] for values in runs] for arm, runs in measured.items()}
+    rows = []
+    for arm, runs in measured.items():
+        medians = {name: statistics.median(values[name] for values in runs) for name in runs[0]}
+        row = {"arm": arm, rate: medians[rate], "lowest": min(rates[arm])}
+        rows.append(row | {"highest": max(rates[arm])} | medians)
+    pairs = {
+        name: [one / other for one, other in zip(rates[arm], rates[base], strict=True)]
+        for name, (arm, base) in ratios.items()
+    }
     return {
-        "ratios": {name: statistics.median(values) for name, values in ratios.items()},
+        "ratios": {name: statistics.median(values) for name, values in pairs.items()},
         "spread": {
             name: {"min": min(values), "max": max(values), "pairs": len(values)}
-            for name, values in ratios.items()
+            for name, values in pairs.items()
         },
+        "rows": rows,
     }
+
+
+def title_of(name: str) -> str:
+    """Return the words of a value's name: `samples/s` of `samples_per_s`."""
+    return name.replace("_per_s", "/s").replace("_", " ")

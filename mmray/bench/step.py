@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -33,7 +32,7 @@ from mmray.bench.hand_loops import (
     fast_kernels,
     train_by_hand,
 )
-from mmray.bench.results import describe_machine, summarize_ratios
+from mmray.bench.results import compare, describe_machine
 from mmray.bench.spawn import select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
@@ -61,7 +60,8 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # of BERT; used if the config has none
-RATIOS = ("loop_vs_bare", "loop_vs_best")
+# steps -> seconds of the timed steps, and the last loss
+Window = Callable[[int], tuple[float, float]]
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
@@ -78,8 +78,9 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s of mmray's loop relative to the
         others: `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max,
-        pairs} by ratio), `tflops` and `mfu` (model TFLOP/s per device, and its share of the peak or
-        None, of `loop` and `best`), `rows` (a dict per round) and `notes` (texts).
+        pairs} by ratio), and `rows`: a dict per loop with its name as `arm`, medians of
+        `samples_per_s` (with `lowest` and `highest`) and of the last `loss`, `tflops` (model
+        TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
 
     Raises:
         UsageError: The objective or the settings are not supported.
@@ -124,7 +125,10 @@ def _measure(
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
     """Time mmray's loop and two loops written by hand, in several rounds.
 
-    A collective call of all ranks of the benchmark.
+    A collective call of all ranks of the benchmark, which run the same steps. The loops are `loop`
+    (mmray's), and two written by hand: `bare` with the settings of the config, and `best` with the
+    fastest settings of the device. If `micro` is less than the rows of this rank, `accumulated` is
+    mmray's loop on whole steps, and `best` is compared with it, because both see the global batch.
 
     Args:
         bench: Model and batches of this rank.
@@ -134,31 +138,48 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
     Returns:
         `micro` (rows of a micro-batch), `ratios` (samples/s of mmray's loop relative to the others:
         `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max, pairs} by
-        ratio), `tflops` and `mfu` (model TFLOP/s per device, and its share of the peak or None, of
-        `loop` and `best`), `rows` (a dict per round) and `notes` (texts).
+        ratio), and `rows`: a dict per loop with its name as `arm`, medians of `samples_per_s` (with
+        `lowest` and `highest`) and of the last `loss`, `tflops` (model TFLOP/s per device), and
+        `mfu` (its share of the peak, if that is known).
     """
-    rows = time_pairs(bench, pairs, window_s)
-    loop = "accumulated" if "accumulated_samples_per_s" in rows[0] else "loop"
+    group = bench.group
+    took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
+    row_s = took_s / 4 / bench.micro
+    best_rows = bench.best_rows()
+
+    def steps_of(rows: int) -> int:
+        return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
+
+    def measure(window: Window, rows: int, steps: int) -> dict[str, float]:
+        gc.collect()  # the previous window's DDP is a reference cycle
+        took_s, loss = window(steps)
+        rate = rows * group.world_size * (steps - WARMUP_STEPS) / took_s
+        return {"samples_per_s": rate, "loss": loss}
+
+    log_every = bench.config.train.log_every
+    steps = -(-steps_of(bench.micro) // log_every) * log_every
+    best = partial(bench.best_window, rows=best_rows)
+    arms = {
+        "loop": partial(measure, bench.loop_window, bench.micro, steps),
+        "bare": partial(measure, bench.bare_window, bench.micro, steps),
+        "best": partial(measure, best, best_rows, steps_of(best_rows)),
+    }
+    ratios = {"loop_vs_bare": ("loop", "bare"), "loop_vs_best": ("loop", "best")}
+    if bench.micro < bench.rank_rows:
+        whole = partial(bench.loop_window, accumulated=True)
+        whole_steps = steps_of(bench.rank_rows)
+        arms["accumulated"] = partial(measure, whole, bench.rank_rows, whole_steps)
+        ratios["loop_vs_best"] = ("accumulated", "best")
+    bench.loop_window(steps)  # the first window imports TensorBoard
+    result = compare(arms, pairs, "samples_per_s", ratios)
     flops_of_row = bench.flops_of_row()
     peak = bench.peak_flops()
-    flops = {
-        name: statistics.median(row[f"{arm}_samples_per_s"] for row in rows)
-        * flops_of_row
-        / bench.group.world_size
-        for name, arm in (("loop", loop), ("best", "best"))
-    }
-    text = ", ".join(
-        f"{name} {rate / 1e12:.3g} TFLOP/s" + (f" (MFU {rate / peak:.1%})" if peak else "")
-        for name, rate in flops.items()
-    )
-    return {
-        "micro": bench.micro,
-        **summarize_ratios({name: [row[name] for row in rows] for name in RATIOS}),
-        "tflops": {name: rate / 1e12 for name, rate in flops.items()},
-        "mfu": {name: rate / peak if peak else None for name, rate in flops.items()},
-        "rows": rows,
-        "notes": [f"model FLOPs per device: {text}"],
-    }
+    for row in result["rows"]:
+        flops = row["samples_per_s"] * flops_of_row / group.world_size
+        row["tflops"] = flops / 1e12
+        if peak is not None:
+            row["mfu"] = flops / peak
+    return {"micro": bench.micro} | result
 
 
 @dataclass
@@ -547,56 +568,3 @@ def build_bench(
             {name: column.pin_memory() for name, column in batch.items()} for batch in batches
         ]
     return Bench(config, group, model, batches, micro, log)
-
-
-def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Time each loop once per round, in alternating order.
-
-    All ranks run the same steps, timed on rank 0. The loops are `loop` (mmray's), and two written
-    by hand: `bare` with the settings of the config, and `best` with the fastest settings of the
-    device. If `micro` is less than the rows of this rank, `accumulated` is mmray's loop on whole
-    steps, and `best` is compared with it, because both see the global batch.
-
-    Args:
-        bench: Model and batches of this rank.
-        pairs: Number of rounds.
-        window_s: Approximate seconds of each timing.
-
-    Returns:
-        A dict per round: `pair` (number), the ratios `loop_vs_bare` and `loop_vs_best`, and
-        `NAME_samples_per_s` and `NAME_loss` of each loop.
-    """
-    log_every = bench.config.train.log_every
-    group = bench.group
-    took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
-    row_s = took_s / 4 / bench.micro
-    best_rows = bench.best_rows()
-
-    def steps_of(rows: int) -> int:
-        return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
-
-    steps = -(-steps_of(bench.micro) // log_every) * log_every
-    # rows and number of steps
-    windows: dict[str, tuple[int, int, Callable[[int], tuple[float, float]]]] = {
-        "loop": (bench.micro, steps, bench.loop_window),
-        "bare": (bench.micro, steps, bench.bare_window),
-        "best": (best_rows, steps_of(best_rows), partial(bench.best_window, rows=best_rows)),
-    }
-    if bench.micro < bench.rank_rows:
-        whole = partial(bench.loop_window, accumulated=True)
-        windows["accumulated"] = (bench.rank_rows, steps_of(bench.rank_rows), whole)
-    bench.loop_window(steps)  # the first window imports TensorBoard
-    rows = []
-    for pair in range(pairs):
-        rates = {}
-        losses = {}
-        for name in windows if pair % 2 == 0 else reversed(windows):
-            gc.collect()  # the previous window's DDP is a reference cycle
-            step_rows, num_steps, run = windows[name]
-            took_s, losses[name] = run(num_steps)
-            rates[name] = step_rows * group.world_size * (num_steps - WARMUP_STEPS) / took_s
-        row = {"pair": pair, "loop_vs_bare": round(rates["loop"] / rates["bare"], 4)}
-        row["loop_vs_best"] = round(rates.get("accumulated", rates["loop"]) / rates["best"], 4)
-        row |= {f"{name}_samples_per_s": round(rates[name], 2) for name in windows}
-        rows.append(row | {f"{name}_loss": round(losses[name], 6) for name in windows})
-    return rows

@@ -74,10 +74,11 @@ def bench_strategies(
 
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
-        `fsdp_bf16_vs_ddp`), and `rows`. A row has `strategy`, `workers`, `samples_per_s`,
-        `step_p50_s`, `step_p95_s`, `communication_share` (0 to 1), `peak_gib`, `loss`,
-        `loss_vs_ddp` (relative difference) and `error`. If the strategy failed, `error` is the
-        reason and measurements are None.
+        `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts about failures). A row has `strategy`,
+        `workers`, `samples_per_s`, `step_p50_s`, `step_p95_s`, `communication_share` (0 to 1, of
+        the time in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
+        difference) and `error`. If the strategy failed, `error` is the reason and measurements are
+        None.
 
     Raises:
         UsageError: A name in `only` is unknown.
@@ -109,7 +110,8 @@ def bench_strategies(
     machine = describe_machine(torch.device(device_type))
     # the upper limit of `batch.micro auto`, because no row is probed
     batch = str(replace(shape, auto=False))
-    return {"machine": machine, "batch": batch, "ratios": ratios, "rows": rows}
+    notes = [f"{row['strategy']}: {row['error']}" for row in rows if row["error"]]
+    return {"machine": machine, "batch": batch, "ratios": ratios, "rows": rows, "notes": notes}
 
 
 def _time_row(

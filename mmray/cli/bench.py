@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from mmray.bench.results import title_of
 from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.config import recipes
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
+
+# of the values in a table, by the end of their name; others have about three digits
+STYLES = {"_share": ".0%", "mfu": ".1%", "loss": ".4f", "_vs_ddp": "+.3%"}
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,12 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
     command = parse_args(command_type, rest, f"mmray bench {what}")
     require_positive(command, "pairs", "images", "rounds", "steps", "window_s", "gpu_rate")
     with console.show_progress("measuring"):
-        result, table = run(command, console)
+        result = run(command, console)
     machine = result["machine"]
     console.log(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     if "batch" in result:
         console.log(result["batch"])
-    console.print(table)
+    console.print(_table(result["rows"]))
     for name, spread in result.get("spread", {}).items():
         of = f"median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f}"
         console.log(f"{result['ratios'][name]:.3f} ({of})", name)
@@ -118,7 +122,17 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
     return 0
 
 
-def _step(command: StepCommand, console: ConsoleReporter) -> tuple[dict[str, Any], Table]:
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of rows, with columns from their keys; errors are in the notes."""
+    values = {name: value for row in rows for name, value in row.items() if name != "error"}
+    columns = {}
+    for name, value in values.items():
+        style = next((style for end, style in STYLES.items() if name.endswith(end)), COMPACT)
+        columns[name] = (title_of(name), "" if isinstance(value, str) else style)
+    return rows_table(rows, columns)
+
+
+def _step(command: StepCommand, console: ConsoleReporter) -> dict[str, Any]:
     """compare the training loop with two written by hand"""
     from mmray.bench.step import bench_step
 
@@ -127,81 +141,39 @@ def _step(command: StepCommand, console: ConsoleReporter) -> tuple[dict[str, Any
         f"{command.pairs} rounds of 3 or 4 windows of {command.window_s:g} s, at most "
         f"{total_s:.0f} s"
     )
-    result = bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
-    first = result["rows"][0].items()
-    columns = {
-        name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "")
-        for name, value in first
-    }
-    return result, rows_table(result["rows"], columns)
+    return bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
 
 
-def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str, Any], Table]:
+def _loader(command: LoaderCommand, console: ConsoleReporter) -> dict[str, Any]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
     if command.consumers:
         from mmray.bench.stream_scale import bench_consumers
 
-        result = bench_consumers(command.consumers, command.window_s)
-        return result, rows_table(
-            result["rows"], {name: (name.replace("_", " "), ",.2f") for name in result["rows"][0]}
-        )
+        return bench_consumers(command.consumers, command.window_s)
     if command.model is not None:
         from mmray.bench.encoding import bench_encoding
 
         if command.data is None:
             raise UsageError("bench loader --model needs a prepared set of conversations: --data")
-        result = bench_encoding(
+        return bench_encoding(
             command.model, command.data, command.rounds, command.window_s, console.status
         )
-        columns = {
-            name: (name.replace("_", " "), "" if name == "arm" else ",.1f")
-            for name in result["rows"][0]
-        }
-        return result, rows_table(result["rows"], columns)
     from mmray.bench.loader import bench_loader
 
     skipped = ("json", "consumers", "model")
     given = {name: value for name, value in vars(command).items() if name not in skipped}
-    result = bench_loader(console.status, **given)
-    columns = {
-        "arm": ("", ""),
-        "images_per_s": ("images/s", ",.0f"),
-        "clips_per_s": ("clips/s", ",.1f"),
-        "hours_per_s": ("hours/s", ",.4f"),
-        "first_batch_s": ("first batch s", ",.3f"),
-    }
-    shown = {name: each for name, each in columns.items() if name in result["rows"][0]}
-    return result, rows_table(result["rows"], shown)
+    return bench_loader(console.status, **given)
 
 
-def _strategies(
-    command: StrategiesCommand, console: ConsoleReporter
-) -> tuple[dict[str, Any], Table]:
+def _strategies(command: StrategiesCommand, console: ConsoleReporter) -> dict[str, Any]:
     """compare DDP, FSDP, one tower per device and precisions"""
     from mmray.bench.strategies import bench_strategies
 
-    result = bench_strategies(
-        recipes.load(command.recipe), command.steps, command.only, console.status
-    )
-    columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", COMPACT)}
-    columns |= {
-        "step_p50_s": ("p50 s", ".3f"),
-        "step_p95_s": ("p95 s", ".3f"),
-        "communication_share": ("comm", ".0%"),
-    }
-    columns |= {
-        "peak_gib": ("GiB", ".2f"),
-        "loss": ("loss", ".4f"),
-        "loss_vs_ddp": ("loss vs ddp", "+.3%"),
-    }
-    notes = ["comm: share of the time in collectives; loss after the last step"]
-    notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
-    return result | {"notes": notes}, rows_table(result["rows"], columns)
+    recipe = recipes.load(command.recipe)
+    return bench_strategies(recipe, command.steps, command.only, console.status)
 
 
-BENCHES: dict[
-    str, tuple[type[Any], Callable[[Any, ConsoleReporter], tuple[dict[str, Any], Table]]]
-] = {
+BENCHES: dict[str, tuple[type[Any], Callable[[Any, ConsoleReporter], dict[str, Any]]]] = {
     "step": (StepCommand, _step),
     "loader": (LoaderCommand, _loader),
     "strategies": (StrategiesCommand, _strategies),

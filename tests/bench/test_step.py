@@ -13,7 +13,7 @@ import torch
 
 from mmray.bench import hand_loops, step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, time_pairs
+from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, measure_loops
 from mmray.config import (
     Batch,
     Cluster,
@@ -176,34 +176,36 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
 
     for name in seconds:
         monkeypatch.setattr(Bench, f"{name}_window", window(name))
-    rows = time_pairs(build_bench(tiny(), Group(), micro=4), pairs=4, window_s=3.0)
+    result = measure_loops(build_bench(tiny(), Group(), micro=4), pairs=4, window_s=3.0)
     # 3 s at 4 steps per 1.5 s are 8 steps; 3 of warm-up make 11, for mmray's loop rounded up to
     # intervals of 4
     assert order[3:] == ["loop 12", "bare 12", "best 11", "best 11", "bare 12", "loop 12"] * 2
-    assert [row["loop_vs_bare"] for row in rows] == [0.75] * 4
-    assert rows[0]["loop_vs_best"] == pytest.approx(9 / 2.0 / (8 / 1.2), abs=1e-4)
-    assert rows[0]["bare_samples_per_s"] == round(4 * (12 - WARMUP_STEPS) / 1.5, 2)
+    assert result["ratios"]["loop_vs_bare"] == pytest.approx(0.75)
+    assert result["ratios"]["loop_vs_best"] == pytest.approx(9 / 2.0 / (8 / 1.2))
+    bare = result["rows"][1]
+    assert (bare["arm"], bare["samples_per_s"]) == ("bare", 4 * (12 - WARMUP_STEPS) / 1.5)
     order.clear()
-    row = time_pairs(build_bench(tiny(), Group(), micro=4, rank_rows=8), pairs=1, window_s=3.0)[0]
+    bench = build_bench(tiny(), Group(), micro=4, rank_rows=8)
+    result = measure_loops(bench, pairs=1, window_s=3.0)
     assert order[3:] == ["loop 12", "bare 12", "best 7", "loop 7 whole"]
-    assert row["loop_vs_best"] == pytest.approx(1.2 / 2.0)  # of whole steps
+    assert result["ratios"]["loop_vs_best"] == pytest.approx(1.2 / 2.0)  # of whole steps
 
 
 def test_two_workers_end_to_end() -> None:
     # eps: gradient scale matters
     sensitive = Optimizer(lr=1.0, settings={"eps": 1.0}, warmup_steps=0, clip_norm=0)
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=1, window_s=0.05)
-    for name in ("loop_vs_bare", "loop_vs_best"):
-        ratios = [row[name] for row in result["rows"]]
-        assert result["ratios"][name] == ratios[0]
-        assert result["spread"][name] == {"min": ratios[0], "max": ratios[0], "pairs": 1}
+    rows = {row["arm"]: row for row in result["rows"]}
+    assert list(rows) == ["loop", "bare", "best"]
+    for base in ("bare", "best"):
+        ratio = rows["loop"]["samples_per_s"] / rows[base]["samples_per_s"]
+        assert result["ratios"][f"loop_vs_{base}"] == ratio
+        assert result["spread"][f"loop_vs_{base}"] == {"min": ratio, "max": ratio, "pairs": 1}
     assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
     # a CPU's peak is unknown
-    assert result["tflops"]["best"] > 0 and result["mfu"] == {"loop": None, "best": None}
-    for row in result["rows"]:
-        # over the rows of both ranks
-        assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)
-        assert row["loop_samples_per_s"] > 0
+    assert rows["best"]["tflops"] > 0 and "mfu" not in rows["best"]
+    # over the rows of both ranks
+    assert rows["loop"]["loss"] == pytest.approx(rows["bare"]["loss"], rel=1e-4)
     assert result["machine"]["cores"] > 0
     json.dumps(result)
 

@@ -10,7 +10,6 @@ import gc
 import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -250,7 +249,7 @@ def resnet(device: torch.device) -> Iterator[Case]:
     yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)
 
 
-def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
+def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, Any]]:
     """Time mmray's loop and two loops written by hand.
 
     Args:
@@ -259,22 +258,18 @@ def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
         rows: Rows of a step.
 
     Returns:
-        The ratios `loop_vs_bare` and `loop_vs_best`, and `ARM_samples_per_s` (ARM `loop`, `bare` or
-        `best`), each as a median with the lowest and highest value of the rounds (such as
-        `loop_lowest`); `loop_tflops`, `best_tflops`, `loop_mfu` and `best_mfu`.
+        The ratios `loop_vs_bare` and `loop_vs_best` with the lowest and highest of the rounds, and
+        then a dict per loop (`loop`, `bare` and `best`): `samples_per_s` with its `lowest` and
+        `highest`, the last `loss`, `tflops`, and `mfu` if the peak of the device is known.
     """
     bench = build_bench(recipe(name, device), Group(device=device), rows)
     result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
-    row: dict[str, Any] = {}
-    for ratio, value in result["ratios"].items():
-        spread = result["spread"][ratio]
-        row |= {ratio: value, f"{ratio}_lowest": spread["min"], f"{ratio}_highest": spread["max"]}
-    for arm in ("loop", "bare", "best"):
-        rates = [each[f"{arm}_samples_per_s"] for each in result["rows"]]
-        row |= {f"{arm}_samples_per_s": statistics.median(rates)}
-        row |= {f"{arm}_lowest": min(rates), f"{arm}_highest": max(rates)}
-    row |= {f"{arm}_tflops": value for arm, value in result["tflops"].items()}
-    return row | {f"{arm}_mfu": value for arm, value in result["mfu"].items()}
+    case = f"{name}, {rows} rows"
+    ratios: dict[str, Any] = {"case": case}
+    for ratio, spread in result["spread"].items():
+        ratios[ratio] = result["ratios"][ratio]
+        ratios |= {f"{ratio}_lowest": spread["min"], f"{ratio}_highest": spread["max"]}
+    return [ratios, *({"case": f"{case}, {row.pop('arm')}"} | row for row in result["rows"])]
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {

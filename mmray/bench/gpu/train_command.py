@@ -21,6 +21,7 @@ import torch
 
 from mmray.bench import synthetic_images
 from mmray.bench.gpu.workload import LOG_EVERY, Case, recipe, rows_of
+from mmray.bench.results import compare
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.config import Batch, Config, recipes, to_yaml
 from mmray.engine.collectives import Group
@@ -215,8 +216,10 @@ def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
     bench = build_bench(config, Group(device=device), rows)
     steps = WARMUP_STEPS + NUMBERS[device.type]["steps"] // LOOP_WINDOWS
     bench.loop_window(WARMUP_STEPS + 1)  # compiles
-    rates = []
-    for _ in range(LOOP_WINDOWS):
+
+    def measure() -> dict[str, float]:
         seconds, _ = bench.loop_window(steps)
-        rates.append(rows * (steps - WARMUP_STEPS) / seconds)
-    return {"samples_per_s": statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
+        return {"samples_per_s": rows * (steps - WARMUP_STEPS) / seconds}
+
+    measured = compare({"loop": measure}, LOOP_WINDOWS, "samples_per_s", ratios={})
+    return dict(measured["rows"][0])

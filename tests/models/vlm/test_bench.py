@@ -40,9 +40,10 @@ def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     config = token_runs.config_of(folder_of("qwen3_vl"), "made", tmp_path / "run", precision="fp32")
     result = bench_step(config, pairs=2, window_s=0.01)
     assert result["ratios"].keys() == {"loop_vs_padded"}
-    for row in result["rows"]:
-        assert row["loop_loss"] == pytest.approx(row["padded_loss"], rel=1e-4)
-        assert min(row["loop_tokens_per_s"], row["padded_samples_per_s"]) > 0
+    loop, padded = result["rows"]
+    assert (loop["arm"], padded["arm"]) == ("loop", "padded")
+    assert loop["loss"] == pytest.approx(padded["loss"], rel=1e-4)
+    assert min(loop["tokens_per_s"], padded["samples_per_s"]) > 0
 
 
 def test_rows_are_encoded_with_and_without_torch(folder_of, tmp_path, capsys):
