@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 
 BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
-MEASUREMENTS = (
-    "samples_per_s",
-    "step_p50_s",
-    "step_p95_s",
-    "communication_share",
-    "peak_gib",
-    "loss",
-    "loss_vs_ddp",
-)
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
     BASELINE: {"parallel": "ddp", "precision": "fp32"},
@@ -75,10 +66,10 @@ def bench_strategies(
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
         `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts about failures). A row has `strategy`,
-        `workers`, `samples_per_s`, `step_p50_s`, `step_p95_s`, `communication_share` (0 to 1, of
-        the time in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
-        difference) and `error`. If the strategy failed, `error` is the reason and measurements are
-        None.
+        `workers`, `samples_per_s`, `p50_s` and `p95_s` of a step, `comm_share` (0 to 1, of the time
+        in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
+        difference) and `error`. If the strategy failed, `error` is the reason and there are no
+        measurements.
 
     Raises:
         UsageError: A name in `only` is unknown.
@@ -128,11 +119,7 @@ def _time_row(
             global_=shape.global_batch_size, micro=shape.micro_batch_size, accumulation=None
         ),
     )
-    row: dict[str, Any] = {
-        "workers": config.cluster.max_workers,
-        **dict.fromkeys(MEASUREMENTS),
-        "error": None,
-    }
+    row: dict[str, Any] = {"workers": config.cluster.max_workers, "error": None}
     if reasons := unsupported_reasons(config):
         return row | {"error": "; ".join(reasons)}
     try:
@@ -225,9 +212,9 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {
         "samples_per_s": shape.global_batch_size / statistics.mean(times_s),
-        "step_p50_s": p50_s,
-        "step_p95_s": p95_s,
-        "communication_share": timer.communication_share,
+        "p50_s": p50_s,
+        "p95_s": p95_s,
+        "comm_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],
     }

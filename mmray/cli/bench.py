@@ -16,6 +16,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
 
+HIDDEN = ("workers", "error")  # not in a table: it would be too wide, and notes have the errors
 # of the values in a table, by the end of their name; others have about three digits
 STYLES = {"_share": ".0%", "mfu": ".1%", "loss": ".4f", "_vs_ddp": "+.3%"}
 
@@ -123,8 +124,8 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of rows, with columns from their keys; errors are in the notes."""
-    values = {name: value for row in rows for name, value in row.items() if name != "error"}
+    """Return a table of rows, with columns from their keys."""
+    values = {name: value for row in rows for name, value in row.items() if name not in HIDDEN}
     columns = {}
     for name, value in values.items():
         style = next((style for end, style in STYLES.items() if name.endswith(end)), COMPACT)
