@@ -45,8 +45,8 @@ class ExtraColumns(Protocol):
             num_rows: Number of rows, R.
 
         Returns:
-            Arrays [R, ...] by column name; BoxColumns returns `boxes`, `box_labels` and
-            `num_boxes`.
+            Arrays [R, ...] by column name, such as `boxes` float32 [R, M, 4], `box_labels` int64
+            [R, M] and `num_boxes` int32 [R].
         """
         ...
 
@@ -102,7 +102,8 @@ def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraC
         augment: The `augment` section, which is applied as to the pixels; None for none.
 
     Returns:
-        One object for each kind of column; empty for most models.
+        One object for each kind of column, such as a BoxColumns, with the methods of ExtraColumns;
+        empty for most models.
     """
     return [
         build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting, 0)

@@ -54,14 +54,16 @@ def parse_messages(
     """Convert the conversation of a source row to messages with content parts.
 
     Args:
-        value: A list of {"role", "content"} or {"from", "value"}. The content is a text, in which
-            each `<image>` marks an image, or a list of parts such as {"type": "text", "text":
-            "..."} and {"type": "image"}. The keys of an Arrow struct that a message lacks are None.
+        value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The
+            content is a text, in which each `<image>` marks an image, or a list of parts such as
+            {"type": "text", "text": "..."} and {"type": "image"}. The keys of an Arrow struct that
+            a message lacks are None.
         kinds: Kinds of media that may be marked in a text, `<video>` only if `video` is one.
 
     Returns:
-        The messages {"role": "system" | "user" | "assistant", "content": parts}, and the medium of
-        each image, video or audio part or mark in order.
+        The messages {"role": "system" | "user" | "assistant", "content": parts}, and in order a
+        PartMedium for each image, video or audio part or mark: `kind`, and `value` (such as its
+        path; None if it has none of its own).
 
     Raises:
         ValueError: It is not a conversation from which an assistant can learn.
@@ -99,6 +101,10 @@ def answer_question(question: str, answer: str, kinds: Sequence[str]) -> list[Me
         question: Text of the user.
         answer: Text of the assistant.
         kinds: The type of each medium, whose parts come before the question.
+
+    Returns:
+        Two messages, {"role": "user", "content": parts} and {"role": "assistant", "content":
+        parts}.
     """
     asked: Message = {"role": "user", "content": [_text_part(question)]}
     return insert_media([asked, {"role": "assistant", "content": [_text_part(answer)]}], kinds)

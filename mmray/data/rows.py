@@ -373,6 +373,9 @@ def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
         columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
         ours: mmray's column name, such as `text`; without an entry the column of the source has the
             same name.
+
+    Returns:
+        Names of columns of the source, such as (`alt`, `synthetic`).
     """
     theirs = columns.get(ours, ours)
     return split_names(theirs) if ours in TEXT_COLUMNS else (theirs,)

@@ -54,6 +54,9 @@ def source_class(name: str) -> type[Source]:
     Args:
         name: Name of a format, such as `parquet`, or a user's `package.module:Class`.
 
+    Returns:
+        A subclass of Source, called with (folder, name, columns, ...).
+
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
     """

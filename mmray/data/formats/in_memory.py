@@ -101,9 +101,14 @@ def encode_row(
     Images become {"path": ..., "bytes": ...}, and conversations a JSON text.
 
     Args:
-        row: Values by column name.
-        columns: Column of the dataset by mmray's column name.
+        row: Values by column name of the dataset; an image is a PIL image, an array, bytes or a
+            path.
+        columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
         keep: Other columns to return, `prepare.keep`.
+
+    Returns:
+        Values by mmray's column name that Parquet can store, such as {"image": {"path": ...,
+        "bytes": ...}, "text": "a dog"}.
 
     Raises:
         DataError: No column has images, or none has texts.

@@ -372,7 +372,7 @@ def check_columns(
 
     Args:
         names: Names of all columns of the source.
-        columns: Column of the source by mmray's column name.
+        columns: Column of the source by mmray's column name, such as {"text": "title"}.
         place: The file, for the message.
         no_match: Advice if no name is known or common.
     """

@@ -50,8 +50,8 @@ class SubprocessDecoder:
             data: Encoded bytes, which may be from an untrusted source.
             max_pixels: Maximum width x height of the image.
             transform_args: (inputs, augment, uniforms): sections `model.inputs` and `augment`, and
-                the random numbers of the augmentation, with which the child also resizes and
-                augments the image. None: only decode, and resize to one pixel.
+                the random numbers of the augmentation, float64, with which the child also resizes
+                and augments the image. None: only decode, and resize to one pixel.
 
         Returns:
             (width, height) of the upright image in pixels.
@@ -152,8 +152,8 @@ def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
     Args:
-        channel: Connection to the parent. It receives a function and its arguments, and replies
-            with its result as JSON, or with `reason` and `detail` of a BadImage.
+        channel: Connection to the parent. Each message is a function and its arguments; the reply
+            is its result as JSON, or `reason` and `detail` of a BadImage.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # So a file that needs more fails by itself, before the kernel ends another process for it.

@@ -77,6 +77,9 @@ def full_span(media: Media) -> tuple[float, float]:
     Args:
         media: Audio or video with its bytes.
 
+    Returns:
+        (start, end) in seconds.
+
     Raises:
         BadMedia: Its header cannot be read.
     """

@@ -116,8 +116,8 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
         max_pixels: Maximum width x height of a frame.
 
     Returns:
-        Measured start and duration in seconds, and from the header rate, channels, and width and
-        height of upright frames.
+        A MediaInfo: measured `start_s` and `duration_s` in seconds, and from the header `rate`,
+        `channels`, and `width` and `height` of upright frames in pixels.
 
     Raises:
         BadMedia: With reason `empty`, `format`, `no-audio`, `no-video`, `too-large`, `too-long`,

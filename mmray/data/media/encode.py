@@ -23,6 +23,9 @@ def encode_audio(
         rate: Samples per second.
         codec: `flac` (lossless) or `mp3`.
         bits_per_s: Bit rate of MP3; None: FFmpeg's default.
+
+    Returns:
+        The bytes of the file.
     """
     import av
 
@@ -39,8 +42,8 @@ def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -
     """Encode all samples of a stream of an open file.
 
     Args:
-        container: The file, opened by PyAV for writing.
-        stream: Its stream of mono audio.
+        container: The file, an av.container.OutputContainer that is open for writing.
+        stream: Its stream of mono audio, an av.AudioStream.
         samples: int16 [N].
         rate: Samples per second.
     """
@@ -64,6 +67,9 @@ def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
         data: Encoded audio.
         end_s: Time of its end in seconds.
         rate: Samples per second of the result.
+
+    Returns:
+        The bytes of the FLAC file.
 
     Raises:
         BadMedia: It cannot be decoded.

@@ -254,7 +254,9 @@ def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -
             otherwise of the images (of a conversation always with its messages).
 
     Returns:
-        The N rows in source order. Their digests are in unnamed temporary files, 48 bytes a row.
+        A PackedRows of the N rows in source order: `keys`, `contents` and `texts`, digests uint64
+        [N, 2] in unnamed temporary files, 48 bytes a row; `shards`, and `shard_of`, the index of
+        each row's shard.
     """
     content = "row_digest" if rule == "row" else "image_digest"
     files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - _map_digests closes them
@@ -470,7 +472,7 @@ def rejection_error(
         out: Folder of the set.
         num_read: Number of rows that were read, including bad ones.
         total: Number of rows of the source; larger than `num_read` if prepare stopped early.
-        result: Counts of bad rows by reason, with examples.
+        result: Counts of bad rows as `reasons` (number by reason), with `examples`.
         max_bad_fraction: Limit of bad rows as a fraction of `total`.
         row_needs: What a row of the format needs, for the message.
     """

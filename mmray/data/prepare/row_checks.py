@@ -20,7 +20,7 @@ def check_spans(row: Row, name: str, info: MediaInfo) -> None:
     Args:
         row: The row, whose spans are changed in place.
         name: Name of the file, for the error.
-        info: When it starts and ends.
+        info: When it starts and ends: `start_s` and `duration_s` in seconds.
 
     Raises:
         BadRow: Nothing of a span is in it, or more than MAX_OVERHANG_S (0.5 s) of it is outside.

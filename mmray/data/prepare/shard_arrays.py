@@ -46,7 +46,8 @@ def shard_arrays(
     Args:
         prepared: The set.
         folder: Folder of the arrays, which all nodes can write.
-        compute: Called in a task with the set of the rows of one shard; it is pickled.
+        compute: Called in a task with the set of the rows of one shard, to which it is pickled;
+            returns an array with a value for each row.
         on_rows: Called with (done, total): numbers of rows computed so far and to compute.
 
     Returns:

@@ -44,8 +44,8 @@ class TokenCounter(Protocol):
         """Return a function that counts the tokens of a stored row (text and sizes of images, no
         pixels).
 
-        It is called once in each process. The function raises ValueError for a row that cannot be
-        encoded.
+        It is called once in each process. The function is called with a Row and returns an int; it
+        raises ValueError for a row that cannot be encoded.
         """
         ...
 

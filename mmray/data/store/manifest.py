@@ -101,7 +101,9 @@ class Manifest:
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """Columns of the source whose texts the rows have, if `prepare.columns` names several."""
+        """Columns of the source whose texts the rows have, if `prepare.columns` names several, such
+        as (`alt`, `synthetic`); otherwise ().
+        """
         return text_columns(self.settings.get("columns", ()))
 
     @property

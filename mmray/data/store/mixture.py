@@ -114,7 +114,9 @@ class PreparedMixture:
                 groups of adjacent rows. False: read only rows that are not in it from the store.
 
         Returns:
-            The N rows in the order of `rows`, with the bytes of their images and keys `SET/KEY`.
+            The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
+            `data`), `texts` or `messages`, `label` (None: none) and others. Their keys are
+            `SET/KEY`.
 
         Raises:
             IndexError: A number is outside the sets.

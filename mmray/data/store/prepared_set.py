@@ -106,6 +106,9 @@ class PreparedSet:
             split: Split to open, such as `val`; None: all rows. A set without splits is opened
                 completely, whatever the split is.
 
+        Returns:
+            The set, whose `read(numbers)` returns its rows.
+
         Raises:
             DataError: The folder is not a complete prepared set, or has no such split.
             UsageError: The address of the set, or that of its source, is invalid.
@@ -231,8 +234,9 @@ class PreparedSet:
                 from the store.
 
         Returns:
-            The N rows in the order of `rows`, with the bytes of their images; those of an
-            index-only set are read from its source.
+            The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
+            `data`), `texts` or `messages`, `label` (None: none) and others. The bytes of the images
+            of an index-only set are read from its source.
 
         Raises:
             IndexError: A number is outside the set.

@@ -190,6 +190,10 @@ def check_where(
         place: The set, for the message.
         setting: Setting that has the expression, such as `data.where`.
 
+    Returns:
+        A RowFilter: `columns` are the names in the expression, and `selected(columns)` the numbers
+        of the rows that it selects.
+
     Raises:
         UsageError: It is invalid, or the set lacks a column; the message has the part.
     """

@@ -89,8 +89,8 @@ class ShardWriter:
     def entry(self) -> Shard:
         """Return the manifest's entry of the finished shard.
 
-        It has the file name, split, number of rows, size in bytes, digest of the rows and byte
-        offsets of the record batches.
+        It is a Shard with `file`, `split`, `num_rows`, `num_bytes`, `sha256` (digest of the rows)
+        and `offsets` (of the record batches).
         """
         return Shard(
             self.name,

@@ -179,8 +179,9 @@ class Row:
             question: User message for a row without `messages`, such as `Describe the image.`
 
         Returns:
-            The one conversation of `messages`. Otherwise one conversation per caption: the
-            question, after a part for each medium of the row, and the caption as the answer.
+            A list of conversations, each a list of messages {"role", "content"}: the one of
+            `messages`, otherwise one per caption: the question, after a part for each medium of the
+            row, and the caption as the answer.
         """
         if self.messages:
             return [self.messages]

@@ -37,8 +37,8 @@ class DecodeActor:
             slot: Memory of the rank on this node for the pixels; None: Ray's object store.
 
         Returns:
-            Arrays of the rows by column, and whether an image crashed the decoder. There is no
-            column `image` if the pixels are in the slot.
+            A Decoded: `block`, arrays of the rows by column, and `crashed`, whether an image
+            crashed the decoder. There is no column `image` if the pixels are in the slot.
         """
         pixels = None
         if slot is not None:

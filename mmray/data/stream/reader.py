@@ -65,8 +65,9 @@ class SetReader(ABC):
 
     Cheap to pickle; files are opened on first use.
 
-    A subclass implements `check_row`, which raises an error of `row_errors` for a row that cannot
-    be used, and `read_block(plan, positions)`, which returns arrays of the rows by column.
+    A subclass implements `encode_row(row)`, which returns the inputs of the model for a stored row
+    or raises an error of `row_errors`, and `read_block(plan, positions)`, which returns arrays of
+    the rows by column.
 
     Args:
         prepared: The set or mixture.
@@ -368,8 +369,8 @@ class RowReader(SetReader):
                 [NUM_UNIFORMS (49)]; None: no augmentation.
 
         Returns:
-            Pixels uint8 [3, S, S] for the image side S of the model, and (width, height) of the
-            upright image before it was resized.
+            A DecodedImage: `pixels` uint8 [3, S, S] for the image side S of the model, and
+            `image_size`, (width, height) of the upright image before it was resized.
 
         Raises:
             BadImage: The row has not one image, or it cannot be decoded.

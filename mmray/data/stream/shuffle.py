@@ -63,9 +63,9 @@ def resolve_block_shuffle(
         num_workers: Largest number of workers.
 
     Returns:
-        The block shuffle: rows per block, blocks per window, and lanes (equal parts of the global
-        batch, each of which has its own blocks, so that a node reads a part of them). None for a
-        full shuffle, and if `data.shuffle` is False.
+        A BlockShuffle: `rows_per_block`, `blocks_per_window`, and `lanes` (equal parts of the
+        global batch, each of which has its own blocks, so that a node reads a part of them). None
+        for a full shuffle, and if `data.shuffle` is False.
 
     Raises:
         UsageError: A set only refers to its images, so the folder `data.local_cache` cannot cache

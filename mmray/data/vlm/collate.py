@@ -143,6 +143,9 @@ def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[Encode
     Args:
         rows: Encoded rows.
         dummy: A row with a medium of each kind.
+
+    Returns:
+        The same rows, followed by the dummy row if no row has a medium of one of its kinds.
     """
     kinds = {name for row in rows for name in row.images}
     return [*rows] if dummy.images.keys() <= kinds else [*rows, dummy]

@@ -246,8 +246,8 @@ class ProcessorEncoder:
                 part of its kind, in order.
 
         Returns:
-            Token ids [T] and the inputs of the vision encoder; `loss_mask` is False everywhere. The
-            number of tokens is not limited.
+            An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the vision encoder by
+            name, and `loss_mask`, False everywhere. The number of tokens is not limited.
 
         Raises:
             RowError: The media do not match the parts, or the processor rejects one.

@@ -187,7 +187,8 @@ def read_clip(
         max_pixels: Maximum width x height of a frame before it is resized.
 
     Returns:
-        The frames uint8 [F, H, W, 3] with their times, or samples int16 [N] of the model's rate.
+        Of a video a Clip: `frames` uint8 [F, H, W, 3] and `times_s`, their times in seconds. Of
+        audio samples int16 [N] of the model's rate.
 
     Raises:
         BadMedia: It cannot be decoded.
@@ -215,8 +216,8 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
         block: Its result; the column `record` object [R] (bytes) is read.
 
     Returns:
-        Token ids, loss mask and image inputs of each of the R rows, in order; None for a row that
-        is not valid.
+        For each of the R rows, in order, an EncodedRow (`input_ids`, `loss_mask` and `images`), or
+        None for a row that is not valid.
     """
     return [_unpack_row(data) if data else None for data in block["record"]]
 

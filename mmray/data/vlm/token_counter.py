@@ -47,7 +47,8 @@ class ProcessorCounter:
     def build(self) -> RowCounter:
         """Load the processor, and return the function that counts the tokens of a stored row.
 
-        The row needs no bytes of media; their sizes and durations are read.
+        The function is called with a Row and returns an int. The row needs no bytes of media; their
+        sizes and durations are read.
         """
         encoder = self._encoder(without_torch=True)
 
