@@ -13,9 +13,8 @@ import random
 import re
 import socket
 import threading
-from collections import defaultdict
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urljoin
 
 import aiohttp
@@ -31,7 +30,7 @@ MAX_BYTES = 32 * 1024 * 1024  # of an image
 TIMEOUT_S = 30.0  # of an image, with all attempts and redirects
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.5
-HOST_CONNECTIONS = 8  # of one task
+CONNECTIONS = 8  # of one task
 _REDIRECT_STATUS = (301, 302, 303, 307, 308)
 _MISSING_STATUS = (401, 403, 404, 410)
 _RETRY_STATUS = (408, 425, 429)
@@ -50,9 +49,7 @@ class Fetcher:
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
-        self._slots: dict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(HOST_CONNECTIONS)
-        )
+        self._slots = asyncio.Semaphore(CONNECTIONS)
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="fetch", daemon=True
@@ -96,19 +93,16 @@ class Fetcher:
     async def _fetch(self, url: str) -> bytes:
         name = redact_url(url)
         reason = ""
-        host = self._validate(url, "", name).raw_authority
-        async with self._slots[host]:  # waiting for a slot does not count against the time limit
+        async with self._slots:  # waiting for a slot does not count against the time limit
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     for attempt in range(MAX_ATTEMPTS):
                         try:
                             return await self._follow_redirects(url, name)
                         except _TransientError as error:
-                            reason, retry_after_s = error.args
-                        pause_s = max(random.uniform(0, PAUSE_S * 2**attempt), retry_after_s)
-                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= TIMEOUT_S:
-                            break
-                        await asyncio.sleep(pause_s)
+                            reason = str(error)
+                        if attempt + 1 < MAX_ATTEMPTS:
+                            await asyncio.sleep(random.uniform(0, PAUSE_S * 2**attempt))
             except TimeoutError:
                 reason = f"not complete within {TIMEOUT_S:g} s"
         raise BadRow("read", "unreadable", f"{name}: {reason}")
@@ -130,14 +124,14 @@ class Fetcher:
         except _PrivateAddressError as error:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            raise BadRow(
-                "read", "refused", f"{name}: untrusted connection ({_describe(error)})"
-            ) from None
+            detail = f"{name}: untrusted connection ({type(error).__name__})"
+            raise BadRow("read", "refused", detail) from None
         except BadRow:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # ValueError: a malformed response
-            raise _TransientError(f"connection failed ({_describe(error)})", 0) from None
+            # The text of an error may contain the URL, and so a secret.
+            raise _TransientError(f"connection failed ({type(error).__name__})") from None
         raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
     def _validate(self, base: str, location: str, name: str) -> URL:
@@ -158,9 +152,7 @@ class Fetcher:
     async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:
         status = response.status
         if status in _RETRY_STATUS or status >= 500:
-            retry_after = response.headers.get("Retry-After", "")
-            seconds = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
-            raise _TransientError(f"the host returned HTTP status {status}", seconds)
+            raise _TransientError(f"the host returned HTTP status {status}")
         if status != 200:
             reason = "missing-image" if status in _MISSING_STATUS else "refused"
             raise BadRow("read", reason, f"{name}: HTTP status {status}")
@@ -176,7 +168,7 @@ class Fetcher:
 
 
 class _TransientError(Exception):
-    """A failure that a retry may fix: (reason, seconds to wait before the retry)."""
+    """A failure that a retry may fix."""
 
 
 class _PrivateAddressError(Exception):
@@ -196,12 +188,3 @@ class _PublicResolver(aiohttp.ThreadedResolver):
                 f"{host} is at {addresses[0]['host']}, which is not a public address"
             )
         return public
-
-
-def _describe(error: Exception) -> str:
-    """Describe a connection error without URLs, because they may contain secrets."""
-    cause: Any = (
-        getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
-    )
-    reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None)
-    return f"{type(cause).__name__}: {reason}"[:200] if reason else type(cause).__name__

@@ -88,8 +88,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, None)
             while not self.server.stopping.is_set():
                 self.wfile.write(bytes(65536))
-        elif kind == "later":
-            self._send(429, b"", **{"Retry-After": "60"})
         elif kind == "drip":
             self._send(200, b"", **{"Content-Length": "200000"})
             while not self.server.stopping.wait(0.05):
