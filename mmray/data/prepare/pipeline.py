@@ -286,15 +286,15 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
-    source = job.open()
     earlier = _read_earlier_chunks(job)
-    chunks = _scan(job, source, {each.chunk.stop for each in earlier.values()}, progress)
+    source, chunks, first_rows = preview.understand(
+        job,
+        {each.chunk.stop for each in earlier.values()},
+        lambda rows: progress(PrepareProgress("scan", rows, 0)),
+    )
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
-    first_rows = preview.read_first_rows(source, chunks)
-    preview.check_json_columns(source, first_rows)
-    source.class_names = source.class_names or preview.find_class_names(source, chunks, first_rows)
     job = replace(job, class_names=source.class_names)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
@@ -473,22 +473,6 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
         for each in iter_parallel(read, list_names(out / CHUNK_RECORDS))
         if each is not None
     }
-
-
-def _scan(
-    job: PrepareJob, source: Source, previous_chunk_ends: set[int], progress: OnProgress
-) -> list[SourceChunk]:
-    """Return the chunks of the source, with the same ends as in an earlier prepare with the same
-    settings.
-    """
-    chunks = []
-    rows = 0
-    progress(PrepareProgress("scan", 0, 0))  # some formats list all files before the first chunk
-    for chunk in source.scan(job.rows_per_shard, previous_chunk_ends):
-        chunks.append(chunk)
-        rows += chunk.num_rows or 0
-        progress(PrepareProgress("scan", rows, 0))
-    return chunks
 
 
 def _pack(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import chain, islice
@@ -20,7 +21,7 @@ from mmray.data.formats.values import class_name, is_class
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
-from mmray.data.rows import KEPT_COLUMNS, TEXT_COLUMN, BadRow, ImageRef, parse_row, source_columns
+from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
@@ -33,32 +34,63 @@ _SPLIT_HINTS = {
 _OTHER_SPLIT_HINT = "are replaced (--split)"
 
 
-def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
-    """Return the first rows of a source, at most NUM_FIRST_ROWS (100), parsed but not validated.
+class _ExampleRepr(reprlib.Repr):
+    """Short texts for the values of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = 2
+        self.maxstring = 80
+
+    def repr_ImageRef(self, image: ImageRef, level: int) -> str:
+        return image.name
+
+
+def understand(
+    job: PrepareJob,
+    chunk_ends: Collection[int] = (),
+    on_rows: Callable[[int], None] = lambda rows: None,
+    num_labeled: int | None = None,
+) -> tuple[Source, list[SourceChunk], list[RawRow]]:
+    """Scan a source, and find the names of its classes.
 
     Args:
-        source: The source, whose `scan` was iterated.
-        chunks: The chunks (parts of the source) that `scan` yielded; only the first ones are read.
+        job: Source and settings. Its output folder must exist; some formats write a list of files.
+        chunk_ends: Ends of the chunks (parts of the source) of an earlier prepare.
+        on_rows: Called with the number of rows that were scanned.
+        num_labeled: Number of chunks whose labels are read for the names; None: all.
 
     Returns:
-        For each row a RawRow: `line` (number), `location` (`file:line`) and `values`, by mmray's
-        column names, or a BadRow.
+        The source with its class names, its chunks, and its first NUM_FIRST_ROWS (100) rows: for
+        each its line, its location (`file:line`) and its values by column, or a BadRow.
 
     Raises:
-        DataError: A chunk changed after it was scanned.
+        DataError: The source is invalid, or has no columns of images or texts.
     """
+    source = job.open()
+    on_rows(0)  # some formats list all files before the first chunk
+    chunks: list[SourceChunk] = []
+    rows = 0
+    for chunk in source.scan(job.rows_per_shard, chunk_ends):
+        chunks.append(chunk)
+        rows += chunk.num_rows or 0
+        on_rows(rows)
+    first_rows = _read_first_rows(source, chunks)
+    _check_json_columns(source, first_rows)
+    if not source.class_names:
+        source.class_names = _find_class_names(source, chunks[:num_labeled], first_rows)
+    return source, chunks, first_rows
+
+
+def _read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
+    """Return the first rows of a source, parsed but not validated."""
     return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
 
 
-def check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
+def _check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
     """Check that JSON rows have columns of images and texts, as other formats check their header.
 
-    Args:
-        source: The source, whose `scan` was iterated.
-        first_rows: The first rows, parsed: values by column, or a BadRow.
-
-    Raises:
-        DataError: No row has a column of images or media, or none has texts.
+    Raises DataError if no row has a column of images or media, or none has texts.
     """
     rows = [
         {name: value for name, value in row.values.items() if name != KEPT_COLUMNS}
@@ -93,23 +125,14 @@ def _find_items(values: dict[str, Any]) -> str:
     return ""
 
 
-def find_class_names(
+def _find_class_names(
     source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> tuple[str, ...]:
-    """Return the sorted names of the classes in the column `label`.
+    """Return the sorted names of the labels 0, 1, ... in some chunks; () if no label is a name, or
+    one is a number.
 
-    All rows are read only if a label of the first rows is a name.
-
-    Args:
-        source: The source, whose `scan` was iterated.
-        chunks: Chunks (parts of the source) whose labels are read.
-        first_rows: The first rows, parsed: values by column, or a BadRow.
-
-    Returns:
-        The names of the labels 0, 1, ...; () if no label is a name, or one is a number.
-
-    Raises:
-        DataError: There are more than MAX_CLASSES (100,000) names, so the labels are no classes.
+    All rows are read only if a label of the first rows is a name. Raises DataError for more than
+    MAX_CLASSES (100,000) names, because the labels are then no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     if not any(isinstance(label, str) for label in first):
@@ -217,24 +240,8 @@ def _format_columns(
 def _format_example(row: RawRow) -> str:
     """Return the values of a row in one short line."""
     values = row.values if isinstance(row.values, dict) else {}
-    shown = {name: _shorten(value) for name, value in values.items() if name in COLUMNS}
+    shown = {name: _ExampleRepr().repr(value) for name, value in values.items() if name in COLUMNS}
     return f"{row.location}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def _shorten(value: Any) -> str:
-    if isinstance(value, ImageRef):
-        return value.name
-    if isinstance(value, list):
-        parts = ", ".join(map(_shorten, value[:2]))
-        return f"[{parts}{', ...' if len(value) > 2 else ''}]"
-    if isinstance(value, dict) and TEXT_COLUMN in value:
-        return f"{value[TEXT_COLUMN]} {value['text']!r}"
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        return f"{value.get('path') or ''} ({len(value['bytes']):,} bytes)".lstrip()
-    if isinstance(value, bytes):
-        return f"({len(value):,} bytes)"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
@@ -255,18 +262,13 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, out=folder)
-        source = job.open()
-        chunks = list(source.scan(job.rows_per_shard, ()))
-        first_rows = read_first_rows(source, chunks)
-        check_json_columns(source, first_rows)
-        names = source.class_names or find_class_names(source, chunks[:1], first_rows)
-        source.class_names = names
+        source, chunks, first_rows = understand(job, num_labeled=1)
         yield from describe_source(job, source, chunks, first_rows)
         problems: Counter[str] = Counter()
         examples: dict[str, str] = {}
         with closing(SubprocessDecoder()) as decoder:
             builder = RowBuilder(job, decoder)
-            for row in read_first_rows(source, chunks):
+            for row in _read_first_rows(source, chunks):
                 try:
                     parsed = parse_row(row.values, row.location, job.settings.allow_urls)
                     if not any(image.url for image in parsed.images):
