@@ -93,7 +93,8 @@ def train(
         **sections: settings that differ from the recipe, such as `batch={"micro": 64}`.
 
     Returns:
-        The run, which finished or was stopped (`result["status"]`).
+        The run, which finished or was stopped: a Run, whose `result` is the content of result.json
+        (`status`, `steps`, `scores`), `metrics` the last metrics by name and `path` its folder.
 
     Raises:
         UsageError: a setting is unknown or invalid.
@@ -390,7 +391,8 @@ def evaluate(
             `mmray.config.EvalSettings` such as `batch=64`.
 
     Returns:
-        Metrics by name, such as `recall_at_1/image_to_text` and `loss`.
+        Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`; those of a
+        set with a name as `NAME/METRIC`.
 
     Raises:
         UsageError: the folder is not a run, has no such checkpoint, or a setting is invalid.
@@ -451,7 +453,7 @@ def evaluate_weights(
             `batch=64`.
 
     Returns:
-        Metrics by name, such as `recall_at_1/image_to_text` and `loss`.
+        Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`.
 
     Raises:
         UsageError: the weights cannot be loaded, or a setting is invalid.
@@ -568,7 +570,8 @@ def tune(
             `{"samples": N}` is the length of a full trial.
 
     Returns:
-        The sweep. `best.yaml` in its folder is a recipe for `train`; `status` is `stopped` or
+        The sweep, a SweepRecord: `folder`, `trials` (a TrialRow each), `best` (the recommended one)
+        and `status`. `best.yaml` in its folder is a recipe for `train`; `status` is `stopped` or
         `budget` if it ended early, and the same call continues it.
 
     Raises:

@@ -19,7 +19,7 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
         known: Built-in names that the setting accepts, for errors.
 
     Returns:
-        The attribute of that name in the module.
+        The class: the attribute of that name in the module.
 
     Raises:
         UsageError: The name has another form, or the class cannot be imported.

@@ -184,7 +184,11 @@ class ConnectedProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Return the error for the caller to raise after the connection was lost."""
+        """Return the error for the caller to raise after the connection was lost.
+
+        Returns:
+            A ChildDied, whose message names the process and, if it is known, how it ended.
+        """
         return ChildDied(self.name, None)
 
 

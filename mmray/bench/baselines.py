@@ -53,8 +53,8 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
     one.
 
     Args:
-        consumers: Time and number of rows of the blocks that each consumer received, in order of
-            time; at least one each.
+        consumers: For each consumer its Arrivals in order of time, at least one, each with `at_s`
+            (wall time in seconds) and `rows` (number of rows of a block).
     """
     total = 0.0
     for arrivals in consumers:
@@ -214,7 +214,7 @@ class LoaderWorker:
 
         Args:
             reader: Reads and decodes the rows of a prepared set.
-            start: Order and number of the rows, and the first step.
+            start: A ResumePoint: `plan`, order and number of the rows, and `step`, the first step.
             consumers: Number of ranks on this node.
             block_mb: Largest size in MB of a block, the rows that are read together.
             limits: Number of decode actors (processes that read and decode rows) of the rank.
@@ -295,11 +295,12 @@ def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arriv
     """Return the arrivals of the warm-up and of `window_s` seconds after it.
 
     Args:
-        arrivals: Time and number of rows of each block, as it arrives; not read further afterwards.
+        arrivals: Arrivals, each with `at_s` (wall time in seconds) and `rows` (number of rows of a
+            block), as they arrive; not read further afterwards.
         window_s: Seconds to collect after the warm-up.
 
     Returns:
-        Time and number of rows of each block until then.
+        The same Arrivals until then.
     """
     seen: list[Arrival] = []
     for arrival in arrivals:

@@ -84,7 +84,8 @@ def check_cluster(address: str | None, storage: str) -> Iterator[Finding]:
         storage: Folder or URI for runs, `run.storage`.
 
     Yields:
-        A finding for each check, as soon as it is known: `ok` is good, `warning` poor, `error` bad.
+        A Finding for each check, as soon as it is known: `level` (`ok`, `warning` or `error`),
+        `name`, `observed` (text) and `fix`.
 
     Raises:
         ResourceError: The cluster cannot be reached.
@@ -202,8 +203,8 @@ def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
         report: What was measured on it: load, GPUs, rates of disk and decoding, ...
 
     Yields:
-        For each measurement its level (`ok`, `warning` or `error`), the value and, if it is not ok,
-        what to do.
+        A Finding for each measurement: `level` (`ok`, `warning` or `error`), `name`, `observed`
+        (text) and `fix` ("" if it is ok).
     """
     place = f"node {node_id[:8]}"
     is_busy = report.busy_cores > BUSY_FRACTION * report.num_cores

@@ -51,7 +51,8 @@ def compare(
     """Measure each arm (what is compared, such as a loop) once per round, in ABBA order.
 
     Args:
-        arms: By name a function that measures an arm once and returns values by name.
+        arms: By name a function without arguments that measures an arm once and returns its values
+            by name.
         rounds: Number of rounds.
         rate: Name of the value that is compared, such as `samples_per_s`.
         ratios: By name two arms, of whose rates the ratio is taken in each round.

@@ -297,8 +297,8 @@ class Bench:
                 `shape.auto` is True.
 
         Returns:
-            The shape with the micro-batch of a run, and the memory by component in GiB, such as
-            `memory/activations_gib`.
+            The BatchShape with the micro-batch of a run as `micro_batch_size`, and the memory by
+            component in GiB, such as `memory/activations_gib`.
         """
         objective = objectives.build(self.config.objective)
         return dry_run(self.config, self.model, objective, self.group, shape, steps=1)
@@ -462,6 +462,10 @@ def synthetic_run(
         plan: Number of steps and rows.
         shape: Global batch and micro-batch in rows.
         options: Other fields of TrainSpec, such as `callbacks`.
+
+    Returns:
+        A TrainSpec, the arguments of `train_loop`: `model`, `objective`, `plan`, `batch_shape` and
+        others.
     """
     return TrainSpec(
         model=model,
@@ -551,8 +555,8 @@ def build_bench(
         double: Whether the model is in float64.
 
     Returns:
-        The config without `auto` in `train`, the group, the model (not wrapped), four batches on
-        the CPU (in pinned memory if the device is a GPU), `micro` and `log`.
+        A Bench: `config` without `auto` in `train`, `group`, `model` (not wrapped), `batches`
+        (four, on the CPU, in pinned memory if the device is a GPU), `micro` and `log`.
     """
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE

@@ -102,6 +102,9 @@ class Demand:
 
         Args:
             more: Number of CPUs to add to each worker.
+
+        Returns:
+            A copy of the demand, whose `per_worker` has the CPUs added.
         """
         cpus = self.per_worker.get("CPU", 0.0) + more
         return replace(self, per_worker=self.per_worker | {"CPU": cpus})

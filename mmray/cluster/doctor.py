@@ -64,8 +64,8 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
         storage: Folder or URI for runs.
 
     Yields:
-        The result of each check as soon as it is known: level (`ok`, `warning` or `error`), name,
-        what was observed, and a fix.
+        A Finding for each check as soon as it is known: `level` (`ok`, `warning` or `error`),
+        `name`, `observed` (text) and `fix`.
     """
     yield _check_packages()
     yield from _check_torch()
@@ -222,8 +222,8 @@ def check_storage(address: str) -> Finding:
         address: Folder or URI for runs (`run.storage`).
 
     Returns:
-        `ok` with the time it took. A failure is not raised but returned as a finding with level
-        `error`.
+        A Finding with `level` (`ok`, `warning` or `error`), `name`, `observed` (text) and `fix`:
+        `ok` with the time it took. A failure is not raised but returned with the level `error`.
 
     Raises:
         UsageError: The URI is invalid.
@@ -250,7 +250,9 @@ def check_auth(mode: str | None, file: Path) -> Finding:
         file: File of the token, ~/.ray/auth_token.
 
     Returns:
-        An error if the mode is `token` without a token, a warning if other users can read the file.
+        A Finding with `level` (`ok`, `warning` or `error`), `name`, `observed` (text) and `fix`:
+        `error` if the mode is `token` without a token, `warning` if other users can read the file,
+        otherwise `ok`.
     """
     name = "authentication"
     has_token = file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))

@@ -297,8 +297,8 @@ def list_jobs(client: JobSubmissionClient) -> list[dict[str, Any]]:
         client: Client of the cluster.
 
     Returns:
-        The fields of each Job, such as `name` and `status`, and its age in seconds, `age_s`; None:
-        it has not started.
+        A dict for each job with the fields of Job: `name`, `command`, `status`, `run`, `start_s`
+        and `exit_code`; and `age_s`, the seconds since it started (None: it has not started).
     """
     submitted = _submitted_jobs(client)
     active = [details for details in submitted if details.status not in ENDED]

@@ -87,6 +87,9 @@ class SchedulableNodes:
 def alive_nodes() -> list[Node]:
     """Return the alive nodes of the cluster with their total resources (such as {"CPU": 16}) and
     labels.
+
+    Returns:
+        The nodes, each a Node with `resources` (amount by name, such as {"CPU": 16}) and `labels`.
     """
     return [
         Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
@@ -96,6 +99,9 @@ def alive_nodes() -> list[Node]:
 def free_nodes() -> list[Node]:
     """Return the alive nodes of the cluster with their free resources (such as {"CPU": 4}) and
     labels.
+
+    Returns:
+        The nodes, each a Node with `resources` (amount by name, such as {"CPU": 16}) and `labels`.
     """
     free = free_resources()
     return [
@@ -128,6 +134,10 @@ def schedulable_nodes() -> SchedulableNodes:
 
     Workers can start on a node that accepts connections and is not draining. The nodes have their
     free resources and labels.
+
+    Returns:
+        A SchedulableNodes: `nodes`, each a Node with `resources` (amount by name, such as {"CPU":
+        16}) and `labels`, and `unavailable`, the IDs of the other alive nodes.
     """
     draining = draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -346,6 +356,9 @@ def data_demand(cluster_config: Cluster) -> Demand:
 
     Args:
         cluster_config: The `cluster` section; `data_label` selects the nodes for data.
+
+    Returns:
+        A Demand with no workers, `data_cpus` 1, and the labels of the nodes for data.
     """
     return Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, alive_nodes()))
 

@@ -220,6 +220,9 @@ def model_section(kind: str) -> type[Model]:
     Args:
         kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
 
+    Returns:
+        A subclass of Model, the settings of this kind.
+
     Raises:
         UsageError: The kind is unknown, or was removed.
     """

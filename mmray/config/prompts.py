@@ -30,6 +30,9 @@ def expand_prompts(prompts: tuple[str, ...]) -> tuple[str, ...]:
     Args:
         prompts: Prompts with `{}` for the class name, and names of sets such as `imagenet`.
 
+    Returns:
+        The prompts in order, such as (`a photo of a {}.`, `a drawing of a {}.`).
+
     Raises:
         ValueError: A text without `{}` is no name of a set.
     """

@@ -165,7 +165,7 @@ def build_space(
         seed: Seed of the random choice of configurations.
 
     Returns:
-        The listed values or the range of each setting, with the number of samples and the seed.
+        A Space: `axes` (the listed values or a Range, by setting), `num_samples` and `seed`.
 
     Raises:
         UsageError: A list or a range is invalid, or a setting cannot be searched.

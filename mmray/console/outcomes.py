@@ -33,7 +33,7 @@ def log_outcome(outcome: RunOutcome, reporter: RunReporter) -> None:
     """Log in one line how a run ended.
 
     Args:
-        outcome: The run, with the content of its result.json.
+        outcome: The run: `path`, `result` (content of result.json) and `already_done`.
         reporter: Receives the line.
     """
     result = outcome.result

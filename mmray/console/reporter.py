@@ -61,6 +61,9 @@ class ConsoleReporter:
     few seconds, so that a log shows progress too. Under torchrun only the process of rank 0 shows
     anything.
 
+    `log(text, label)` prints a message, `status(title)` starts a progress bar, and `step(metrics,
+    total_steps)` shows a line of metrics.
+
     Args:
         console: where to print; None: standard output.
         start_s: time.monotonic() when the command started, from which a log counts its seconds;
@@ -214,8 +217,8 @@ class ConsoleReporter:
         """Show how many rows a stage of `prepare`, or an evaluation, has processed.
 
         Args:
-            progress: name of the stage such as `pack`, and numbers of finished, of all and of bad
-                rows.
+            progress: a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows` (0:
+                unknown), `bad_rows` and `is_estimate`.
         """
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         if progress.is_estimate:
@@ -265,7 +268,8 @@ class ConsoleReporter:
             rows: settings, status and measurements of each trial, the rows of trials.jsonl.
             goal: `throughput`, `loss` or `recall`.
             num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
-            progress: time of the sweep, and the spent fraction of the budget.
+            progress: a SweepProgress: `elapsed_s`, `left_s` (None: unknown) and `budget_spent`
+                (fraction; None: no budget).
         """
         if self.is_live:
             limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)

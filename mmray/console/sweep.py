@@ -76,8 +76,8 @@ def format_progress(progress: SweepProgress) -> str:
     """Format the time of a sweep as `05:10 elapsed, about 12:00 left, 35% of the budget spent`.
 
     Args:
-        progress: seconds so far and to the end, and the spent part of the budget. Unknown parts are
-            omitted.
+        progress: a SweepProgress: `elapsed_s`, `left_s` and `budget_spent` (fraction). Unknown
+            parts (None) are omitted.
     """
 
     def clock(seconds: float) -> str:

@@ -59,7 +59,7 @@ def make_figure(
         name: Identifier of the chart in the page, such as `loss`.
         title: Heading; its first letter becomes upper case.
         summary: Text for screen readers.
-        traces: Plotly traces, such as `go.Scatter`.
+        traces: Plotly traces, objects such as `plotly.graph_objects.Scatter`.
         height: Height in pixels.
         wide: Whether the chart takes the whole width of the page.
         layout: Options of `plotly.graph_objects.Figure.update_layout`.
@@ -104,7 +104,8 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         run: The content of the run folder, such as its config and metrics.
 
     Returns:
-        Charts by page section: `learning`, `recall`, `speed` and `start`. Charts of metrics that
+        By page section (`learning`, `recall`, `speed` and `start`) a list of charts, each a Figure
+        with `name`, `title`, `summary` and `plot` (JSON data of Plotly). Charts of metrics that
         were not logged are omitted.
     """
     names = list(scores_by_set(run.newest("evaluate/"))) or [""]

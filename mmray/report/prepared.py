@@ -244,7 +244,11 @@ def read_statistics(
     Args:
         prepared: The set.
         rows: Row numbers int64 [N], sorted.
-        encoder: Counts tokens; None: they are not counted.
+        encoder: Its `encode(texts)` counts tokens; None: they are not counted.
+
+    Returns:
+        A SetStatistics: `num_rows`, `widths` and `heights` (pixels), `durations_s`, `text_lengths`,
+        `token_counts`, `repeats` and `num_unsized`.
 
     Raises:
         DataError: A shard is damaged.

@@ -19,11 +19,13 @@ def set_figures(statistics: SetStatistics) -> list[Figure]:
     """Return the histograms of a set.
 
     Args:
-        statistics: Properties of its rows. A property that no row has gets no chart.
+        statistics: Properties of its rows, such as `widths`, `durations_s` and `text_lengths`. A
+            property that no row has gets no chart.
 
     Returns:
         Charts of the sizes and the aspect ratios of images and videos, the durations of audio and
-        video, and the lengths of texts in characters and in tokens.
+        video, and the lengths of texts in characters and in tokens, each a Figure with `name`,
+        `title`, `summary` and `plot` (JSON data of Plotly).
     """
     sides = {"width": statistics.widths, "height": statistics.heights}
     sizes = np.array([statistics.widths, statistics.heights], float)

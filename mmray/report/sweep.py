@@ -59,6 +59,10 @@ def setting_columns(rows: Sequence[TrialRow]) -> list[Column]:
 
     Args:
         rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
+
+    Returns:
+        For each such setting a Column: `field` (name of a setting or a measurement), `title`,
+        `digits` and `scale`.
     """
     names = dict.fromkeys(name for row in rows for name in row.settings)
     return [Column(name, name) for name in names]
@@ -72,6 +76,10 @@ def trial_columns(rows: Sequence[TrialRow]) -> list[Column]:
 
     Args:
         rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
+
+    Returns:
+        For each column a Column: `field` (name of a setting or a measurement), `title`, `digits`
+        and `scale`.
     """
     settings = [column for column in setting_columns(rows) if column.field not in BATCH_SETTINGS]
     measured = [
@@ -104,6 +112,10 @@ class SweepRecord:
 
         Args:
             folder: The folder of the sweep.
+
+        Returns:
+            A SweepRecord: `folder`, `summary` (content of sweep.json) and `trials` (a TrialRow
+            each).
         """
         rows = [
             TrialRow.from_json(line)
@@ -145,7 +157,9 @@ class SweepRecord:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """The name of the recommended trial and the reason as text; None if there is none yet."""
+        """The recommended trial, a Recommendation: `best` (name of the trial), `why` (the reason as
+        text) and `per_global` (name of the best trial by global batch); None if there is none yet.
+        """
         values = self.summary.get("recommendation")
         return Recommendation.from_json(values) if values else None
 

@@ -72,6 +72,9 @@ def bench_of(kind: str, device: torch.device, double: bool = True, **settings: A
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         settings: Fields of the section `train`, such as `precision="bf16"`.
+
+    Returns:
+        A Bench, which has the model and the batches; `train` trains it.
     """
     model, objective = MODELS[kind]
     tiny = config.Config(

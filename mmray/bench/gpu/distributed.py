@@ -39,7 +39,8 @@ def nccl(device: torch.device) -> Iterator[Case]:
         device: The device to check.
 
     Yields:
-        Name of the case, and a function that runs it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, runs the check and
+        returns its values by name, a dict.
     """
     yield "process group", partial(process_group, device)
     yield "ddp", partial(compare_gradients, device, strategy._replicate)

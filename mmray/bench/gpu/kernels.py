@@ -73,7 +73,8 @@ def kernels(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns one or more dicts of values.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
 
     def profile_loop(rows: int) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ def environment(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
 
     is_gpu = device.type == "cuda"
@@ -95,7 +96,7 @@ def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]
     Args:
         name: Name of the rate.
         work: Work of a call, such as the number of 10^12 operations.
-        function: The function.
+        function: Called without arguments, several times.
 
     Returns:
         The median by `name`, and `lowest` and `highest` of several measurements.
@@ -119,7 +120,8 @@ def checks(device: torch.device) -> Iterator[Case]:
         device: The device to check.
 
     Yields:
-        Name of the case, and a function that runs it and returns differences by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     for check, kinds in CHECKS:
         name = check.__name__.removeprefix("check_")
@@ -139,7 +141,8 @@ def models(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     eager_losses: dict[str, float] = {}
 
@@ -188,7 +191,8 @@ def memory(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     rows = GLOBAL_ROWS if device.type == "cuda" else TINY_GLOBAL_ROWS
     micros: dict[str, int] = {}
@@ -228,7 +232,8 @@ def step(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
@@ -243,7 +248,8 @@ def resnet(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     rows = rows_of(device)[0]
     yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)

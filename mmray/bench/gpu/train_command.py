@@ -49,7 +49,8 @@ def run(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        Name of the case, and a function that measures it and returns its values by name.
+        (name, function) of each case: the function is called without arguments, and returns its
+        values by name, a dict or a list of dicts.
     """
     numbers = NUMBERS[device.type]
     folder = Path(tempfile.mkdtemp(prefix="mmray-bench-"))
