@@ -271,7 +271,7 @@ def select(
 
     Args:
         source: the prepared set.
-        out: folder of the smaller set; the same call resumes.
+        out: folder of the smaller set, which is empty.
         where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
         deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
             cosine to that of a kept row. `score` with `embeddings` writes the embeddings. If a set
@@ -284,7 +284,7 @@ def select(
         (number of quarantined rows by reason), `splits` (number of rows by split) and others.
 
     Raises:
-        UsageError: the condition is invalid, selects no row, or `out` has other files.
+        UsageError: the condition is invalid, selects no row, or `out` is not empty.
         DataError: the source is not a prepared set, or a column is missing in a shard.
         ResourceError: storage or cluster failed, maybe temporarily.
     """

@@ -17,7 +17,7 @@ class SelectCommand:
     source: SetPath
     """Folder of the prepared set."""
     out: OutPath
-    """Folder of the smaller set; the same command again resumes."""
+    """Folder of the smaller set; it must be empty."""
     where: str | None = None
     """Rows for which this holds of columns of the set: `clip_score > 0.25 and width >= 200`."""
     deduplicate: str | None = None

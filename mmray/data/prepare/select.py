@@ -1,13 +1,11 @@
 """`mmray select`: a smaller prepared set of the rows that a condition selects, without rows whose
 images are similar to those of others.
 
-Tasks copy the stored rows, so no image is decoded. A task writes its shard, and then its record; so
-a killed command resumes.
+Tasks copy the stored rows, so no image is decoded.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -16,19 +14,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 
 from mmray.data.prepare.pipeline import SHARD_ROWS, PrepareProgress, create_folders
-from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
+from mmray.data.prepare.tasks import Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
-    CHUNK_RECORDS,
     SHARDS,
     TOKENIZER,
     Manifest,
     RowCounts,
-    read_manifest,
     shard_fields,
     write_manifest,
 )
@@ -38,15 +33,15 @@ from mmray.data.store.selection import check_where, drop_rows
 from mmray.data.store.shard_table import Shard
 from mmray.data.store.shard_writer import open_shard
 from mmray.errors import ResourceError, UsageError, suggest
+from mmray.storage.lease import FOLDER as LEASE_FOLDER
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
 _READ_ROWS = 64
 _BLOCK = 2048  # embeddings that are compared at a time
 _CHUNK = 1 << 14  # kept embeddings that they are compared with at a time
-_RECORD_VERSION = 2  # of the records of copied shards
 _ROUNDING = 1e-6  # of a cosine in float32
 
 
@@ -85,7 +80,7 @@ def select_set(
 
     Args:
         prepared: The set, as `check_selection` returns it.
-        out: Folder of the smaller set, which is empty or has this selection.
+        out: Folder of the smaller set, which is empty.
         where: Condition on the columns of a row; None: all rows.
         deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
@@ -98,12 +93,16 @@ def select_set(
         (number of quarantined rows by reason), `splits` (number of rows by split) and others.
 
     Raises:
-        UsageError: The condition is invalid, no row is left, or `out` has other files.
+        UsageError: The condition is invalid, no row is left, or `out` is not empty.
         DataError: The set cannot be read, or a column is missing in a shard.
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
     column = _embedding_column(prepared, deduplicate)
     folder = to_path(out)
+    if set(list_names(folder)) - {LEASE_FOLDER}:
+        raise UsageError(
+            f"{out} is not empty: choose another folder, or delete what an interrupted select left"
+        )
     num_all = prepared.num_rows
     if where is not None:
         prepared = drop_rows(
@@ -122,24 +121,19 @@ def select_set(
             f"{cosine:g} to a kept one",
             "similar",
         )
-    identity = {
-        "selected_from": prepared.manifest.fingerprint,
-        "where": where,
-        "deduplicate": deduplicate,
-    }
-    existing = read_manifest(folder)
-    if existing is not None and not identity.items() <= existing.source.items():
-        raise UsageError(f"{out} is another set: choose another folder")
+    selection = {"where": where, "deduplicate": deduplicate}
     create_folders(folder)
     try:
         with Lease(folder, activity="being written", advice="choose another folder") as lease:
-            manifest = _copy(prepared, folder, identity, progress)
+            manifest = _copy(prepared, folder, selection, progress)
             lease.check()
             if prepared.manifest.tokenizer:
                 write_atomic(folder / TOKENIZER, (prepared.folder / TOKENIZER).read_bytes())
             write_manifest(folder, manifest)
     except OSError as error:
-        raise ResourceError(f"select failed at {out}: {error}. {RESUME_HINT}") from error
+        raise ResourceError(
+            f"select failed at {out}: {error}. Fix it, delete the folder and rerun the command"
+        ) from error
     return manifest
 
 
@@ -274,7 +268,7 @@ def _groups(prepared: PreparedSet) -> Iterator[list[Shard]]:
 def _copy(
     prepared: PreparedSet,
     folder: AnyPath,
-    identity: dict[str, Any],
+    selection: dict[str, Any],
     progress: Callable[[PrepareProgress], None],
 ) -> Manifest:
     """Write the shards of the kept rows; return the manifest."""
@@ -306,7 +300,7 @@ def _copy(
         num_quarantined=0,
         reasons={},
         # another name: `mmray prepare` must not take the set for that of the source
-        source=before.source | {"name": f"a selection of {before.source.get('name')}"} | identity,
+        source=before.source | {"name": f"a selection of {before.source.get('name')}"} | selection,
         num_same_text=0,
         leakage={},
         **shard_fields([entries[number] for number in range(len(groups))]),
@@ -318,15 +312,9 @@ def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
     """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
     shards = [Shard.from_json(each) for each in item["shards"]]
     folder = to_path(out)
-    kept = "".join(f"{shard.sha256} {shard.dropped}\n" for shard in shards)
-    columns = source.manifest.columns
-    digest = hashlib.sha256(f"{_RECORD_VERSION}{kept}{columns}".encode()).hexdigest()[:16]
-    record_file = folder / CHUNK_RECORDS / f"select-{item['number']:05d}-{digest}.json"
-    if record_file.exists():
-        return dict(orjson.loads(record_file.read_bytes()))
     prepared = source.with_shards(tuple(shards))
     split = shards[0].split
-    name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}-{digest[:8]}.arrow"
+    name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}.arrow"
     rows: Counter[tuple[str | None, str]] = Counter()
     with open_shard(folder, name, split) as writer:
         for start in range(0, prepared.num_rows, _READ_ROWS):
@@ -334,16 +322,13 @@ def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
                 rows[row.language, row.media_kinds] += 1
-    for group in columns:
+    for group in source.manifest.columns:
         _copy_columns(prepared, shards, group, folder, name)
-    result = {
-        "job": "select",
+    return {
         "number": item["number"],
         "shard": vars(writer.entry()),
         "rows": [[*kind, count] for kind, count in rows.items()],
     }
-    write_atomic(record_file, orjson.dumps(result))
-    return result
 
 
 def _copy_columns(
