@@ -71,19 +71,19 @@ class Fusion(PairHeads, TwoTower):
             that an image matches its own and its negative caption. With a region head and boxes
             also `region_logits` [B, N, C], each box against each label text.
         """
-        image_features, image_embed = self.image(batch["image"])
-        text_features, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
-        outputs = {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
-        outputs |= self.head_outputs({"image": image_features}, text_features, batch)
+        image = self.image(batch["image"])
+        text = self.text(batch["input_ids"], batch["attention_mask"])
+        outputs = {"image_embed": image.embed, "text_embed": text.embed, **self.scalar_outputs()}
+        outputs |= self.head_outputs({"image": image.features}, text.features, batch)
         if self.label_texts is not None and "boxes" in batch:
             outputs["region_logits"] = self._region_logits(
-                self._region_embeds(image_features, batch["boxes"])
+                self._region_embeds(image.features, batch["boxes"])
             )
         return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
-        return self.image(image)[1]
+        return self.image(image).embed
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Embed captions.
@@ -95,7 +95,7 @@ class Fusion(PairHeads, TwoTower):
         Returns:
             L2-normalized embeddings [B, D].
         """
-        return self.text(input_ids, attention_mask)[1]
+        return self.text(input_ids, attention_mask).embed
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the features of pairs of an image and a caption, which the heads read.
@@ -108,8 +108,8 @@ class Fusion(PairHeads, TwoTower):
         Returns:
             Features [B, W], where W is the width of the cross-attention.
         """
-        text_features, _ = self.text(input_ids, attention_mask)
-        return self.cross({"image": self.image(image)[0]}, text_features, attention_mask)
+        text = self.text(input_ids, attention_mask)
+        return self.cross({"image": self.image(image).features}, text.features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Embed boxes of images in the space of the text embeddings.
@@ -121,7 +121,7 @@ class Fusion(PairHeads, TwoTower):
         Returns:
             L2-normalized embeddings [B, N, D].
         """
-        return self._region_embeds(self.image(image)[0], boxes)
+        return self._region_embeds(self.image(image).features, boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Return the logits of the labels in `model.region_labels` for boxes of images.
@@ -141,7 +141,7 @@ class Fusion(PairHeads, TwoTower):
 
     def _region_logits(self, regions: Tensor) -> Tensor:
         assert self.label_texts is not None
-        texts = self.text(*self.label_texts.tokens())[1]
+        texts = self.text(*self.label_texts.tokens()).embed
         return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
 
     def use_tokenizer(self, encoder: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class NormalizePixels(nn.Module):
-    """Normalize pixels uint8 [B, 3, S, S] to the dtype in which the first layer computes.
+    """Normalize pixels uint8 [..., 3, S, S] to the dtype in which the first layer computes.
 
     That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
     in the dtype of the weights.

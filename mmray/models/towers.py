@@ -13,92 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmray.models.clip import MAX_LOG_SCALE, l2_normalize
+from mmray.models.clip import MAX_LOG_SCALE
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
-from mmray.models.encoders.text import build_text_tower, masked_mean
+from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
-from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
-from mmray.models.two_tower import TextBranch, tower_configs
+from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
-    from mmray.config.model_kinds import ClipInputs
     from mmray.config.model_kinds import Towers as TowersConfig
-
-
-class MediaBranch(nn.Module):
-    """Encode and project audio, or the normalized frames of videos.
-
-    Forward takes samples int16 [B, N] (or normalized pixels [B, F, 3, S, S]) and the number of
-    samples or frames of each row, int64 [B]. It returns L2-normalized embeddings [B, D]; with
-    `with_features` a tuple of features [B, T, W], a mask int64 [B, T], 0 for padding, and the
-    embeddings.
-
-    Args:
-        tower: Module with an attribute `width`, called with the two arguments of forward; it
-            returns the features [B, T, width] and the mask.
-        embed_dim: Size D of the embeddings.
-        with_features: Return the features of each position too.
-    """
-
-    def __init__(self, tower: Any, embed_dim: int, with_features: bool) -> None:
-        super().__init__()
-        self.tower = tower
-        self.with_features = with_features
-        self.project = nn.Linear(tower.width, embed_dim, bias=False)
-
-    def forward(self, media: Tensor, lengths: Tensor) -> Any:
-        """Embed media by the mean over their features.
-
-        Args:
-            media: Samples int16 [B, N], zeros after those of a row.
-            lengths: Samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without media. Built
-            `with_features` also before them the features [B, T, W], and a mask int64 [B, T], 0 for
-            padding.
-        """
-        features, mask = self.tower(media, lengths)
-        embedding = l2_normalize(self.project(masked_mean(features, mask)))
-        return (features, mask, embedding) if self.with_features else embedding
-
-
-class VideoBranch(MediaBranch):
-    """Normalize, encode and project videos.
-
-    Forward takes pixels uint8 [B, F, 3, S, S] and the number of frames of each row, int64 [B]. It
-    returns L2-normalized embeddings [B, D]; with `with_features` a tuple of features [B, T, W], a
-    mask int64 [B, T], 0 for padding, and the embeddings.
-
-    Args:
-        tower: Module with an attribute `width`, called with normalized pixels [B, F, 3, S, S] and
-            the numbers of frames; it returns features [B, T, width] and the mask.
-        embed_dim: Size D of the embeddings.
-        with_features: Return the features of each position too.
-        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
-    """
-
-    def __init__(self, tower: Any, embed_dim: int, with_features: bool, inputs: ClipInputs) -> None:
-        super().__init__(tower, embed_dim, with_features)
-        self.pixels = NormalizePixels(inputs.mean, inputs.std)
-
-    def forward(self, media: Tensor, lengths: Tensor) -> Any:
-        """Embed videos by the mean over their features.
-
-        Args:
-            media: Pixels uint8 [B, F, 3, S, S].
-            lengths: Frames of each row, int64 [B]; 0 for a row without video.
-
-        Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without video. Built
-            `with_features` also before them the features [B, T, W], and a mask int64 [B, T], 0 for
-            padding.
-        """
-        pixels = self.pixels(media.flatten(0, 1)).unflatten(0, media.shape[:2])
-        return super().forward(pixels, lengths)
 
 
 class Towers(PairHeads, nn.Module):
@@ -127,17 +52,17 @@ class Towers(PairHeads, nn.Module):
             spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
         )
         self.has_heads = bool(spec.matching or spec.classes)
-        self.text = TextBranch(text, spec.embed_dim, self.has_heads)
+        self.text = Branch(text, spec.embed_dim, self.has_heads)
         widths = {}
-        self.audio: MediaBranch | None = None
-        self.video: VideoBranch | None = None
+        self.audio: Branch | None = None
+        self.video: Branch | None = None
         if inputs.audio_rate:
             tower = (
                 AudioTransformer(spec.audio, inputs.audio_rate)
                 if spec.audio.weights == "none"
                 else build_pretrained_audio(spec.audio, inputs, architecture)
             )
-            self.audio = MediaBranch(tower, spec.embed_dim, self.has_heads)
+            self.audio = Branch(tower, spec.embed_dim, self.has_heads)
             widths["audio"] = tower.width
         if inputs.frames:
             frames = (
@@ -145,7 +70,7 @@ class Towers(PairHeads, nn.Module):
                 if spec.video.weights == "none"
                 else VideoMae(spec.video, inputs, architecture)
             )
-            self.video = VideoBranch(frames, spec.embed_dim, self.has_heads, inputs)
+            self.video = Branch(frames, spec.embed_dim, self.has_heads, inputs)
             widths["video"] = frames.width
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
         if self.has_heads:
@@ -169,8 +94,8 @@ class Towers(PairHeads, nn.Module):
         """
         encoded = self._encode(batch)
         outputs: dict[str, Tensor] = {}
-        for name, branch in encoded.items():
-            embed = self._embedding(branch)
+        for name, result in encoded.items():
+            embed = _embedding(result)
             outputs[f"{name}_embed"] = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
         if self.has_heads:
             media = [embed for name, embed in outputs.items() if name != "text_embed"]
@@ -178,7 +103,7 @@ class Towers(PairHeads, nn.Module):
             features, masks = _media_features(encoded)
             mask = batch["attention_mask"] * batch["has_text"][:, None]
             outputs |= self.head_outputs(
-                features, encoded["text"][0], batch | {"attention_mask": mask}, masks
+                features, encoded["text"].features, batch | {"attention_mask": mask}, masks
             )
         return outputs | {"logit_scale": self.log_scale.exp()}
 
@@ -192,7 +117,7 @@ class Towers(PairHeads, nn.Module):
         Returns:
             L2-normalized embeddings [B, D].
         """
-        return self._embedding(self.text(input_ids, attention_mask))
+        return _embedding(self.text(input_ids, attention_mask))
 
     def embed_audio(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed audio.
@@ -205,7 +130,7 @@ class Towers(PairHeads, nn.Module):
             L2-normalized embeddings [B, D].
         """
         assert self.audio is not None, "the model has no audio"
-        return self._embedding(self.audio(audio, num_samples))
+        return _embedding(self.audio(audio, num_samples))
 
     def embed_video(self, video: Tensor, num_frames: Tensor) -> Tensor:
         """Embed videos.
@@ -218,11 +143,7 @@ class Towers(PairHeads, nn.Module):
             L2-normalized embeddings [B, D].
         """
         assert self.video is not None, "the model has no video"
-        return self._embedding(self.video(video, num_frames))
-
-    def _embedding(self, result: Any) -> Tensor:
-        """Return the embeddings in the result of a branch."""
-        return result[-1] if self.has_heads else result
+        return _embedding(self.video(video, num_frames))
 
     def embed_pair(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the features of texts with their audio and video, which the heads read.
@@ -236,7 +157,7 @@ class Towers(PairHeads, nn.Module):
         """
         encoded = self._encode(batch)
         features, masks = _media_features(encoded)
-        return self.cross(features, encoded["text"][0], batch["attention_mask"], masks)
+        return self.cross(features, encoded["text"].features, batch["attention_mask"], masks)
 
     def _encode(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the results of the branches by modality."""
@@ -279,6 +200,10 @@ class Towers(PairHeads, nn.Module):
 def _media_features(encoded: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the features and the masks of audio and video, from the results of the branches."""
     media = {name: result for name, result in encoded.items() if name != "text"}
-    features = {name: result[0] for name, result in media.items()}
-    masks = {name: result[1] for name, result in media.items()}
+    features = {name: result.features for name, result in media.items()}
+    masks = {name: result.mask for name, result in media.items()}
     return features, masks
+
+
+def _embedding(result: Encoded | Tensor) -> Tensor:
+    return result.embed if isinstance(result, Encoded) else result

@@ -4,12 +4,12 @@ space.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from mmray.models.clip import DualEncoder, l2_normalize
-from mmray.models.encoders.image import ImageEncoder, build_image_tower
+from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
@@ -19,78 +19,65 @@ if TYPE_CHECKING:
     from mmray.config.model_kinds import TowerModel
 
 
-class ImageBranch(nn.Module):
-    """Normalize, encode and project images.
+class Encoded(NamedTuple):
+    """What a branch computes for B rows.
 
-    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D]; with
-    `with_features` a pair of the features [B, N, W] of the positions and the embeddings.
+    Attributes:
+        features: Features of each of N positions (patches, tokens, frames) [B, N, W].
+        mask: int64 [B, N], 0 for padding; None for images, which have none.
+        embed: L2-normalized embeddings [B, D]; arbitrary for a row without the modality.
+    """
+
+    features: Tensor
+    mask: Tensor | None
+    embed: Tensor
+
+
+class Branch(nn.Module):
+    """Encode and project one modality: images, videos, audio or texts.
 
     Args:
-        tower: Maps normalized pixels [B, 3, S, S] to features [B, N, W] by `features`, and these to
-            [B, W] by `pool`.
+        tower: An image encoder, or a module from videos, audio or texts and their lengths to
+            features of each position and their mask.
         embed_dim: Size D of the embeddings.
-        inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
-        with_features: Return the features of each position too.
+        with_features: Return `Encoded` with the features of each position too. Branches that return
+            one tensor can run as CUDA graphs.
+        inputs: The `model.inputs` section, for mean and standard deviation of pixels; None: the
+            branch takes no pixels.
     """
 
     def __init__(
-        self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool
+        self, tower: Any, embed_dim: int, with_features: bool, inputs: Inputs | None = None
     ) -> None:
         super().__init__()
-        self.pixels = NormalizePixels(inputs.mean, inputs.std)
+        self.pixels = None if inputs is None else NormalizePixels(inputs.mean, inputs.std)
         self.tower = tower
         self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, image: Tensor) -> Any:
-        """Embed images.
+    def forward(self, media: Tensor, lengths: Tensor | None = None) -> Any:
+        """Embed rows: images as their tower pools them, others by the mean over their features.
 
         Args:
-            image: Pixels uint8 [B, 3, S, S].
+            media: Pixels uint8 of images [B, 3, S, S] or videos [B, F, 3, S, S], samples int16
+                [B, N] of audio, or token ids int64 [B, T].
+            lengths: Frames or samples of each row, int64 [B], 0 for a row without; the attention
+                mask of token ids, int64 [B, T]; None for images.
 
         Returns:
-            L2-normalized embeddings [B, D]; built `with_features` a pair of the features of each
-            position [B, N, W] and the embeddings.
+            L2-normalized embeddings [B, D]; built `with_features` an `Encoded`.
         """
-        features = self.tower.features(self.pixels(image))
-        embedding = l2_normalize(self.project(self.tower.pool(features)))
-        return (features, embedding) if self.with_features else embedding
-
-
-class TextBranch(nn.Module):
-    """Encode and project captions.
-
-    Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
-    and returns L2-normalized embeddings [B, D]; with `with_features` a pair of the features [B, T,
-    W] of the tokens and the embeddings.
-
-    Args:
-        tower: Module with an attribute `width`, called with the token ids and the mask; it returns
-            features of each token [B, T, width].
-        embed_dim: Size D of the embeddings.
-        with_features: Return the features of each token too.
-    """
-
-    def __init__(self, tower: Any, embed_dim: int, with_features: bool) -> None:
-        super().__init__()
-        self.tower = tower
-        self.with_features = with_features
-        self.project = nn.Linear(tower.width, embed_dim, bias=False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Embed captions by the mean over their tokens.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D]; built `with_features` a pair of the features of each
-            token [B, T, W] and the embeddings.
-        """
-        features = self.tower(input_ids, attention_mask)
-        embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
-        return (features, embedding) if self.with_features else embedding
+        if self.pixels is not None:
+            media = self.pixels(media)
+        if lengths is None:
+            mask = None
+            features = self.tower.features(media)
+            pooled = self.tower.pool(features)
+        else:
+            features, mask = self.tower(media, lengths)
+            pooled = masked_mean(features, mask)
+        embed = l2_normalize(self.project(pooled))
+        return Encoded(features, mask, embed) if self.with_features else embed
 
 
 class TwoTower(DualEncoder):
@@ -108,8 +95,8 @@ class TwoTower(DualEncoder):
             same model returned, or {} for the sizes in `spec`.
     """
 
-    image: ImageBranch
-    text: TextBranch
+    image: Branch
+    text: Branch
     with_features = False  # argument of the branches
 
     def __init__(
@@ -121,8 +108,8 @@ class TwoTower(DualEncoder):
             spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
         )
         super().__init__(
-            ImageBranch(image, spec.embed_dim, inputs, self.with_features),
-            TextBranch(text, spec.embed_dim, self.with_features),
+            Branch(image, spec.embed_dim, self.with_features, inputs),
+            Branch(text, spec.embed_dim, self.with_features),
             spec,
         )
 

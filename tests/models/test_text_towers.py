@@ -44,10 +44,10 @@ def test_layers_without_weights_equal_those_of_torch() -> None:
             state = {key.replace(own, name): value for key, value in state.items()}
         theirs.load_state_dict(state)
         hidden = theirs(hidden, src_key_padding_mask=~MASK.bool())
-    ours = mean_over_tokens(tower(IDS, MASK))
+    ours = mean_over_tokens(tower(IDS, MASK)[0])
     torch.testing.assert_close(ours, mean_over_tokens(hidden), rtol=0, atol=1e-9)
     dropping = build_text_tower(TextTower(width=24, heads=3, dropout=0.5), 30, 12).train()
-    assert not torch.equal(dropping(IDS, MASK), dropping(IDS, MASK))
+    assert not torch.equal(dropping(IDS, MASK)[0], dropping(IDS, MASK)[0])
 
 
 def test_random_bert_of_an_earlier_version_is_rebuilt() -> None:
@@ -83,13 +83,13 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
     spec = TextTower(weights=str(tmp_path), width=999)
     tower = build_text_tower(spec, 30, 12).eval()
     assert tower.width == 24
-    torch.testing.assert_close(mean_over_tokens(tower(ids, MASK)), expected)
+    torch.testing.assert_close(mean_over_tokens(tower(ids, MASK)[0]), expected)
     padded = torch.where(MASK.bool(), ids, 9)
-    torch.testing.assert_close(mean_over_tokens(tower(padded, MASK)), expected)
-    tower(ids, MASK).sum().backward()
+    torch.testing.assert_close(mean_over_tokens(tower(padded, MASK)[0]), expected)
+    tower(ids, MASK)[0].sum().backward()
     assert not [name for name, weight in tower.named_parameters() if weight.grad is None]
     dropping = build_text_tower(spec.model_copy(update={"dropout": 0.5}), 30, 12).train()
-    assert not torch.equal(dropping(ids, MASK), dropping(ids, MASK))
+    assert not torch.equal(dropping(ids, MASK)[0], dropping(ids, MASK)[0])
     positions = 14 if family in POSITIONS_AFTER_PAD else 16
     tower(torch.full((1, positions), 9), torch.ones(1, positions, dtype=torch.long))
     with pytest.raises(UsageError, match=f"{positions + 1} exceeds the {positions} positions"):
@@ -99,12 +99,12 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
     assert (
         speaking.net.get_input_embeddings().weight.shape[0] == speaking.net.config.vocab_size == 32
     )
-    assert torch.equal(speaking(ids, MASK), tower(ids, MASK))
-    assert not torch.allclose(speaking(ids.clamp(min=31), MASK), tower(ids, MASK))
+    assert torch.equal(speaking(ids, MASK)[0], tower(ids, MASK)[0])
+    assert not torch.allclose(speaking(ids.clamp(min=31), MASK)[0], tower(ids, MASK)[0])
     values = {"text": json.loads(json.dumps(speaking.net.config.to_dict()))}
     again = build_text_tower(TextTower(weights="/no/such/place"), 32, 12, values, "[{}]").eval()
     again.load_state_dict(speaking.state_dict())
-    assert torch.equal(again(ids, MASK), speaking(ids, MASK))
+    assert torch.equal(again(ids, MASK)[0], speaking(ids, MASK)[0])
     for rows, token in ((32, ""), (3000, "[{}]")):  # another tokenizer is still refused
         with pytest.raises(UsageError, match="30 embedding rows, too few"):
             build_text_tower(spec, rows, 12, language_token=token)

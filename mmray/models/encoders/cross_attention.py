@@ -116,8 +116,8 @@ class PairHeads:
     A model sets `text`, calls `add_heads` when it is built, and `head_outputs` in its forward.
 
     Attributes:
-        text: Text branch, called with token ids and attention mask, int64 [B, T]; returns the
-            features [B, T, W] of the tokens and the embeddings [B, D].
+        text: Text branch, called with token ids and attention mask, int64 [B, T]; its result has
+            the `features` [B, T, W] of the tokens.
         cross: The cross-attention, from the features of texts and other modalities to one feature
             [B, W] of each pair.
         match_head: From [B, W] to the logit [B, 1] that text and other modalities match; None: no
@@ -172,7 +172,7 @@ class PairHeads:
             if self.class_head is not None:
                 outputs["class_logits"] = self.class_head(pair)
         if self.match_head is not None and matching:
-            other, _ = self.text(batch["negative_ids"], batch["negative_mask"])
+            other = self.text(batch["negative_ids"], batch["negative_mask"]).features
             negative = self.cross(features, other, batch["negative_mask"], masks)
             outputs["match"] = self.match_head(pair).squeeze(1)
             outputs["match_negative"] = self.match_head(negative).squeeze(1)

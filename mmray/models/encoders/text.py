@@ -98,7 +98,7 @@ class HfTextTower(nn.Module):
     """An encoder of the BERT family (Devlin et al. 2019).
 
     Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
-    right-padded, and returns features of each token [B, T, width], not normalized.
+    right-padded, and returns features of each token [B, T, width], not normalized, and the mask.
 
     Args:
         net: The encoder of transformers, without a pooler: called with `input_ids` and
@@ -110,7 +110,7 @@ class HfTextTower(nn.Module):
         self.net = net
         self.width = net.config.hidden_size
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Encode each token of captions.
 
         Args:
@@ -118,19 +118,20 @@ class HfTextTower(nn.Module):
             attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
-            Features [B, T, width].
+            Features [B, T, width], and the attention mask.
         """
         # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the
         # GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
-        return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        hidden = self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        return hidden, attention_mask
 
 
 class TextTransformer(nn.Module):
     """BERT's encoder in plain torch, with its initialisation, without token types.
 
     Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
-    right-padded, and returns features of each token [B, T, width], not normalized.
+    right-padded, and returns features of each token [B, T, width], not normalized, and the mask.
 
     Args:
         spec: The `model.text` section: width, depth, heads and dropout.
@@ -154,7 +155,7 @@ class TextTransformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Encode each token of captions.
 
         Args:
@@ -162,7 +163,7 @@ class TextTransformer(nn.Module):
             attention_mask: int64 [B, T], 1 for a token and 0 for padding.
 
         Returns:
-            Features [B, T, width].
+            Features [B, T, width], and the attention mask.
         """
         hidden = self.dropout(
             self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]])
@@ -170,7 +171,7 @@ class TextTransformer(nn.Module):
         mask = mask_with_first(attention_mask)[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, mask)
-        return hidden
+        return hidden, attention_mask
 
 
 class TransformerLayer(nn.Module):
