@@ -7,9 +7,7 @@ the file.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
+from mmray.storage.weights_json import read_weights_json
 
 # Names in checkpoints -> transformers, replaced in this order: ViT models with CLIP's text
 # transformer, then those of timm's ViT with attention pooling (SigLIP). In blocks, q, k and v are
@@ -59,6 +58,7 @@ _PROJECTIONS = {
 _IMAGE_POSITIONS = "vision_model.embeddings.position_embedding.weight"
 _TEXT_POSITIONS = "text_model.embeddings.position_embedding.weight"
 _PROBE = "vision_model.head.probe"  # only SigLIP has attention pooling
+CONFIG_FILES = ("open_clip_config.json", "config.json")  # next to the weights
 # further entries of OpenAI's files
 _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")
 # All published models up to width 1024 have heads of this width; wider image encoders have 16.
@@ -83,28 +83,6 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
 _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 
 
-def read_config(
-    file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")
-) -> dict[str, Any]:
-    """Return the JSON object of a config file next to a file of weights; {} without one.
-
-    Args:
-        file: The file of weights.
-        names: File names of the config; the first that exists is read.
-
-    Raises:
-        UsageError: The file is not a JSON object.
-    """
-    for name in names:
-        path = file.with_name(name)
-        try:
-            if path.is_file():
-                return dict(json.loads(path.read_text(encoding="utf-8")).items())
-        except (ValueError, AttributeError) as error:
-            raise UsageError(f"model.weights: {path} is not a JSON object: {error}") from None
-    return {}
-
-
 def preprocessing(file: Path) -> dict[str, Any]:
     """Return the preprocessing settings that open_clip_config.json next to the weights defines.
 
@@ -118,9 +96,13 @@ def preprocessing(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: The config is not a JSON object.
     """
-    given = read_config(file).get("preprocess_cfg", {})
+    given = _read_config(file).get("preprocess_cfg", {})
     inputs = {name: given[name] for name in ("mean", "std", "interpolation") if name in given}
     return inputs | ({"fit": FIT[given["resize_mode"]]} if given.get("resize_mode") in FIT else {})
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    return read_weights_json("model.weights", str(file.parent), CONFIG_FILES)
 
 
 def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -259,7 +241,7 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
             f"model.kind {kind}"
         )
     size = infer_sizes(spec.weights, hf)
-    config = read_config(Path(spec.weights).expanduser())
+    config = _read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
     vision: dict[str, Any] = {"image_size": size["image_side"], "patch_size": size["patch"]}
     text: dict[str, Any] = {

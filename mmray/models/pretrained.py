@@ -4,7 +4,6 @@ without training.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from mmray.data.vlm.families import FAMILIES
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
-from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
+from mmray.models.weights import load_config, read_state_dict
+from mmray.storage.weights_json import read_weights_json
 
 SETTING = "--weights"
 INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
@@ -40,7 +40,7 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
         UsageError: The weights cannot be read, or define no model of a built-in kind.
     """
     path = Path(weights).expanduser()
-    given = open_clip.read_config(path / "config.json", ("config.json",))
+    given = read_weights_json(SETTING, weights, ["config.json"]) if path.is_dir() else {}
     if "model_type" not in given:
         _refuse_export(path, given)
         files = [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]
@@ -119,37 +119,11 @@ def _preprocessing(weights: str) -> dict[str, Any]:
 
     Raises UsageError if it is unreachable.
     """
-    given = load_local_or_hub(SETTING, weights, _read_processor)
+    given = read_weights_json(SETTING, weights, PROCESSOR_FILES)
+    given = given.get("image_processor", given)
     inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
     if given.get("resample") in INTERPOLATIONS:
         inputs["interpolation"] = INTERPOLATIONS[given["resample"]]
     if given:
         inputs["fit"] = "crop" if given.get("do_center_crop") else "squash"
     return inputs
-
-
-def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]:
-    """Settings of the image processor in a folder or on the hub; {} without a file.
-
-    Raises OSError or ValueError.
-    """
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    for file_name in PROCESSOR_FILES:
-        path = Path(name) / file_name
-        if not Path(name).is_dir():
-            try:
-                path = Path(hf_hub_download(name, file_name, local_files_only=local_files_only))
-            except LocalEntryNotFoundError:
-                if try_to_load_from_cache(name, file_name) is _CACHED_NO_EXIST:
-                    continue
-                raise OSError(
-                    f"the cache has no {file_name}, and the hub cannot be reached"
-                ) from None
-            except EntryNotFoundError:
-                continue
-        if path.is_file():
-            values = dict(json.loads(path.read_text(encoding="utf-8")))
-            return dict(values.get("image_processor", values))
-    return {}

@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
+from mmray.storage.weights_json import read_weights_json
 
 TOKENIZER = "tokenizer.json"
 VOCABULARY = "vocab.txt"
@@ -151,11 +152,7 @@ def _load_file(file: Path) -> str:
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return dict(settings.items())
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"{_SETTING}: {file} is not a JSON object: {error}") from None
+    return read_weights_json(_SETTING, str(file.parent), [file.name])
 
 
 def _tokenizer_kind(file: Path, settings: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ of FAMILIES, and one of tests/models/vlm/folders.py, whose tests it must pass.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmray.errors import UsageError
+from mmray.storage.weights_json import read_weights_json
 
 WEIGHTS_SETTING = "model.weights"
 MODEL_CONFIG = "config.json"
@@ -136,27 +136,18 @@ def read_config(weights: str) -> dict[str, Any]:
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub, from which the
-            file is downloaded.
+            file is downloaded unless it is in the cache.
 
     Raises:
-        UsageError: It cannot be read.
+        UsageError: It does not exist, or cannot be read.
     """
-    path = Path(weights).expanduser() / MODEL_CONFIG
-    try:
-        if not path.parent.is_dir():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(weights, MODEL_CONFIG))
-        config = dict(json.loads(path.read_text(encoding="utf-8")))
-        return dict(config.get("thinker_config", config))
-    except (OSError, ValueError, RuntimeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        problem = lines[0].rstrip(".")
+    config = read_weights_json(WEIGHTS_SETTING, weights, [MODEL_CONFIG])
+    if not config:
         raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot read {MODEL_CONFIG} of `{weights}`: {problem}. Set a "
-            "folder saved by transformers, or a name of the hub; without a network, run "
-            f"`hf download {weights} --local-dir DIR` elsewhere and set {WEIGHTS_SETTING} to DIR"
-        ) from None
+            f"{WEIGHTS_SETTING}: {weights} has no {MODEL_CONFIG}; set a folder saved by "
+            "transformers, or a name of the hub"
+        )
+    return dict(config.get("thinker_config", config))
 
 
 def has_weights(weights: str) -> bool:
