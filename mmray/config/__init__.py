@@ -93,31 +93,16 @@ class Config(Section):
         """Return a copy without the settings that would contradict other settings, which are set
         next.
 
-        These settings become None:
-        - `train.steps`, `train.samples` and `train.epochs` if one of them is given;
-        - `batch.global` if `batch.micro` and `batch.accumulation` are given without it;
-        - `batch.micro` and `batch.accumulation` if `batch.tokens` is given without them;
-        - a `batch.micro` of `auto` if `batch.accumulation` is given without `batch.micro`.
+        `train.steps`, `train.samples` and `train.epochs` become None if one of them is given. For
+        the section `batch` see `Batch.without_overridden`.
 
         Args:
             given: Names of the settings that are set next, such as `train.steps`.
         """
-        update: dict[str, Any] = {}
+        train = self.train
         if any(name in LENGTHS for name in given):
-            update["train"] = self.train.replace(
-                **dict.fromkeys(name.partition(".")[2] for name in LENGTHS)
-            )
-        if {"batch.micro", "batch.accumulation"} <= set(given) and "batch.global" not in given:
-            update["batch"] = self.batch.replace(global_=None)
-        elif "batch.tokens" in given and not {"batch.micro", "batch.accumulation"} & set(given):
-            update["batch"] = self.batch.replace(micro=None, accumulation=None)
-        elif (
-            "batch.accumulation" in given
-            and "batch.micro" not in given
-            and self.batch.micro == "auto"
-        ):
-            update["batch"] = self.batch.replace(micro=None)  # derived from the accumulation
-        return self.replace(**update)
+            train = train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
+        return self.replace(train=train, batch=self.batch.without_overridden(given))
 
 
 def to_yaml(config: Section) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -47,6 +48,32 @@ class Batch(Section, settings_prefix="batch"):
         ge=1,
         description="Rows per optimizer step over all workers; constant during a run.",
     )
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the largest micro-batch that fits is searched before step 1 (`micro` `auto`)."""
+        return self.micro == "auto"
+
+    def without_overridden(self, given: Collection[str]) -> Batch:
+        """Return a copy without the settings that would contradict other settings, which are set
+        next.
+
+        These settings become None:
+        - `global` if `micro` and `accumulation` are given without it;
+        - `micro` and `accumulation` if `tokens` is given without them;
+        - a `micro` of `auto` if `accumulation` is given without `micro`.
+
+        Args:
+            given: Names of the settings that are set next, such as `batch.micro`.
+        """
+        names = {name.removeprefix("batch.") for name in given if name.startswith("batch.")}
+        if {"micro", "accumulation"} <= names and "global" not in names:
+            return self.replace(global_=None)
+        if "tokens" in names and not {"micro", "accumulation"} & names:
+            return self.replace(micro=None, accumulation=None)
+        if "accumulation" in names and "micro" not in names and self.is_searched:
+            return self.replace(micro=None)  # derived from the accumulation
+        return self
 
 
 class Optimizer(Section, settings_prefix="optimizer"):

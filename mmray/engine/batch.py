@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from mmray.errors import UsageError
+from mmray.errors import OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Batch, Train
@@ -89,6 +89,17 @@ class BatchShape:
             return None
         return self.with_micro_batch_size(ceil(self.micro_batch_size / 2))
 
+    def to_settings(self, batch: Batch) -> Batch:
+        """Return the `batch` section of a run with this shape, for its config.yaml.
+
+        Args:
+            batch: The section from which the shape was computed.
+        """
+        micro: int | Literal["auto"] | None = "auto" if self.auto else self.micro_batch_size
+        if self.micro_tokens is not None:
+            micro = None
+        return batch.replace(global_=self.global_batch_size, micro=micro)
+
     def __str__(self) -> str:
         if self.auto:
             return (
@@ -113,13 +124,41 @@ class BatchShape:
         )
 
 
-def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) -> BatchShape:
+def out_of_memory_error(
+    cause: str, detail: str, shape: BatchShape, advice: str, fitting: int = 0
+) -> OutOfMemoryError:
+    """Return the error of a rank that ran out of memory, with the smaller shape to continue with.
+
+    Args:
+        cause: What ran out of memory when, for the message.
+        detail: For example the rank and its error, for the message.
+        shape: The batch shape that did not fit.
+        advice: What the user can do if a micro-batch has one row already.
+        fitting: A micro-batch size in rows that fits, to continue with; 0: half the size of
+            `shape`.
+    """
+    smaller = shape.halved()
+    if 0 < fitting < shape.micro_batch_size:
+        smaller = shape.with_micro_batch_size(fitting)
+    message = f"{cause} with micro-batches of {shape.micro_batch_size} rows ({detail})"
+    if smaller is None:
+        return OutOfMemoryError(f"{message}; {advice}")
+    return OutOfMemoryError(
+        f"{message}; continuing with {smaller.micro_batch_size} at a time", smaller
+    )
+
+
+def resolve_batch_shape(
+    batch: Batch, world_size: int, max_row_tokens: int = 1, may_search: bool = False
+) -> BatchShape:
     """Compute the batch shape of the `batch` settings for a number of workers.
 
     Args:
         batch: The `batch` section: `micro`, `accumulation`, `global_` and `tokens`.
         world_size: Number of workers.
         max_row_tokens: Maximum number of tokens of a row; used only with `batch.tokens`.
+        may_search: Whether the micro-batch is searched also if none of `micro`, `accumulation` and
+            `tokens` is set.
 
     Returns:
         A BatchShape: `global_batch_size` and `micro_batch_size` in rows, `world_size`, `auto`
@@ -133,7 +172,7 @@ def resolve_batch_shape(batch: Batch, world_size: int, max_row_tokens: int = 1) 
         return _resolve_by_tokens(batch, world_size, max_row_tokens)
     accumulation = batch.accumulation
     total = batch.global_
-    auto = batch.micro == "auto"
+    auto = batch.is_searched or (may_search and batch.micro is None and accumulation is None)
     micro = None if batch.micro == "auto" else batch.micro
     if auto and (total is None or accumulation is not None):
         raise UsageError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmray.engine import run_state
+from mmray.engine.batch import out_of_memory_error
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.memory_probe import OOM_ADVICE
 from mmray.engine.metrics.meters import (
@@ -228,19 +229,19 @@ class Trainer:
                 cache = accumulate_gradients(state, micro_batches, seed_of, stop)
                 break
             except (RuntimeError, MemoryError) as error:
-                smaller = self.batch_shape.halved()
-                can_split = spec.group.world_size == 1 and self.batch_shape.micro_tokens is None
-                if not can_split or smaller is None or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
-                message = self._format_oom(error)
+                out_of_memory = self._out_of_memory_error(error)
+                can_split = spec.group.world_size == 1 and self.batch_shape.micro_tokens is None
+                if not can_split or out_of_memory.retry_shape is None:
+                    raise
             # Outside `except`: the traceback would keep the step's tensors in memory.
             del micro_batches
             zero_gradients(state)
             if spec.group.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.batch_shape = smaller
-            size = smaller.micro_batch_size
-            spec.notify("memory", f"{message}; repeating the step with {size} at a time")
+            self.batch_shape = out_of_memory.retry_shape
+            spec.notify("memory", str(out_of_memory))
         result = apply_update(state, cache)
         if self.meter.flops_of_row is None:
             self.meter.flops_of_row = model_flops_of_row(
@@ -405,19 +406,14 @@ class Trainer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            smaller = self.batch_shape.halved()
-            action = (
-                f"a single row does not fit: {OOM_ADVICE}"
-                if smaller is None
-                else f"restarting with {smaller.micro_batch_size} at a time"
-            )
-            raise OutOfMemoryError(f"{self._format_oom(error)}; {action}", smaller) from error
+            raise self._out_of_memory_error(error) from error
 
-    def _format_oom(self, error: BaseException) -> str:
-        return (
-            f"out of memory at step {self.progress.step + 1} with micro-batches of "
-            f"{self.batch_shape.micro_batch_size} rows (rank {self.spec.group.rank}: "
-            f"{first_line(error)})"
+    def _out_of_memory_error(self, error: BaseException) -> OutOfMemoryError:
+        return out_of_memory_error(
+            f"out of memory at step {self.progress.step + 1}",
+            f"rank {self.spec.group.rank}: {first_line(error)}",
+            self.batch_shape,
+            f"a single row does not fit: {OOM_ADVICE}",
         )
 
 

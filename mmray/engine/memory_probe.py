@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmray.engine import precision
-from mmray.engine.batch import BatchShape
+from mmray.engine.batch import BatchShape, out_of_memory_error
 from mmray.engine.collectives import Group, to_local
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.optimizer import build_optimizer, lr_at
@@ -332,7 +332,13 @@ class MemoryProbe:
         if self._group.device.type == "cuda":
             torch.cuda.empty_cache()
         if not fits and self._together:
-            raise self._together_error(size)
+            raise out_of_memory_error(
+                "out of memory in the dry run",
+                f"rank {self._group.rank}",
+                self._batch_shape.with_micro_batch_size(size),
+                ONE_ROW_TOO_LARGE,
+                fitting=self._largest,
+            )
         return saved.peak if fits else None
 
     def _accumulate(self, size: int, rows: int) -> None:
@@ -360,19 +366,6 @@ class MemoryProbe:
         ]
         if unused:
             raise UnusedParametersError(unused)
-
-    def _together_error(self, size: int) -> OutOfMemoryError:
-        cause = (
-            f"out of memory in the dry run with micro-batches of {size} rows "
-            f"(rank {self._group.rank})"
-        )
-        if size == 1:
-            return OutOfMemoryError(f"{cause}; {ONE_ROW_TOO_LARGE}")
-        smaller = self._largest if 0 < self._largest < size else ceil(size / 2)
-        return OutOfMemoryError(
-            f"{cause}; restarting with {smaller} rows",
-            self._batch_shape.with_micro_batch_size(smaller),
-        )
 
 
 @contextmanager

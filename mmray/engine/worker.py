@@ -109,6 +109,7 @@ def train_worker(
     model = _prepare_model(context, group, model)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
+    context = replace(context, batch_shape=batch_shape)
     checkpoints = _checkpoint_manager(context, group, model, base, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     log = profile_path = None
@@ -120,7 +121,7 @@ def train_worker(
         model=model,
         objective=objective,
         plan=plan,
-        batch_shape=batch_shape,
+        batch_shape=context.batch_shape,
         group=group,
         train=config.train,
         optimizer=config.optimizer,
@@ -141,7 +142,7 @@ def train_worker(
         readable = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
-        steps = _micro_batches(readable, context, resume_point, batch_shape, model, group)
+        steps = _micro_batches(readable, context, resume_point, model, group)
         load = None
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
@@ -292,7 +293,6 @@ def _micro_batches(
     rows: Iterable[Block],
     context: WorkerContext,
     start: ResumePoint,
-    batch_shape: BatchShape,
     model: nn.Module,
     group: Group,
 ) -> Iterator[list[Batch]]:
@@ -301,15 +301,15 @@ def _micro_batches(
     They are split here, so that `group_by_length` and the trimming of captions see the final ones.
     """
     config = context.config
+    size = context.batch_shape.micro_batch_size
     if isinstance(context.reader, ConversationReader):
         vlm: Any = model
-        size = batch_shape.micro_batch_size
         return iter_row_batches(rows, start.plan, start.step, group.rank, size, vlm.collator())
     eager = config.train.compile == "none" and group.device.type == "cpu"
     return iter_micro_batches(
         rows,
         rank_rows=start.plan.rank_rows,
-        micro_batch_size=batch_shape.micro_batch_size,
+        micro_batch_size=size,
         group_by_length=config.batch.group_by_length,
         token_multiple=1 if eager else TOKEN_MULTIPLE,
         max_tokens=config.model.inputs.max_tokens,

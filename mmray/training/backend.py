@@ -18,7 +18,6 @@ from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.data.stream.shuffle import WORKERS_PER_NODE
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.reader import ConversationReader
-from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, is_out_of_memory
@@ -126,13 +125,11 @@ class Attempt:
     changes. In the last two cases another attempt resumes from the newest checkpoint.
 
     Args:
-        resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
+        resolved: The run as it was resolved: its settings, sets and number of steps, and the batch
+            shape for the number of workers of the attempt.
         folder: Folder of the run.
         fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
             no longer write.
-        config: Settings with the number of workers and the device of the attempt; the workers get
-            the settings of the run.
-        batch_shape: Global batch and micro-batches for this number of workers.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
         bad_rows: Numbers of the rows that earlier attempts could not read.
     """
@@ -140,8 +137,6 @@ class Attempt:
     resolved: ResolvedRun
     folder: AnyPath
     fencing_token: int
-    config: Config
-    batch_shape: BatchShape
     checkpoint: AnyPath | None
     bad_rows: set[int]
 
@@ -179,24 +174,18 @@ class Attempt:
             reader=reader,
             eval_sets=resolved.eval_sets,
             tokenizer_json=resolved.tokenizer_json,
-            batch_shape=self.batch_shape,
+            batch_shape=resolved.batch_shape,
             decode_actors=decoders,
         )
 
 
-def resume_point(
-    resolved: ResolvedRun,
-    checkpoint: AnyPath | None,
-    world: int,
-    batch_shape: BatchShape | None = None,
-) -> ResumePoint:
+def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None) -> ResumePoint:
     """Return from which step and checkpoint the workers start, the same for every rank.
 
     Args:
-        resolved: The run: its settings, sets, batch shape and number of steps.
+        resolved: The run: its settings, sets and number of steps, and the batch shape for the
+            number of workers.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
-        world: Number of workers.
-        batch_shape: Global batch and micro-batch for these workers; None: those of the run.
 
     Returns:
         A ResumePoint: `plan`, the SamplePlan with the rows of each step for this number of workers;
@@ -204,10 +193,11 @@ def resume_point(
     """
     config = resolved.config
     shuffle = config.data.block_shuffle
+    shape = resolved.batch_shape
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
-        global_rows=resolved.batch_shape.global_batch_size,
-        world_size=world,
+        global_rows=shape.global_batch_size,
+        world_size=shape.world_size,
         seed=config.train.seed,
         steps=resolved.steps,
         shuffle=config.data.shuffle,
@@ -216,16 +206,15 @@ def resume_point(
         else (),
         block_shuffle=None if shuffle is None else BlockShuffle(*shuffle),
     )
-    max_tokens = (batch_shape or resolved.batch_shape).micro_tokens
     # A node caches the blocks of its own ranks, so only these exchange rows. A full shuffle gives
     # no node blocks of its own.
-    ranks_per_group = None if shuffle is None else math.gcd(world, WORKERS_PER_NODE)
-    if resolved.token_lengths is not None and max_tokens is not None:
+    ranks_per_group = None if shuffle is None else math.gcd(shape.world_size, WORKERS_PER_NODE)
+    if resolved.token_lengths is not None and shape.micro_tokens is not None:
         plan = TokenPlan(
             **vars(plan),
             num_tokens=resolved.token_lengths,
             max_row_tokens=config.model.inputs.max_tokens,
-            max_tokens=max_tokens,
+            max_tokens=shape.micro_tokens,
             padded=not resolved.is_packed,
             ranks_per_group=ranks_per_group,
         )

@@ -196,7 +196,7 @@ class LocalBackend:
         self._next = self._next or self._start_worker()
         processes: list[ChildProcess | RankProcess] = [self._next]
         if self._ranks is not None:
-            limit_s = attempt.config.cluster.start_timeout_s
+            limit_s = attempt.resolved.config.cluster.start_timeout_s
             end_s = time.monotonic() + limit_s
             # They cannot connect if the worker of rank 0 has died.
             while not self._ranks.wait(POLL_INTERVAL_S) and self._next.process.is_alive():
@@ -296,12 +296,9 @@ class LocalWorkers(Workers):
         self._coordinator = Coordinator(attempt.bad_rows)
         self._outcome: dict[str, Any] = {}  # of rank 0
         self._errors: list[Exception] = []
-        world = len(processes)
-        decoders = num_decode_processes(
-            attempt.resolved.config, attempt.config.cluster.accelerator, world
-        )
-        start = resume_point(attempt.resolved, attempt.checkpoint, world, attempt.batch_shape)
-        arguments = attempt.worker_context(decoders), start, attempt.config
+        decoders = num_decode_processes(attempt.resolved.config, len(processes))
+        start = resume_point(attempt.resolved, attempt.checkpoint)
+        arguments = attempt.worker_context(decoders), start
         self._receivers = [
             threading.Thread(
                 target=self._serve, args=(process, arguments), name="mmray-receiver", daemon=True
@@ -371,18 +368,19 @@ class LocalWorkers(Workers):
             process.kill()
 
 
-def num_decode_processes(config: Config, device: str, workers: int) -> int:
+def num_decode_processes(config: Config, workers: int) -> int:
     """Return the number of processes that read and decode rows for all workers on this machine.
 
     Args:
         config: Settings of the run. By default one for each worker; with GPUs the cores that
             training does not use.
-        device: `cpu` or `gpu`.
         workers: Number of workers.
     """
     if config.data.worker_range is not None:
         return config.data.worker_range[1]
-    return max(workers, cores() - workers * TRAINING_CORES) if device == "gpu" else workers
+    if config.cluster.accelerator != "gpu":
+        return workers
+    return max(workers, cores() - workers * TRAINING_CORES)
 
 
 def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) -> Config:

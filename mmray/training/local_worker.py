@@ -35,7 +35,7 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
     It imports the engine before it waits for its arguments.
 
     Args:
-        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint, Config)
+        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint)
             once, and sends messages (name of a method of Coordinator, its argument), such as
             ("push", {"step": 1, ...}).
         driver_address: Where the driver listens for the workers of other ranks of torchrun, which
@@ -62,7 +62,7 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
     from mmray.engine.worker import train_worker
     from mmray.engine.worker_context import DriverHandle
 
-    context, resume_point, config = channel.connection.recv()
+    context, resume_point = channel.connection.recv()
     stop = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
@@ -74,6 +74,7 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
             stop.set()
         return bool(stacks_requested)
 
+    config = context.config
     heartbeat = Heartbeat(send_heartbeat, describe_process(rank, "here"), context.folder)
     driver = DriverHandle(
         report=report,

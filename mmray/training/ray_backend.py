@@ -34,10 +34,9 @@ from mmray.cluster.run_resources import (
 from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, reserve
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
-from mmray.engine.batch import BatchShape
+from mmray.engine.batch import out_of_memory_error
 from mmray.errors import (
     MmrayError,
-    OutOfMemoryError,
     ResourceError,
     TrainingError,
     first_line,
@@ -191,7 +190,14 @@ class RayBackend:
             return error
         failed = cause_in_group(error)
         if isinstance(failed.cause, ray.exceptions.OutOfMemoryError):
-            return WorkerFailed("lost", _host_oom_error(failed.cause, monitor.batch_shape))
+            # Ray's memory monitor killed a worker: its node, not a device, ran out of memory.
+            error = out_of_memory_error(
+                "a node ran out of memory",
+                first_line(failed.cause),
+                monitor.batch_shape,
+                "check what else uses memory on that node",
+            )
+            return WorkerFailed("lost", error)
         if failed.kind == "lost" and monitor.preempted:
             return WorkerFailed("preempted", failed.cause)
         return failed
@@ -224,7 +230,7 @@ class RayWorkers(Workers):
         self.config = attempt.resolved.config
         self._excluded = excluded
         self.autoscaler = autoscaler
-        self.world = attempt.config.cluster.max_workers
+        self.world = attempt.resolved.batch_shape.world_size
         self._bad_rows = attempt.bad_rows
         # Started once the workers have their resources, so that a run that waits holds no process
         # but its driver.
@@ -246,9 +252,7 @@ class RayWorkers(Workers):
         self._group: PlacementGroup | None = None
         self._loop_config = {
             "context": attempt.worker_context(limits.minimum * self.world if is_fixed else None),
-            "resume_point": resume_point(
-                attempt.resolved, attempt.checkpoint, self.world, attempt.batch_shape
-            ),
+            "resume_point": resume_point(attempt.resolved, attempt.checkpoint),
             "decoders": replace(
                 limits, label_selector=nodes.excluding_unavailable(limits.label_selector) or {}
             ),
@@ -256,7 +260,7 @@ class RayWorkers(Workers):
         self._build_trainer = partial(
             torch_trainer,
             train_loop_per_worker,
-            attempt.config,
+            self.config,
             attempt.folder,
             self._placed_demand,
             name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
@@ -434,19 +438,6 @@ def cause_in_group(error: BaseException) -> WorkerFailed:
         reason = getattr(error, "controller_failure", error)
         return WorkerFailed("lost", TrainingError(f"Ray Train failed: {reason}"))
     return select_cause(map(root_cause, error.worker_failures.values()), is_worker_lost)
-
-
-def _host_oom_error(error: BaseException, batch_shape: BatchShape) -> OutOfMemoryError:
-    """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
-    smaller = batch_shape.halved()
-    size = batch_shape.micro_batch_size
-    what = f"a node ran out of memory with micro-batches of {size} rows ({first_line(error)})"
-    fix = (
-        "Check what else uses memory on that node"
-        if smaller is None
-        else f"Retrying with micro-batches of {smaller.micro_batch_size}"
-    )
-    return OutOfMemoryError(f"{what}. {fix}", smaller)
 
 
 def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmray.builtin import SAMPLE_VLM
-from mmray.config import Batch, Config, Prepare, Towers, Vlm
+from mmray.config import Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
@@ -90,8 +90,14 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
 
     config = with_sample_weights(config)
     sets = _open_sets(config, reporter)
-    batch = batch_on_device(config)
-    shape = resolve_batch_shape(batch, config.cluster.max_workers, config.model.inputs.max_tokens)
+    shape = resolve_batch_shape(
+        config.batch,
+        config.cluster.max_workers,
+        config.model.inputs.max_tokens,
+        # Statistics of BatchNorm that are synchronized have collectives in each forward.
+        may_search=config.cluster.accelerator == "gpu"
+        and getattr(config.model, "batch_norm", "frozen") != "synced",
+    )
     shuffle = resolve_block_shuffle(
         config.data, sets.train, shape.global_batch_size, config.cluster.max_workers
     )
@@ -117,7 +123,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     resolved_config = config.replace(
         model=model,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
-        batch=batch.replace(global_=shape.global_batch_size, micro=_resolved_micro(shape)),
+        batch=shape.to_settings(config.batch),
     )
     data_identity = {
         "train": str(sets.mixture),
@@ -215,13 +221,6 @@ def _rows_of_epoch(
             f"within each step; set --batch.global to at most {num_rows}"
         )
     return num_rows
-
-
-def _resolved_micro(shape: BatchShape) -> int | Literal["auto"] | None:
-    """Return the value of `batch.micro` in the config.yaml of a run."""
-    if shape.micro_tokens is not None:
-        return None
-    return "auto" if shape.auto else shape.micro_batch_size
 
 
 def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:
@@ -413,26 +412,6 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
         config.prepare
         if str(to_path(source)) in trained_on
         else config.prepare.replace(holdout=0.0)
-    )
-
-
-def batch_on_device(config: Config) -> Batch:
-    """Return the `batch` section of a run, with `micro` set to `auto` if its size is to be
-    measured.
-
-    That is the case on a GPU, if none of `batch.micro`, `batch.accumulation` and `batch.tokens` is
-    given and BatchNorm is not synchronized.
-
-    Args:
-        config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
-    """
-    batch = config.batch
-    can_probe = getattr(config.model, "batch_norm", "frozen") != "synced"
-    given = {batch.micro, batch.accumulation, batch.tokens} != {None}
-    return (
-        batch.replace(micro="auto")
-        if config.cluster.accelerator == "gpu" and can_probe and not given
-        else batch
     )
 
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,19 +77,6 @@ class Failure:
     logged: bool = True
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Decision to restart from the latest valid checkpoint with as many workers as fit.
-
-    Args:
-        reason: A line for the log.
-        batch_shape: Global batch and micro-batch from now on; None: unchanged.
-    """
-
-    reason: str
-    batch_shape: BatchShape | None = None
-
-
 def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
     """Return the number of consecutive failures without a new checkpoint, including a new one if it
     counts.
@@ -123,7 +110,7 @@ def retry_shape(error: BaseException) -> BatchShape | None:
 
 def decide_recovery(
     failure: Failure, before: Failure | None, failures: int, max_failures: int
-) -> Restart | MmrayError:
+) -> str | MmrayError:
     """Decide whether workers that failed are restarted, or the run ends.
 
     Args:
@@ -133,14 +120,14 @@ def decide_recovery(
         max_failures: `cluster.max_failures`, the number that is tolerated.
 
     Returns:
-        A restart, or the error that ends the run. Running out of memory leads to a restart with
-        smaller micro-batches, if they can be smaller. The run ends for an error of mmray that a
-        worker raised (wrong data, for example), an error that is repeated after the same step, an
-        error before the first logged step, and too many failures.
+        The reason of a restart as a line for the log, or the error that ends the run. Running out
+        of memory leads to a restart with the batch shape that `retry_shape` returns. The run ends
+        for an error of mmray that a worker raised (wrong data, for example), an error that is
+        repeated after the same step, an error before the first logged step, and too many failures.
     """
     error = failure.error
-    if (batch_shape := retry_shape(error)) is not None:
-        return Restart(str(error), batch_shape)
+    if retry_shape(error) is not None:
+        return str(error)
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
     message = str(error).strip() or type(error).__name__
@@ -165,7 +152,7 @@ def decide_recovery(
             f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
         )
         return _final_error(f"{count}; the last: {message}", error)
-    return Restart(
+    return (
         f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0].rstrip('.')}"
     )
 
@@ -249,7 +236,7 @@ class Supervisor:
         # checkpoints from this step on were verified, or written by this command
         self.trusted_from = math.inf
         self.last_failure: Failure | None = None
-        self.restart: Restart | None = None  # the decision after the last attempt, if it failed
+        self.restart_reason = ""  # the failure of the last attempt, "" if it did not fail
         # by number of workers, if one of them ran out of memory
         self.smaller_batch_shapes: dict[int, BatchShape] = {}
         # In a row, of groups that stopped for a larger one, with this many workers at most.
@@ -321,7 +308,7 @@ class Supervisor:
                 outcome = workers.wait(monitor.poll)
             if outcome["status"] == "finished" or monitor.stop_reason == "user":
                 return outcome
-            self.restart = None
+            self.restart_reason = ""
             if files.latest_complete_step(self.run.checkpoints) > monitor.start_step:
                 self.failures = 0
             self.preemptions += monitor.stop_reason == "preempted"
@@ -375,7 +362,7 @@ class Supervisor:
             time.sleep(pause_s)
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
-        """Decide what follows a failure: set `restart`, or raise."""
+        """Decide what follows a failure: set `restart_reason`, or raise."""
         failure = classify_failure(error, monitor, self.backend)
         latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
@@ -389,15 +376,15 @@ class Supervisor:
             self._write_ended("stopped", steps=latest_step)
             raise KeyboardInterrupt from error
         self.last_failure = failure
-        self.restart = decision
-        if decision.batch_shape is not None:
-            self.smaller_batch_shapes[monitor.world] = decision.batch_shape
+        self.restart_reason = decision
+        if (smaller := retry_shape(failure.error)) is not None:
+            self.smaller_batch_shapes[monitor.world] = smaller
         start = (
             f"the checkpoint of step {latest_step:,}"
             if latest_step
             else ("step 0, as there is no checkpoint yet")
         )
-        self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
+        self.reporter.log(f"{decision}; restarting from {start}", "failure")
         if isinstance(bad := failure.error, DeviceError):
             excluded = self.backend.exclude_node(self.config, bad.node)
             node = f"node {bad.node[:8]} gets no more workers of this run"
@@ -421,11 +408,9 @@ class Supervisor:
                 world, self.resolved.batch_shape.with_world_size(world)
             )
             attempt = Attempt(
-                resolved=self.resolved,
+                resolved=replace(self.resolved, batch_shape=batch_shape),
                 folder=self.run.path,
                 fencing_token=self.lease.fencing_token,
-                config=self.config.with_cluster(workers=world),
-                batch_shape=batch_shape,
                 checkpoint=checkpoint,
                 bad_rows=bad_rows,
             )
@@ -433,7 +418,7 @@ class Supervisor:
         except self.backend.errors as error:
             if isinstance(error, MmrayError):
                 raise
-            before = f"{self.restart.reason}; then " if self.restart is not None else ""
+            before = f"{self.restart_reason}; then " if self.restart_reason else ""
             message = (
                 f"{before}workers could not start: {error}. Rerun the same command to "
                 f"resume {self.run.path}"

@@ -234,7 +234,7 @@ def batch_norm_reasons(config: Config) -> list[str]:
     if getattr(model, "batch_norm", "frozen") != "synced":
         return []
     reasons = []
-    if config.batch.micro == "auto":
+    if config.batch.is_searched:
         reasons.append(
             "batch.micro auto does not support model.batch_norm synced; set --batch.micro"
         )

@@ -41,7 +41,7 @@ class ScriptedWorkers(Workers):
         return self.act(self)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        world = self.attempt.batch_shape.world_size
+        world = self.attempt.resolved.batch_shape.world_size
         ranks = [
             HEARTBEAT | {"rank": rank, "in_collective": False, "state": "training"}
             for rank in range(world)
@@ -93,7 +93,7 @@ class ScriptedBackend:
         return next(self.worlds, 2)
 
     def start(self, attempt: Any) -> ScriptedWorkers:
-        self.shapes.append(attempt.batch_shape)
+        self.shapes.append(attempt.resolved.batch_shape)
         return ScriptedWorkers(attempt, next(self.acts))
 
     def exclude_node(self, config: Any, node: str) -> bool:

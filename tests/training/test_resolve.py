@@ -28,7 +28,7 @@ def test_data_limit_is_rows_per_epoch(tmp_path):
     whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
     assert (whole.data_identity["num_rows"], first.data_identity["num_rows"]) == (50, 20)
     assert (whole.steps, first.steps) == (7, 3)
-    plan = resume_point(first, None, 2).plan
+    plan = resume_point(first, None).plan
     for epoch in range(2):
         assert sorted(plan.row_ids_at(np.arange(20) + 20 * epoch)) == list(range(20))
 
@@ -65,17 +65,9 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     data = wanted.data.replace(eval=str(tmp_path / "held-out"))
     resolved = resolve_run(wanted.replace(prepare=Prepare(max_pixels=200), data=data), Silent())
-    attempt = Attempt(
-        resolved,
-        tmp_path,
-        0,
-        resolved.config,
-        resolved.batch_shape,
-        checkpoint=None,
-        bad_rows=set(),
-    )
+    attempt = Attempt(resolved, tmp_path, 0, checkpoint=None, bad_rows=set())
     reader = attempt.worker_context(1).reader
-    assert reader.read_block(resume_point(resolved, None, 1).plan, np.arange(16))["valid"].all()
+    assert reader.read_block(resume_point(resolved, None).plan, np.arange(16))["valid"].all()
     assert reader.max_pixels == 300
     assert (
         build_evaluator(resolved.config, resolved.eval_sets, resolved.tokenizer_json)
@@ -205,17 +197,9 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
         resolve_run(wanted, Silent())
     monkeypatch.undo()
     resolved = resolve_run(wanted, Silent())
-    attempt = Attempt(
-        resolved,
-        tmp_path,
-        0,
-        resolved.config,
-        resolved.batch_shape,
-        checkpoint=None,
-        bad_rows=set(),
-    )
+    attempt = Attempt(resolved, tmp_path, 0, checkpoint=None, bad_rows=set())
     reader = attempt.worker_context(1).reader
-    plan = resume_point(resolved, None, 1).plan
+    plan = resume_point(resolved, None).plan
     block = reader.read_block(plan, np.arange(20))
     unused = plan.row_ids_at(block["pos"][~block["valid"]])
     assert sorted(unused.tolist()) == [3, 5, 9]

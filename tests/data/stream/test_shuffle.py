@@ -141,7 +141,7 @@ def test_run_on_a_store_resolves_to_a_shuffle(memory, tmp_path):
     for cache, expected in ((None, BlockShuffle(2, 32, 16)), (str(tmp_path / "cache"), None)):
         data = asked.data.model_copy(update={"local_cache": cache})
         run = resolve_run(asked.model_copy(update={"data": data}), Silent())
-        plan = resume_point(run, None, 2).plan
+        plan = resume_point(run, None).plan
         assert (plan.block_shuffle, plan.num_rows) == (expected, 30)
         assert len(run.train_set.read(np.arange(30))) == 30
     assert (tmp_path / "cache").exists()

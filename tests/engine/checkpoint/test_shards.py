@@ -147,7 +147,8 @@ def test_oom_of_one_rank_in_the_probe_restarts_with_last_size_that_fit(ranks, ex
     other, own = (json.loads((ranks[0] / f"oom-{rank}.json").read_text()) for rank in range(2))
     assert (own["micro"], other["micro"]) == (2, -1)
     assert own["error"] == (
-        "out of memory in the dry run with micro-batches of 4 rows (rank 1); restarting with 2 rows"
+        "out of memory in the dry run with micro-batches of 4 rows (rank 1); continuing with 2 at "
+        "a time"
     )
     assert COLLECTIVE_ERRORS.search(other["error"]), other["error"]  # counts as a lost worker
     for result in ranks[2][:2]:
