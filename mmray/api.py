@@ -404,7 +404,7 @@ def evaluate(
 
         folder = to_path(_folder(run))
         saved = evaluate_export.load_run_config(folder).evaluate.without_interval
-        [metrics] = evaluate_export.evaluate_run(
+        [metrics] = evaluate_export.evaluate_model(
             folder,
             None if data is None else str(data),
             split,
@@ -468,12 +468,19 @@ def evaluate_weights(
             evaluate=config.evaluate.replace(**settings),
             run=config.run.replace(storage=storage or config.run.storage),
         )
-        config = config.with_cluster(
-            address=address,
+        [metrics] = evaluate_export.evaluate_model(
+            config,
+            str(data),
+            split,
+            None,
+            address,
+            shown,
+            where=where,
+            captions=captions,
             workers=workers,
-            accelerator=accelerator or config.cluster.accelerator,
+            accelerator=accelerator,
         )
-        return evaluate_export.evaluate_pretrained(config, str(data), split, shown, where, captions)
+    return metrics
 
 
 def export(
@@ -508,7 +515,7 @@ def export(
         from mmray.training import evaluate_export
 
         path = to_path(_folder(run))
-        return evaluate_export.export_run(path, str(out), step, interpolate, adapters_only)
+        return evaluate_export.export_model(path, str(out), step, interpolate, adapters_only)
 
 
 def export_weights(
@@ -531,7 +538,7 @@ def export_weights(
     with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 
-        return evaluate_export.export_pretrained(_weights_config(weights), str(out), shown.log)
+        return evaluate_export.export_model(_weights_config(weights), str(out), log=shown.log)
 
 
 def tune(

@@ -141,10 +141,10 @@ def _evaluate_run(argv: Sequence[str], console: ConsoleReporter) -> None:
     command = parse_evaluate(argv)
     shares = [1.0] if command.interpolate is None else parse_shares(command.interpolate)
     from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import evaluate_run
+    from mmray.training.evaluate_export import evaluate_model
 
     with console.show_progress("evaluating"):
-        found = evaluate_run(
+        found = evaluate_model(
             to_path(command.run),
             command.data,
             command.split,

@@ -128,32 +128,63 @@ def pretrained_config(weights: str) -> Config:
     return recipe.replace(model=recipe.model.replace(**settings, inputs=inputs))
 
 
-def export_run(
-    folder: AnyPath,
-    out: str | AnyPath,
-    step: Step,
-    interpolate: float = 1.0,
-    adapters_only: bool = False,
-) -> AnyPath:
-    """Export the model of a run's checkpoint to a folder, which `mmray.load` loads.
+def open_model(
+    source: AnyPath | Config, step: Step, log: Callable[[str, str], None]
+) -> tuple[Config, str, AnyPath | None]:
+    """Return what is needed to evaluate or export a run or pretrained weights.
 
     Args:
-        folder: Folder or URI of the run.
+        source: Folder or URI of a run; or a config whose `model.weights` and
+            `model.inputs.tokenizer` name pretrained weights and their tokenizer, from
+            `pretrained_config`.
+        step: Step of the checkpoint of a run, or `best` (by `best_metric`); None: the newest valid
+            one.
+        log: Called with a warning and the word to print before it, if weights have more tokens than
+            their tokenizer.
+
+    Returns:
+        The config, content of tokenizer.json, and folder of the checkpoint, None for pretrained
+        weights.
+
+    Raises:
+        UsageError: The folder is not a run or has no such valid checkpoint, or the tokenizer cannot
+            be loaded.
+    """
+    if isinstance(source, Config):
+        return *with_tokenizer(source, log), None
+    return open_run(source, step)
+
+
+def export_model(
+    source: AnyPath | Config,
+    out: str | AnyPath,
+    step: Step = None,
+    interpolate: float = 1.0,
+    adapters_only: bool = False,
+    log: Callable[[str, str], None] = lambda text, label: None,
+) -> AnyPath:
+    """Export the model of a run's checkpoint, or pretrained weights, to a folder, which
+    `mmray.load` loads.
+
+    Args:
+        source: Folder or URI of the run; or the config of pretrained weights, from
+            `pretrained_config`.
         out: Folder to write, or its URI.
         step: Step of the checkpoint, or `best`; None: the newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
         adapters_only: Write the LoRA adapters and the fully trained layers without the weights that
             the run started with.
+        log: Called with a line and the word to print before it, such as `warning`.
 
     Returns:
         The folder that was written.
 
     Raises:
-        UsageError: There is no such checkpoint, the run did not start from `model.weights`, or its
-            adapters cannot be exported alone.
+        UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
+            run did not start from `model.weights`, or its adapters cannot be exported alone.
     """
-    config, tokenizer_json, checkpoint = open_run(folder, step)
+    config, tokenizer_json, checkpoint = open_model(source, step, log)
     if not adapters_only:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.
@@ -214,28 +245,6 @@ def _check_interpolation(config: Config, share: float) -> None:
         )
 
 
-def export_pretrained(
-    config: Config, out: str | AnyPath, log: Callable[[str, str], None]
-) -> AnyPath:
-    """Export a model with pretrained weights to a folder, which `mmray.load` loads.
-
-    Args:
-        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
-            tokenizer, from `pretrained_config`.
-        out: Folder to write, or its URI.
-        log: Called with (line, label), where the label is the word to print before the line, such
-            as `waiting`.
-
-    Returns:
-        The folder that was written.
-
-    Raises:
-        UsageError: The weights or the tokenizer cannot be loaded.
-    """
-    config, tokenizer_json = with_tokenizer(config, log)
-    return _export(load_model(config, None), config.model, tokenizer_json, out)
-
-
 def _export(
     model: nn.Module,
     settings: Any,
@@ -249,8 +258,8 @@ def _export(
     return export(model, spec, tokenizer_json, out, adapters_only=adapters_only)
 
 
-def evaluate_run(
-    folder: AnyPath,
+def evaluate_model(
+    source: AnyPath | Config,
     data: str | None,
     split: str | None,
     step: Step,
@@ -262,16 +271,17 @@ def evaluate_run(
     shares: Sequence[float] = (1.0,),
     **cluster: Any,
 ) -> list[dict[str, float]]:
-    """Evaluate a checkpoint of a run.
+    """Evaluate a checkpoint of a run, or pretrained weights.
 
     Args:
-        folder: Folder or URI of the run.
+        source: Folder or URI of the run; or the config of pretrained weights, from
+            `pretrained_config`. For weights, Ray Train writes its small files to run.storage/ray.
         data: Prepared set or raw source to evaluate on; None: the held-out rows of the run.
         split: Split of the set; None: `data.eval_split` of the run, or `test` if `data` is given.
         step: Step of the checkpoint, or `best`; None: the newest valid one.
         address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
         reporter: Receives progress and messages.
-        settings: Settings of the evaluation; None: those of the run.
+        settings: Settings of the evaluation; None: those of the run or the config.
         where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
             `data` is given.
         captions: Column of captions; None: `data.eval_captions` of the run, unless `data` is given.
@@ -283,13 +293,14 @@ def evaluate_run(
         For each share, metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
 
     Raises:
-        UsageError: There is no such checkpoint, the model cannot be evaluated as configured, or the
-            run did not start from `model.weights`.
+        UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
+            model cannot be evaluated as configured, or the run did not start from `model.weights`.
         DataError: The set cannot be opened.
         ResourceError: The cluster cannot provide the workers.
         TrainingError: A worker failed.
     """
-    config, tokenizer_json, checkpoint = open_run(folder, step)
+    config, tokenizer_json, checkpoint = open_model(source, step, reporter.log)
+    folder = to_path(config.run.storage) if isinstance(source, Config) else source
     for share in shares:
         if share != 1:
             _check_interpolation(config, share)
@@ -307,42 +318,6 @@ def evaluate_run(
     return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, shares)
 
 
-def evaluate_pretrained(
-    config: Config,
-    data: str,
-    split: str | None,
-    reporter: RunReporter,
-    where: str | None = None,
-    captions: str | None = None,
-) -> dict[str, float]:
-    """Evaluate a model with pretrained weights.
-
-    Args:
-        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
-            tokenizer, from `pretrained_config`.
-        data: Prepared set or raw source to evaluate on.
-        split: Split of the set; None: `test`.
-        reporter: Receives progress and messages.
-        where: Evaluate on the rows for which this holds; None: all.
-        captions: Column of captions; None: the first that the set has.
-
-    Returns:
-        Metrics by name, such as `recall_at_1/mean`, `rows` and `loss`. Ray Train writes its small
-        files to run.storage/ray.
-
-    Raises:
-        UsageError: The weights or the tokenizer cannot be loaded, or the model cannot be evaluated.
-        DataError: The set cannot be opened.
-        ResourceError: The cluster cannot provide the workers.
-        TrainingError: A worker failed.
-    """
-    config, tokenizer_json = with_tokenizer(config, reporter.log)
-    config = config.replace(data=config.data.replace(eval_where=where, eval_captions=captions))
-    folder = to_path(config.run.storage)
-    [metrics] = _evaluate(config, folder, None, tokenizer_json, data, split, reporter)
-    return metrics
-
-
 def _evaluate(
     config: Config,
     folder: AnyPath,
@@ -351,7 +326,7 @@ def _evaluate(
     data: str | None,
     split: str | None,
     reporter: RunReporter,
-    shares: Sequence[float] = (1.0,),
+    shares: Sequence[float],
 ) -> list[dict[str, float]]:
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:

@@ -44,7 +44,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.training import RunReporter
-from mmray.training.evaluate_export import load_model, open_run, pretrained_config, with_tokenizer
+from mmray.training.evaluate_export import load_model, open_model, pretrained_config
 
 IDENTITY = "score.json"  # in the folder of the scores: the model that wrote them
 
@@ -161,15 +161,12 @@ def _plan(
     reporter: RunReporter,
 ) -> ScoreJob:
     """Load the model once, before Ray starts, and check that it can score the set."""
-    checkpoint: AnyPath | None = None
     path = to_path(weights)
-    if (path / "config.yaml").exists():
-        config, tokenizer_json, checkpoint = open_run(path, None)
-    elif "/" in weights and not path.exists() and path.parent.exists():  # no name of the hub
+    if "/" in weights and not path.exists() and path.parent.exists():  # no name of the hub
         hint = suggest(path.name, list_names(path.parent))
         raise UsageError(f"--weights {weights}: there is no such run or file; {hint}")
-    else:
-        config, tokenizer_json = with_tokenizer(pretrained_config(weights), reporter.log)
+    source = path if (path / "config.yaml").exists() else pretrained_config(weights)
+    config, tokenizer_json, checkpoint = open_model(source, None, reporter.log)
     config = config.replace(evaluate=config.evaluate.replace(batch=batch))
     columns = prepared.manifest.text_columns
     if captions is not None and captions not in columns:

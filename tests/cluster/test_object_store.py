@@ -9,7 +9,7 @@ import pytest
 from mmray import api
 from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.driver import train
-from mmray.training.evaluate_export import evaluate_run, export_run
+from mmray.training.evaluate_export import evaluate_model, export_model
 from tests.data.prepare.test_pipeline import make_source
 from tests.training.runs import (
     STEPS,
@@ -98,7 +98,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
-    [scores] = evaluate_run(outcome.path, None, "test", None, None, reporter)
+    [scores] = evaluate_model(outcome.path, None, "test", None, None, reporter)
     assert ("prepare", "evaluate") in reporter.notes
     told = {
         name: outcome.result["metrics"][name]
@@ -111,7 +111,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
         "rows",
     } <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
-    assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
+    assert export_model(outcome.path, tmp_path / "exported").is_dir()
     names = list_files(outcome.path)
     assert {"config.yaml", "result.json", "examples.json", "report.html"} <= set(names)
     assert any(name.startswith("events.") for name in names)

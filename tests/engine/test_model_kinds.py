@@ -10,7 +10,7 @@ import mmray
 from mmray.config import Batch, Config, Data, Evaluate, Objective, Optimizer, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
-from mmray.training.evaluate_export import export_run
+from mmray.training.evaluate_export import export_model
 from tests.engine import recipe_models
 from tests.engine.single_worker import run_config
 from tests.made import CAPTIONS, make_set, png, row
@@ -86,7 +86,7 @@ def train_and_resume(config, prepared, folder):
     return (
         result["metrics"],
         lines(folder / "run"),
-        mmray.load(export_run(folder / "run", folder / "exported", None)),
+        mmray.load(export_model(folder / "run", folder / "exported")),
     )
 
 

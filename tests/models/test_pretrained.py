@@ -30,7 +30,7 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.weights import read_state_dict
 from mmray.training import evaluate_export
-from mmray.training.evaluate_export import export_pretrained, pretrained_config
+from mmray.training.evaluate_export import export_model, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
 
@@ -478,7 +478,7 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
         "bilinear",
         "crop",
     )
-    export_pretrained(config, tmp_path / "out", lambda *_: None)
+    export_model(config, tmp_path / "out")
     loaded, again = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
     pixels = loaded.model.image.tower.embeddings.normalize(PIXELS)
     with torch.no_grad():

@@ -31,7 +31,7 @@ from mmray.models.encoders.text import masked_mean
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import AudioText
 from mmray.objectives.matching import ClipMatching
-from mmray.training.evaluate_export import export_run
+from mmray.training.evaluate_export import export_model
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.data.media.test_clips import make_rows
 from tests.engine import recipe_models, toy
@@ -230,7 +230,7 @@ def test_resumed_run_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
     assert (metrics["rows"], metrics["bad_rows"]) == (11, 0)
     heads = {"classification/top_1", "classification/rows"}
     assert heads & metrics.keys() == (heads if "heads" in kind else set())
-    model = mmray.load(export_run(tmp_path / "run", tmp_path / "out", None))
+    model = mmray.load(export_model(tmp_path / "run", tmp_path / "out"))
     clips = [encode_video(times_ms=range(0, 400, 40), audio="aac"), encode_audio("flac", 0.3)]
     if "heads" not in kind:
         with pytest.raises(UsageError, match="this model has no match_head"):

@@ -189,7 +189,7 @@ def test_evaluation_of_branches_needs_one_device(
     )
     reporter = runs.Silent()
     found: Any = evaluate_export._evaluate(
-        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter
+        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter, [1.0]
     )
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
     assert reporter.notes[1:] == [
@@ -302,7 +302,7 @@ def test_evaluation_on_one_machine_has_as_many_workers_as_it_has_gpus(
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: needs_ray)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: num_gpus)
     monkeypatch.setattr(evaluate_export, "_evaluate", lambda config, *_: config)
-    found: Any = evaluate_export.evaluate_run(
+    found: Any = evaluate_export.evaluate_model(
         tmp_path, None, None, None, None, runs.Silent(), workers=given
     )
     assert found.cluster.max_workers == workers

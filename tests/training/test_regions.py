@@ -11,7 +11,7 @@ from PIL import Image
 import mmray
 from mmray import config as settings
 from mmray.training.driver import train
-from mmray.training.evaluate_export import export_run
+from mmray.training.evaluate_export import export_model
 from tests.training.runs import Silent, lines
 
 COLORS = {"ruby": (220, 20, 30), "leaf": (20, 200, 40), "ocean": (20, 40, 220)}
@@ -70,7 +70,7 @@ def test_coco_instances_train_a_model_that_names_boxes(
     assert lines(run.path)[-1]["train/region_accuracy"] > 0.9
     assert metrics["regions/boxes"] == 2 * metrics["rows"]
     assert metrics["regions/top_1"] > 0.9
-    loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
+    loaded = mmray.load(export_model(run.path, tmp_path / "exported"))
     pixels = np.full((48, 64, 3), 110, np.uint8)
     pixels[10:34, 4:24], pixels[12:36, 36:56] = COLORS["ocean"], COLORS["leaf"]
     named = loaded.classify_boxes(Image.fromarray(pixels), [(4, 10, 20, 24), (36, 12, 20, 24)])

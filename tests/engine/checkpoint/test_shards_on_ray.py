@@ -8,7 +8,7 @@ import torch
 import mmray
 from mmray.engine.checkpoint import files, state_io
 from mmray.training.driver import train
-from mmray.training.evaluate_export import evaluate_run, export_run
+from mmray.training.evaluate_export import evaluate_model, export_model
 from tests.training.runs import STEPS, Silent, config, make_data, marks
 
 FSDP = {"parallel": "fsdp", "precision": "fp32"}
@@ -31,11 +31,11 @@ def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
-    [scores] = evaluate_run(calm.path, None, None, None, None, Silent())
+    [scores] = evaluate_model(calm.path, None, None, None, None, Silent())
     assert (
         scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
     )
-    assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(
+    assert mmray.load(str(export_model(calm.path, tmp_path / "model", None))).embed_texts(
         ["a red one"]
     ).shape == (1, 16)
     for name, parallel, workers in (("calm", "ddp", 1), ("killed", "fsdp", 3)):
