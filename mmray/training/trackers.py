@@ -1,10 +1,9 @@
-"""Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background
-thread per tracker.
+"""Experiment trackers: the metrics that rank 0 logs, sent from the driver by one background thread
+per tracker.
 
-A tracker may be slow, fail or hang: training never waits for it, lines that do not fit into its
-queue are dropped with a warning, and the end of a run waits at most MAX_WAIT_S. metrics.jsonl has
-all lines. The run's tracker-NAME.json keeps the tracker's run id and the last step it accepted, so
-a resumed run continues there without duplicate steps.
+A tracker may be slow, fail or hang: training never waits for it, and the end of a run waits at most
+MAX_WAIT_S. metrics.jsonl has all lines. The run's tracker-NAME.json keeps the tracker's run id and
+the last step it accepted, so a resumed run continues there without duplicate steps.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ BUILT_IN = {
     "wandb": "mmray.training.trackers:WandbTracker",
 }
 Entry = dict[str, float] | list[ShownImage]  # values of a step by name, or images
-MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
 MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
-POLL_S = 0.1  # how often a thread without lines checks whether the run has ended
 
 
 class Tracker(Protocol):
@@ -210,7 +207,8 @@ class TrackingReporter:
 class TrackerThread(threading.Thread):
     """Calls one tracker from a daemon thread, which starts at once.
 
-    `put` never blocks. The driver logs the texts in `warnings`, a deque.
+    No ThreadPoolExecutor, whose threads Python joins at exit, also one in which a tracker hangs.
+    The driver logs the texts in `warnings`, a deque.
 
     Args:
         tracker: `mlflow`, `wandb`, or a user's `package.module:Class`.
@@ -222,34 +220,23 @@ class TrackerThread(threading.Thread):
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
         super().__init__(name=f"mmray-{tracker}", daemon=True)
         self.tracker = tracker
-        self.warnings: deque[str] = deque(maxlen=20)
+        self.warnings: deque[str] = deque()
         self._run_info = run_info
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
-        self._queue: queue.Queue[tuple[int, Entry]] = queue.Queue(MAX_QUEUED)
-        self._ended = threading.Event()
-        self._success = False
-        self._dropped = False
+        # The last item is whether the run succeeded.
+        self._queue: queue.SimpleQueue[tuple[int, Entry] | bool] = queue.SimpleQueue()
         self.start()
 
     def put(self, step: int, entry: Entry) -> None:
-        """Queue a line of metrics, or images; what does not fit into the queue is dropped with a
-        warning.
+        """Queue a line of metrics, or images, unless the tracker could not start.
 
         Args:
             step: Number of the step.
             entry: Finite values by name, or images of an evaluation.
         """
-        try:
-            self._queue.put_nowait((step, entry))
-            self._dropped = False
-        except queue.Full:
-            if not self._dropped:
-                self.warnings.append(
-                    f"is too slow: {MAX_QUEUED} lines are waiting, and those from step {step} on "
-                    "are not sent (metrics.jsonl has all lines)"
-                )
-            self._dropped = True
+        if self.is_alive():
+            self._queue.put((step, entry))
 
     def end(self, success: bool) -> None:
         """Finish the tracker after the queued lines, without waiting for it.
@@ -257,8 +244,7 @@ class TrackerThread(threading.Thread):
         Args:
             success: The run finished, or the user stopped it; False: it failed.
         """
-        self._success = success
-        self._ended.set()
+        self._queue.put(success)
 
     def run(self) -> None:
         """Start the tracker, send each queued line, and finish the tracker; the main function of
@@ -266,7 +252,7 @@ class TrackerThread(threading.Thread):
         """
         run_id = None
         last_step = 0
-        num_errors = 0
+        has_failed = False
         with suppress(OSError, ValueError, KeyError):  # missing or damaged: start a new run there
             known = json.loads(self._file.read_text())
             run_id = known["id"]
@@ -279,7 +265,8 @@ class TrackerThread(threading.Thread):
             self._warn("could not start, so nothing of this run is sent", error)
             return
         logged_before = last_step
-        for step, entry in iter(self._next_line, None):
+        while not isinstance(item := self._queue.get(), bool):
+            step, entry = item
             is_line = isinstance(entry, dict)
             if step <= (last_step if is_line else logged_before):  # logged before a restart
                 continue
@@ -289,26 +276,17 @@ class TrackerThread(threading.Thread):
                 elif hasattr(tracker, "log_images"):  # a user's may lack it
                     tracker.log_images(step, entry)
             except (Exception, SystemExit) as error:  # noqa: BLE001
-                num_errors += 1
-                if num_errors % 100 == 1:
+                if not has_failed:
                     self._warn(f"did not accept step {step}", error)
+                has_failed = True
                 continue
             last_step = max(step, last_step)
             with suppress(OSError):  # a resumed run then sends some steps twice
                 write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         try:
-            tracker.finish(self._success)
+            tracker.finish(item)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not finish the run", error)
-
-    def _next_line(self) -> tuple[int, Entry] | None:
-        """Wait for the next line; None after the last one of the run."""
-        while True:
-            try:
-                return self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                if self._ended.is_set():
-                    return None
 
     def _warn(self, what: str, error: BaseException) -> None:
         self.warnings.append(
