@@ -27,11 +27,11 @@ from mmray.engine.metrics.meters import (
     reduce_over_ranks,
     rows_sha,
 )
-from mmray.engine.metrics.timers import PhaseTimers, Throughput
+from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
-from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr_at, set_lr
+from mmray.engine.optimizer import ExponentialMovingAverage, lr_at, set_lr
 from mmray.engine.parallel import strategy
-from mmray.engine.precision import micro_seed, select_precision
+from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import LocalBatch, Prefetcher, split_micro_batches
 from mmray.engine.run_state import (
     EMA_KEY,
@@ -93,36 +93,20 @@ class Trainer:
 
     def __init__(self, spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> None:
         train = spec.train
-        device = spec.group.device
         module = spec.model.train()
-        precision = select_precision(train.precision, device)
-        timers = PhaseTimers(device)
         self.spec = spec
         self.batch_shape = spec.batch_shape
-        self.state = TrainState(
-            model=strategy.wrap_model(
-                module,
-                spec.group,
-                train.parallel,
-                shard_dtype=precision.dtype,
-            ),
-            objective=spec.objective,
-            group=spec.group,
-            precision=precision,
-            optimizer=build_optimizer(module, spec.optimizer),
-            scaler=precision.scaler(),
-            timers=timers,
-            clip_norm=spec.optimizer.clip_norm,
-            heartbeat=spec.heartbeat,
+        self.state = TrainState.build(
+            train, spec.optimizer, module, spec.objective, spec.group, spec.heartbeat
         )
         self.ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
         self.progress = LoopProgress()
         if load_checkpoint is not None:
             self._load(load_checkpoint)
         self.meter = Meter(
-            Throughput(timers),
+            Throughput(self.state.timers),
             spec.group,
-            precision,
+            self.state.precision,
             devices=2 if train.parallel == "branches" else 1,
             compiles=train.compile != "none",
         )

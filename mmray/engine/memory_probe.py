@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmray.engine import precision
 from mmray.engine.batch import BatchShape, out_of_memory_error
 from mmray.engine.collectives import Group, to_local
-from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.optimizer import build_optimizer, lr_at
+from mmray.engine.optimizer import lr_at
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import force_eager
 from mmray.engine.prefetch import make_local_batch
@@ -81,12 +79,8 @@ def dry_run(
         TrainingError: The model cannot process the rows.
     """
     device = group.device
-    mixed = precision.select_precision(config.train.precision, device)
-    optimizer = build_optimizer(model, config.optimizer)  # temporary
     lr_at(steps - 1, config.optimizer, steps)  # raises the errors of a user's schedule
-    state = TrainState(
-        model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device)
-    )
+    state = TrainState.build(config.train, config.optimizer, model, objective, group, wrap=False)
     ema_placeholder = (
         [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
     )

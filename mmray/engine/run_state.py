@@ -23,7 +23,9 @@ from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
-from mmray.engine.precision import Precision
+from mmray.engine.optimizer import build_optimizer
+from mmray.engine.parallel import strategy
+from mmray.engine.precision import Precision, select_precision
 from mmray.objectives.protocol import Objective, ObjectiveParts, split_objective
 
 if TYPE_CHECKING:
@@ -175,6 +177,43 @@ class TrainState:
     timers: PhaseTimers
     clip_norm: float = 0.0
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
+
+    @classmethod
+    def build(
+        cls,
+        train: Train,
+        optimizer: OptimizerConfig,
+        model: nn.Module,
+        objective: Objective,
+        group: Group,
+        heartbeat: HeartbeatState | None = None,
+        wrap: bool = True,
+    ) -> TrainState:
+        """Build the state before the first step.
+
+        Args:
+            train: The `train` section.
+            optimizer: The `optimizer` section.
+            model: The model, not wrapped; it may be sharded already.
+            objective: The loss.
+            group: All ranks; each calls this function.
+            heartbeat: Counts each forward and backward as progress; None: it is not sent.
+            wrap: Wrap the model for `train.parallel` (such as in DDP).
+        """
+        precision = select_precision(train.precision, group.device)
+        if wrap:
+            model = strategy.wrap_model(model, group, train.parallel, shard_dtype=precision.dtype)
+        return cls(
+            model=model,
+            objective=objective,
+            group=group,
+            precision=precision,
+            optimizer=build_optimizer(strategy.unwrap(model), optimizer),
+            scaler=precision.scaler(),
+            timers=PhaseTimers(group.device),
+            clip_norm=optimizer.clip_norm,
+            heartbeat=heartbeat or HeartbeatState(),
+        )
 
     @cached_property
     def parts(self) -> ObjectiveParts:

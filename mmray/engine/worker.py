@@ -268,7 +268,7 @@ def _callbacks(
     if rank0_checkpoints is not None:
         callbacks.append(ProgressReporter(driver.report, rank0_checkpoints))
         device_name = "GPU" if device.type == "cuda" else "CPU"
-        callbacks.append(DataBoundHint(context, driver.notify, device_name))
+        callbacks.append(DataBoundHint(context.decode_actors, driver.notify, device_name))
     return tuple(callbacks)
 
 

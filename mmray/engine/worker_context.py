@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -106,13 +105,13 @@ class DataBoundHint:
     The loop calls `on_step(step, metrics)` after each step.
 
     Args:
-        context: Settings and data of the run.
+        decode_actors: Number of decode actors of the run; None: it follows the demand.
         notify: Called with (label, hint), where the label `throughput` is the word to print before
             the hint.
         device: What waits for the data, for the hint: `GPU` or `CPU`.
     """
 
-    context: WorkerContext
+    decode_actors: int | None
     notify: Callable[[str, str], None]
     device: str
     _next: int = HINT_EVERY_STEPS
@@ -144,35 +143,15 @@ class DataBoundHint:
         Args:
             wait_fraction: Fraction of the time that training waits for data, 0 to 1.
         """
-        actors = self.context.decode_actors
-        shrink = self._format_smaller_set()
-        if actors is None:
-            advice = f"more CPUs for decode actors{shrink}"
-        else:
+        actors = self.decode_actors
+        advice = "more CPUs for decode actors"
+        if actors is not None:
             more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
-            advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
+            advice = f"{more} more decode actors (--data.workers {actors + more})"
         return (
             f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this "
             f"{self.device}"
         )
-
-    def _format_smaller_set(self) -> str:
-        """Return which set would be decoded faster, as the end of a sentence; "" if none would."""
-        prepared = self.context.reader.prepared
-        sets: Any = getattr(prepared, "sets", (prepared,))
-        inputs: Any = self.context.config.model.inputs
-        if hasattr(inputs, "audio_rate"):  # of clips; videos are not re-encoded
-            rate = inputs.audio_rate
-            originals = [each for each in sets if each.manifest.settings.get("audio_rate") != rate]
-            kinds = " ".join(kinds for each in originals for kinds in each.rows_by_media_kinds)
-            return f" or a set prepared with audio rate {rate}" if rate and "audio" in kinds else ""
-        # margin for a crop
-        side = getattr(inputs, "image_side", sys.maxsize)
-        smaller = ceil(round(side * 1.14) / 32) * 32
-        sides = [each.manifest.settings.get("image_side", 0) for each in sets]
-        # 0: not re-encoded
-        large = any(each == 0 or each > smaller for each in sides) and side < sys.maxsize
-        return f" or a set prepared with image side {smaller}" if large else ""
 
 
 @dataclass

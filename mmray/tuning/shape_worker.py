@@ -23,8 +23,7 @@ from mmray.engine import precision
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import GIB, free_bytes, headroom_bytes, keep_freed_memory
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.optimizer import build_optimizer, set_lr
-from mmray.engine.parallel import strategy
+from mmray.engine.optimizer import set_lr
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import LocalBatch, make_local_batch
@@ -157,27 +156,10 @@ class Stepper:
         Returns:
             A Stepper, which takes training steps on synthetic batches, to time them.
         """
-        train = config.train
-        mixed = precision.select_precision(train.precision, group.device)
-        wrapped = strategy.wrap_model(
-            model,
-            group,
-            train.parallel,
-            shard_dtype=mixed.dtype,
-        )
-        optimizer = build_optimizer(strategy.unwrap(wrapped), config.optimizer)
+        objective = objectives.build(config.objective)
+        state = TrainState.build(config.train, config.optimizer, model, objective, group)
         # Random rows must not lead to infinite weights, whose updates are skipped.
-        set_lr(optimizer, 0.0)
-        state = TrainState(
-            model=wrapped,
-            objective=objectives.build(config.objective),
-            group=group,
-            precision=mixed,
-            optimizer=optimizer,
-            scaler=mixed.scaler(),
-            timers=PhaseTimers(group.device),
-            clip_norm=config.optimizer.clip_norm,
-        )
+        set_lr(state.optimizer, 0.0)
         return cls(config, state, group)
 
     def measure(self, global_rows: int, micro: int) -> Visit | Failure:
