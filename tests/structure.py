@@ -140,7 +140,8 @@ def num_settings(files: Sequence[SourceFile]) -> int:
 
     These are the classes that derive from `Section` or `BaseModel` in a package or module `config`,
     and elsewhere the classes named `...Config`, such as `OptimizerConfig`. The class `Config` has
-    no settings of its own: its fields are the sections.
+    no settings of its own: its fields are the sections. A field that a subclass declares again,
+    such as with another default, is one setting.
     """
     classes = []
     for file in files:
@@ -155,13 +156,32 @@ def num_settings(files: Sequence[SourceFile]) -> int:
         for node, _ in classes:
             if sections & {base.id for base in node.bases if isinstance(base, ast.Name)}:
                 sections.add(node.name)
+    by_name = {node.name: node for node, _ in classes}
     count = 0
     for node, in_config in classes:
         is_section = in_config and node.name in sections
         if node.name != "Config" and (is_section or node.name.endswith("Config")):
-            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-            count += sum("ClassVar" not in ast.unparse(item.annotation) for item in fields)
+            count += len(field_names(node) - inherited_fields(node, by_name))
     return count
+
+
+def field_names(node: ast.ClassDef) -> set[str]:
+    """Return the annotated fields of a class that are no class variables."""
+    return {
+        ast.unparse(item.target)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
+    }
+
+
+def inherited_fields(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> set[str]:
+    """Return the fields of all base classes that are among the classes in `by_name`."""
+    names = set()
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in by_name:
+            parent = by_name[base.id]
+            names |= field_names(parent) | inherited_fields(parent, by_name)
+    return names
 
 
 def imported_modules(file: SourceFile, modules: set[str]) -> set[str]:

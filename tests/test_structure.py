@@ -21,6 +21,10 @@ class Train(Section):
     lr: float = 0.1
 
 
+class ShortTrain(Train):
+    steps: int = 1
+
+
 class Config(Section):
     train: Train
 
@@ -62,7 +66,7 @@ def test_figures_of_a_project(tmp_path, capsys, package):
     figures = json.loads(capsys.readouterr().out)[str(tmp_path)]
     assert {name: figures[name] for name in EXPECTED} == EXPECTED
     assert figures["circles:"] == ["pkg.config <-> pkg.two"]
-    assert figures["largest functions:"] == ["   5 pkg/config.py:20 function"]
+    assert figures["largest functions:"] == ["   5 pkg/config.py:24 function"]
 
 
 def test_table_compares_projects(tmp_path, capsys):
