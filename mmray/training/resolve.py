@@ -4,6 +4,7 @@ batch and steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -15,6 +16,7 @@ import numpy as np
 from mmray.builtin import SAMPLE_VLM
 from mmray.config import Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
+from mmray.config.model import AnyModel
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
@@ -182,10 +184,8 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
         name: held_out_rows(each, config, storage, reporter) for name, each in eval_sets.items()
     }
     sets = [*train_sets, *eval_sets.values()]
-    _check_media_kinds(config, sets, reporter)
-    _check_video_branch(config, train_sets)
-    if not config.model.generates_text and "audio" not in config.model.media_kinds:
-        _check_one_image_a_row(config, sets, reporter)
+    _check_rows(config, sets, reporter)
+    _check_branches(config, train_sets)
     check_eval_sets(config, eval_sets)
     return _Sets(mixture, train_sets, eval_sets)
 
@@ -279,76 +279,100 @@ def with_sample_weights(config: Config) -> Config:
     return config.replace(model=model.replace(weights=str(folder)))
 
 
-def _check_media_kinds(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
-    """Log the rows of each set that the model cannot use because of the kinds of their media.
+def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
+    """Return the numbers of rows of a set that a model cannot use, by what they have.
 
-    Raises DataError if they are more than the run may quarantine, or if a model of audio and video
-    gets a set without both; UsageError if there is no decoder for audio and video.
+    Args:
+        model: The `model` section.
+        prepared: The set, of which the manifest is read.
+
+    Returns:
+        Number of rows by the kinds of their media, such as {"audio and video": 3, "no image": 2,
+        "several images": 1}; rows that the model can use are left out.
     """
-    model = config.model
-    taken = set(model.media_kinds)
-    lacks_frames = False
+    taken = _taken_kinds(model)
+    unused = {}
+    by_kinds = _rows_by_kinds(prepared)
+    for text, rows in by_kinds.items():
+        kinds = {*text.split()}
+        # Towers use what they take of a row, and mask the rest.
+        is_used = bool(taken & kinds) if isinstance(model, Towers) else kinds <= taken
+        if not is_used:
+            unused[text.replace(" ", " and ")] = rows
+    if _takes_one_image(model):
+        by_number = prepared.rows_by_num_images
+        without = sum(rows for text, rows in by_kinds.items() if "image" not in text.split())
+        unused["no image"] = by_number.get(0, 0) - without
+        unused["several images"] = sum(rows for number, rows in by_number.items() if number > 1)
+    return {text: rows for text, rows in unused.items() if rows > 0}
+
+
+def _taken_kinds(model: AnyModel) -> set[str]:
+    """Return the kinds of media that a model uses."""
     if isinstance(model, Vlm):
         family = find_family(read_config(model.weights), model.weights)
-        taken = set(family.media_kinds(model.inputs.frames, model.weights))
-        lacks_frames = bool(family.video) and not model.inputs.frames
+        return set(family.media_kinds(model.inputs.frames, model.weights))
     if isinstance(model, Towers):
         frames = {"image", "video"} if model.inputs.frames else set()
         sound = {"audio", "video"} if model.inputs.audio_rate else set()
-        taken = frames | sound
-    has_media = any(prepared.rows_by_media_kinds for prepared in sets)
-    if has_media and taken & {"audio", "video"}:
+        return frames | sound
+    return set(model.media_kinds)
+
+
+def _takes_one_image(model: AnyModel) -> bool:
+    return not model.generates_text and not isinstance(model, Towers)
+
+
+def _check_rows(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
+    """Log the rows of each set that the model cannot use because of their media.
+
+    Raises DataError if they are more than the run may quarantine; UsageError if there is no decoder
+    for audio and video.
+    """
+    model = config.model
+    taken = _taken_kinds(model)
+    if taken & {"audio", "video"} and any(prepared.rows_by_media_kinds for prepared in sets):
         require_decoder(config.data.train)
+    takes = "one image a row" if _takes_one_image(model) else f"{', '.join(sorted(taken))} only"
+    name = f"model.kind {model.kind}"
+    if isinstance(model, Vlm):
+        name = f"model.weights {model.weights}"
     for prepared in sets:
-        if "audio" in model.media_kinds and not prepared.rows_by_media_kinds:
-            raise DataError(
-                f"{prepared.folder} has no audio and no video, which model.kind "
-                f"{config.model.kind} compares; train another kind, such as two_tower"
-            )
-        others = {}
-        for text, rows in _rows_by_kinds(prepared).items():
-            kinds = text.split()
-            # Towers use what they take of a row, and mask the rest.
-            is_used = bool(taken & {*kinds}) if isinstance(model, Towers) else taken >= {*kinds}
-            if rows and not is_used:
-                others[text] = rows
-        if not others:
+        unused = unusable_rows(model, prepared)
+        if not unused:
             continue
-        counts = ", ".join(
-            f"{rows:,} rows with {kinds.replace(' ', ' and ')}" for kinds, rows in others.items()
-        )
-        name = f"model.kind {model.kind}"
-        if isinstance(model, Vlm):
-            name = f"model.weights {model.weights}"
+        counts = ", ".join(f"{rows:,} rows with {text}" for text, rows in unused.items())
         text = (
             f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and {name} takes "
-            f"rows of {', '.join(sorted(taken))} only"
+            f"{takes}"
         )
-        hint = "Train another kind of model, or prepare those rows as a separate set"
-        if lacks_frames and any("video" in kinds.split() for kinds in others):
-            hint = "For videos set --model.inputs.frames, such as 16"
-        if sum(others.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
-            raise DataError(f"{text}. {hint}")
+        if sum(unused.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
+            raise DataError(
+                f"{text}. Train another kind of model (one of videos needs --model.inputs.frames), "
+                "or prepare those rows as a separate set"
+            )
         reporter.log(f"{text}: they are not used", "media")
 
 
-def _check_video_branch(config: Config, train_sets: Sequence[PreparedSet]) -> None:
-    """Raise DataError if a model of video gets only audio, because nothing would train a branch."""
+def _check_branches(config: Config, train_sets: Sequence[PreparedSet]) -> None:
+    """Raise DataError if no row would train a branch of a model of audio and video."""
     model = config.model
-    if not isinstance(model, Towers) or not model.inputs.frames:
+    if not isinstance(model, Towers):
         return
-    kinds = {
-        kind
-        for prepared in train_sets
-        for text, rows in _rows_by_kinds(prepared).items()
-        for kind in text.split()
-        if rows
+    rows: Counter[str] = Counter()
+    for prepared in train_sets:
+        for text, count in _rows_by_kinds(prepared).items():
+            rows.update(dict.fromkeys(text.split(), count))
+    fixes = {
+        ("video", "image"): "--model.inputs.frames 0 --objective.kind audio_text",
+        ("audio", "video"): "--model.inputs.audio-rate 0 --objective.kind video_text",
     }
-    if kinds.isdisjoint(("image", "video")):
-        raise DataError(
-            f"{config.data.train} has no video and no images, so nothing would train the branch "
-            "video of the model: set --model.inputs.frames 0 --objective.kind audio_text"
-        )
+    for kinds, fix in fixes.items():
+        if kinds[0] in model.modalities and not any(rows[kind] for kind in kinds):
+            raise DataError(
+                f"{config.data.train} has no {' and no '.join(kinds)}, so nothing would train the "
+                f"branch {kinds[0]} of the model: set {fix}"
+            )
 
 
 def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
@@ -357,32 +381,6 @@ def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
     with_images = sum(rows for number, rows in prepared.rows_by_num_images.items() if number)
     in_others = sum(rows for kinds, rows in counts.items() if "image" in kinds.split())
     return counts | {"image": with_images - in_others}
-
-
-def _check_one_image_a_row(
-    config: Config, sets: Sequence[PreparedSet], reporter: RunReporter
-) -> None:
-    """Log the rows of each set that have not exactly one image.
-
-    Raises DataError if they are more than the run may quarantine.
-    """
-    for prepared in sets:
-        by_number = prepared.rows_by_num_images
-        without = by_number.get(0, 0)
-        several = sum(by_number.values()) - without - by_number.get(1, 0)
-        if not without and not several:
-            continue
-        counts = (
-            f"{prepared.folder} has {without:,} rows without an image and {several:,} with several "
-            f"among {_num_counted(prepared):,}, and model.kind {config.model.kind} takes one image "
-            "a row"
-        )
-        if without + several - _num_not_selected(prepared) > MAX_BAD_ROWS:
-            raise DataError(
-                f"{counts}. Train a vision-language model, or write one row per image and prepare "
-                "the source again"
-            )
-        reporter.log(f"{counts}: they are not used", "images")
 
 
 def _num_counted(prepared: PreparedSet) -> int:

@@ -118,14 +118,12 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         (
             None,
             {"audio": 3, "image video": 4},
-            "3 rows with audio, 4 rows with image and video among 20, .*two_tower takes rows of "
-            "image only",
+            "3 rows with audio, 4 rows with image and video among 20, .*two_tower takes one image",
         ),
-        ("qwen2_audio", {}, "20 rows with image among 20, .* takes rows of audio only"),
+        ("qwen2_audio", {}, "20 rows with image among 20, .* takes audio only"),
         ("qwen2_audio", {"video": 7}, "7 rows with video, 20 rows with image among 20"),
-        ("qwen3_vl", {"audio": 8}, "8 rows with audio among 20, .* takes rows of image only"),
-        ("qwen3_vl", {"video": 8}, "8 rows with video .* set --model.inputs.frames"),
-        ("llava", {"video": 8}, "8 rows with video .* Train another kind of model"),
+        ("qwen3_vl", {"audio": 8}, "8 rows with audio among 20, .* takes image only"),
+        ("qwen3_vl", {"video": 8}, "8 rows with video .* needs --model.inputs.frames"),
         ({"frames": 0}, {"audio": 3, "audio image": 4}, "16 rows with image among 20, .*towers"),
         ({"audio_rate": 0}, {"audio": 8, "audio video": 3}, "8 rows with audio among 20, .*towers"),
     ],
@@ -157,7 +155,7 @@ def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path, monkeypatch):
     counts = {"media_kinds": {"": {"audio": 20}}, "num_images": {"": {"0": 20}}}
     write_manifest(address, replace(read_manifest(address), **counts))
     wanted = config(tmp_path / "set", tmp_path, "run")
-    with pytest.raises(DataError, match=r"no video and no images.*--model.inputs.frames 0"):
+    with pytest.raises(DataError, match=r"no video and no image, .*--model.inputs.frames 0"):
         resolve_run(wanted.replace(model=Towers()), Silent())
     of_audio = wanted.replace(model=Towers(inputs=ClipInputs(frames=0)))
     resolve_run(of_audio, Silent())
@@ -192,7 +190,7 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
     wanted = config(tmp_path / "set", tmp_path, "run")
     monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 2)
     with pytest.raises(
-        DataError, match=r"1 rows without an image and 2 with several among 20.*takes one image"
+        DataError, match=r"1 rows with no image, 2 rows with several images among 20.*takes one"
     ):
         resolve_run(wanted, Silent())
     monkeypatch.undo()
