@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
-from mmray.config import Cluster, Config, EvalSettings, Prepare, override, recipes
+from mmray.config import LENGTHS, Cluster, Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
 from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
@@ -595,8 +595,11 @@ def tune(
     _check_positive("samples", samples)
     _check_positive("concurrency", concurrency)
     own = _load(recipe)
-    settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
-    base, space = trials.base_and_space(settings, own, space, goal)
+    # Without the length of the recipe, so that what is left is the length of a trial.
+    settings = _override(own.without_overridden_length_and_batch(LENGTHS), sections)
+    base = settings.replace(train=settings.train.with_length_of(own.train))
+    if space is None:
+        space = trials.default_axes(base, goal)
     if trials.is_shape_probe(goal, space or ()):
         _refuse_options_of_trials(
             samples=samples is not None,
@@ -612,7 +615,6 @@ def tune(
             length=settings.train,
             space=build_space(space or {}, samples, base.train.seed),
             goal=goal,
-            recipe_rows=own.batch.global_,
             concurrency=concurrency,
             searcher=search,
             scheduler=scheduler,

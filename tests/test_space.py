@@ -84,7 +84,7 @@ def test_invalid_range_is_refused(given, message):
     [
         ("batch.micr", "batch.micr: unknown setting; did you mean `micro`"),
         ("batch", "batch: input should be a valid dictionary"),
-        ("batch.micro.x", "`micro` is one setting"),
+        ("batch.micro.x", "batch.micro: input should be a valid integer"),
         ("bach.micro", "bach: unknown setting; did you mean `batch`"),
         ("batch.micro", r"batch.micro: .*integer.*\(got 'many'\)"),
     ],

@@ -10,8 +10,8 @@ import tyro
 from tyro.conf import UseAppendAction
 
 from mmray import api
-from mmray.cli.args import flag_values, load_recipe, parse_args, split_args
-from mmray.config import Config, to_yaml
+from mmray.cli.args import load_recipe, parse_args, split_args
+from mmray.config import LENGTHS, Config, to_yaml
 from mmray.console.reporter import ConsoleReporter, shell_path
 from mmray.console.sweep import trials_table
 from mmray.errors import INTERRUPTED
@@ -34,8 +34,9 @@ With --space or another --goal: compare the listed settings in trials, and write
 For loss and recall, trials are compared by the held-out metric at rungs: the better quarter of them
 continues with four times the samples. A full trial has --train.samples N, default: the length of
 the recipe. For throughput it has --train.steps N of the largest global batch (default 40). If
-accumulation is searched, the global batch is micro x accumulation x workers; otherwise accumulation
-follows from --batch.global. --print-config prints the base settings of the trials and exits.
+micro-batch and accumulation are searched, the global batch is micro x accumulation x workers;
+otherwise accumulation follows from --batch.global. --print-config prints the base settings of the
+trials and exits.
 """
 
 
@@ -77,16 +78,14 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
     name, rest, print_config = split_args(argv)
     rest, listed = split_global_list(rest)
     from mmray.config import search_space
-    from mmray.tuning import trials
 
     recipe = load_recipe(name, rest)
-    given = (*flag_values("--space", rest), *listed)
-    searched = [text.partition("=")[0].replace("-", "_") for text in given]
-    default = TuneCommand(trials.clear_length_and_derived_batch(recipe, searched))
+    default = TuneCommand(recipe.without_overridden_length_and_batch(LENGTHS))
     description = DESCRIPTION.strip().format(name=name)
     command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, description)
     if print_config:
-        base = trials.restore_length(command.settings, recipe)
+        settings = command.settings
+        base = settings.replace(train=settings.train.with_length_of(recipe.train))
         console.print_raw(to_yaml(base).rstrip())
         return 0
     options = vars(command) | {"space": search_space.parse_axes((*command.space, *listed)) or None}

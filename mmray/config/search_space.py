@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mmray.config import LENGTHS, Config
+from mmray.config import LENGTHS, Config, override
 from mmray.errors import UsageError
 
 _RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
@@ -195,26 +195,25 @@ def build_space(
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:
-    """Return a config with some settings changed and all settings validated.
+    """Return a config with some settings changed and all settings validated, as `override` does.
 
     Args:
-        base: The config to start from; its training length and batch are kept unless they are among
-            the settings.
+        base: The config to start from.
         settings: Value by setting, such as {"optimizer.lr": 1e-3}.
 
     Raises:
         UsageError: A setting is unknown or invalid.
     """
-    values = base.to_json()
+    nested: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, name = key.split(".")
-        group = values
+        group = nested
         for section in sections:
             group = group.setdefault(section, {})
             if not isinstance(group, dict):
                 raise UsageError(f"{key}: `{section}` is one setting, not a group of them")
         group[name] = value
-    return Config.model_validate(values)
+    return override(base, nested)
 
 
 def setting_value(config: Config, key: str) -> Any:

@@ -203,6 +203,10 @@ class Train(Section, settings_prefix="train"):
             raise ValueError(f"give one of steps, samples, epochs (got {', '.join(given)})")
         return self
 
+    def with_length_of(self, other: Train) -> Train:
+        """Return a copy with the length of another section: its `steps`, `samples` and `epochs`."""
+        return self.replace(steps=other.steps, samples=other.samples, epochs=other.epochs)
+
     @property
     def gpus_per_worker(self) -> int:
         """Number of GPUs of each worker that trains on GPUs: two for `branches`, otherwise one."""

@@ -76,8 +76,6 @@ class SweepRequest:
             recipe.
         space: Lists and ranges by searched setting.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
-        recipe_rows: Rows of the recipe's global batch if accumulation is searched; `base` has none
-            then.
         concurrency: Trials at a time; None: one on a single machine, as many as fit on a cluster.
         searcher: `random` or `optuna`.
         scheduler: `halving` or `asha`.
@@ -88,7 +86,6 @@ class SweepRequest:
     length: Train
     space: Space
     goal: str
-    recipe_rows: int | None = None
     concurrency: int | None = None
     searcher: str = "random"
     scheduler: str = "halving"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmray.config import LENGTHS, Cluster, Config
+from mmray.config import Cluster, Config
 from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
@@ -74,34 +74,6 @@ class TrialData:
     held_out_rows: int = 0
 
 
-def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
-    """Return the recipe with None as its training length (`train.steps`, `samples` and `epochs`).
-
-    `batch.global` is None too if `batch.accumulation` is searched without it, because the global
-    batch then follows from the accumulation.
-
-    Args:
-        recipe: The recipe of the sweep.
-        keys: Names of the searched settings, such as `optimizer.lr`.
-    """
-    # `batch.tokens` replaces the micro-batch of the recipe.
-    micro = [] if TOKENS in keys else ["batch.micro"]
-    return recipe.without_overridden_length_and_batch([*LENGTHS, *micro, *keys])
-
-
-def restore_length(settings: Config, recipe: Config) -> Config:
-    """Return a config with the training length of the recipe, for `best.yaml`.
-
-    The training length is `train.steps`, `train.samples` or `train.epochs`.
-
-    Args:
-        settings: Config of a trial, which may be shorter than a run of the recipe.
-        recipe: The recipe of the sweep, with its own length.
-    """
-    length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
-    return settings.replace(train=settings.train.replace(**length))
-
-
 def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
     """Return whether a sweep times micro-batches on synthetic batches instead of training trials.
 
@@ -114,62 +86,24 @@ def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
     return goal == "throughput" and set(searched) <= {"batch.global"}
 
 
-def base_and_space(
-    settings: Config,
-    recipe: Config,
-    space: Mapping[str, str | Sequence[Any]] | None,
-    goal: str,
-) -> tuple[Config, Mapping[str, str | Sequence[Any]] | None]:
-    """Combine the settings of a sweep with the training length of the recipe, and choose the search
-    space if the user gave none.
+def default_axes(base: Config, goal: str) -> dict[str, str] | None:
+    """Return the search space of a sweep without `--space`.
 
     Args:
-        settings: The recipe with the settings that all trials have, whose training length is
-            replaced by that of `recipe`.
-        recipe: The recipe as the user named it.
-        space: Values or ranges by searched setting, as the user gave them, such as {"optimizer.lr":
-            "loguniform(1e-5,1e-3)"}; None: the learning rate for the goals `loss` and `recall`, and
-            `batch.tokens` for `throughput` of a vision-language model.
+        base: The recipe.
         goal: `throughput`, `loss` or `recall`.
 
     Returns:
-        The recipe, and the space. The space is None for `throughput` of other models: batch shapes
-        are then timed on synthetic batches.
+        Values or a range as text by setting. For `loss` and `recall` the learning rate, such as
+        {"optimizer.lr": "loguniform(0.0001,0.01)"}. For the throughput of a vision-language model
+        `batch.tokens`, from the longest row (`model.inputs.max_tokens`) to 8 times as many. None
+        for other models: batch shapes are timed on synthetic batches.
     """
-    base = restore_length(settings, recipe)
-    if space is not None:
-        return base, space
     if goal != "throughput":
-        return base, default_axes(base)
+        lr = base.optimizer.lr
+        return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
     if not base.model.generates_text:
-        return base, None
-    base = restore_length(clear_length_and_derived_batch(settings, [TOKENS]), recipe)
-    return base, token_axes(base)
-
-
-def default_axes(base: Config) -> dict[str, str]:
-    """Return the search space of a sweep without `--space`: the learning rate.
-
-    Args:
-        base: The recipe, whose learning rate is the center of the range.
-
-    Returns:
-        The range as text: for a rate of 0.001 {"optimizer.lr": "loguniform(0.0001,0.01)"}.
-    """
-    lr = base.optimizer.lr
-    return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
-
-
-def token_axes(base: Config) -> dict[str, str]:
-    """Return the search space of a sweep for throughput of a vision-language model.
-
-    Args:
-        base: The recipe; a micro-batch must hold its longest row.
-
-    Returns:
-        Values of `batch.tokens` as text, from `model.inputs.max_tokens` to 8 times as many: for
-        4,096 {"batch.tokens": "4096,8192,16384,32768"}.
-    """
+        return None
     longest = base.model.inputs.max_tokens
     return {TOKENS: ",".join(str(longest * 2**power) for power in range(4))}
 
@@ -467,11 +401,7 @@ class SweepPlan:
         optimizer = config.optimizer.replace(warmup_steps=self._warmup_steps(trial))
         if self.is_learned:
             optimizer = optimizer.replace(schedule="cooldown")
-        batch = config.batch.replace(
-            micro="auto" if trial.shape.auto else trial.shape.micro_batch_size,
-            accumulation=None,
-            global_=trial.shape.global_batch_size,
-        )
+        batch = trial.shape.to_settings(config.batch).replace(accumulation=None)
         run = config.run.replace(name=None, resume="auto")
         return config.replace(train=train, optimizer=optimizer, batch=batch, run=run)
 
@@ -492,9 +422,7 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
-    recipe_rows = request.recipe_rows
-    if base.batch.global_ is not None or recipe_rows is None:
-        recipe_rows = resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
+    recipe_rows = resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
     plan = SweepPlan(request, (), recipe_rows, data)
     length = request.length
     given = (length.steps, length.samples, length.epochs) != (None, None, None)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import mmray
 from mmray import cli
-from mmray.config import from_yaml, to_yaml
+from mmray.config import Train, from_yaml, to_yaml
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
@@ -23,7 +23,6 @@ from mmray.report.sweep import SweepRecord
 from mmray.training.resolve import resolve_run
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.search import search
-from mmray.tuning.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.spaces import parse_space
@@ -88,8 +87,7 @@ class Watching(Silent):
 
 def request_of(recipe, space, goal, concurrency=None, **length):
     """A sweep whose trials have this length."""
-    train = clear_length_and_derived_batch(recipe, []).train.replace(**length)
-    return SweepRequest(recipe, train, parse_space(space), goal, concurrency=concurrency)
+    return SweepRequest(recipe, Train(**length), parse_space(space), goal, concurrency=concurrency)
 
 
 @pytest.fixture(scope="module")

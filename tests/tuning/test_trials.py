@@ -9,7 +9,7 @@ import pytest
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import Node
-from mmray.config import Config, recipes
+from mmray.config import Config, Train, recipes
 from mmray.errors import ResourceError, UsageError
 from mmray.sweep_files import Rung
 from mmray.tuning.ray_tune import train_rungs
@@ -19,14 +19,10 @@ from mmray.tuning.search import prepare_data
 from mmray.tuning.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
-    TOKENS,
     TrialData,
     build_plan,
-    clear_length_and_derived_batch,
     corner_trials,
     default_axes,
-    restore_length,
-    token_axes,
     warmup_warning,
 )
 from tests.spaces import parse_space
@@ -40,23 +36,24 @@ def trials(*given, base=SAMPLE, goal="throughput"):
     return corner_trials(base, parse_space(given), goal)
 
 
-def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
-    """The plan of a sweep; `settings` has the length of a trial."""
+def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, **length):
+    """The plan of a sweep with this length of a trial."""
     space = parse_space(given)
-    length = clear_length_and_derived_batch(base, []) if settings is None else settings
-    request = SweepRequest(base, length.train, space, goal, recipe_rows=128)
+    request = SweepRequest(base, Train(**length), space, goal)
     plan = build_plan(request, corner_trials(base, space, goal), TrialData(num_rows=num_rows))
     return replace(plan, folder=FOLDER)
 
 
 def test_throughput_of_a_vision_language_model_is_searched_by_tokens():
     """Also of a recipe with `batch.micro`; values below the longest row are not tried."""
-    recipe = recipes.load("sample-vlm")
-    base = clear_length_and_derived_batch(recipe, [TOKENS])
-    [(key, values)] = token_axes(base).items()
+    base = recipes.load("sample-vlm")
+    [(key, values)] = default_axes(base, "throughput").items()
     found = trials(f"{key}={values}", base=base)
     assert [each.infeasible for each in found] == [None] * 4
     assert [each.shape.micro_tokens for each in found] == [128, 256, 512, 1024]
+    plan = plan_of(f"{key}={values}", base=base, goal="throughput")
+    best = plan.best_recipe(plan.trial("t001", {"batch.tokens": 256})).batch
+    assert (best.tokens, best.micro, best.global_) == (256, None, base.batch.global_)
     shorter, _ = trials("batch.tokens=64,256", base=base)
     assert "model.inputs.max_tokens" in shorter.infeasible
     with pytest.raises(UsageError, match="--goal throughput"):
@@ -74,8 +71,7 @@ def test_throughput_of_a_vision_language_model_is_searched_by_tokens():
     ],
 )
 def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(given, shapes):
-    base = clear_length_and_derived_batch(SAMPLE, [each.partition("=")[0] for each in given])
-    result = [trial.shape for trial in trials(*given, base=base)]
+    result = [trial.shape for trial in trials(*given)]
     assert [
         (shape.micro_batch_size, shape.accumulation, shape.global_batch_size) for shape in result
     ] == shapes
@@ -135,7 +131,6 @@ def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
 
 
 def test_all_trials_train_on_the_same_number_of_samples():
-    base = clear_length_and_derived_batch(SAMPLE, ["batch.micro", "batch.accumulation"])
     axes = ("batch.micro=16,64", "batch.accumulation=1,2")  # global 32, 64, 128, 256
     lengths = [
         ({}, DEFAULT_STEPS * 256),
@@ -144,13 +139,11 @@ def test_all_trials_train_on_the_same_number_of_samples():
         ({"epochs": 2}, 24 * 256),  # 3,000 rows
     ]
     for length, samples in lengths:
-        settings = base.replace(train=base.train.replace(**length))
-        assert plan_of(*axes, goal="throughput", base=base, settings=settings).rungs == (samples,)
-    settings = base.replace(train=base.train.replace(steps=6))
-    plan = plan_of(*axes, goal="throughput", base=base, settings=settings)
+        assert plan_of(*axes, goal="throughput", **length).rungs == (samples,)
+    plan = plan_of(*axes, goal="throughput", steps=6)
     result = [
         plan.run_config(replace(trial, name=f"t{number}"), 6 * 256)
-        for number, trial in enumerate(trials(*axes, base=base))
+        for number, trial in enumerate(trials(*axes))
     ]
     assert {run.train.samples for run in result} == {6 * 256} and {
         run.train.steps for run in result
@@ -159,7 +152,7 @@ def test_all_trials_train_on_the_same_number_of_samples():
     assert [run.train.log_every for run in result] == [4, 2, 1, 1]
     assert (result[0].run.storage, result[0].run.name) == ("/sweeps/one/trials", "t0")
     assert result[0].evaluate.limit == EVAL_ROWS
-    assert result[0].optimizer == base.optimizer
+    assert result[0].optimizer == SAMPLE.optimizer
 
 
 def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
@@ -218,26 +211,21 @@ def test_lost_node_restarts_a_trial_once():
 
 def test_trials_without_a_rung_after_the_warmup_are_reported():
     assert warmup_warning(plan_of("batch.global=64,128")) is None
-    long = clear_length_and_derived_batch(SAMPLE, [])
-    short = plan_of(
-        "batch.global=64,128", settings=long.replace(train=long.train.replace(samples=3000))
-    )
+    short = plan_of("batch.global=64,128", samples=3000)
     assert "trials end during warm-up (3,000 of 3,840 samples)" in warmup_warning(short)
-    single = plan_of(
-        "batch.global=64,128", settings=long.replace(train=long.train.replace(samples=20_000))
-    )
+    single = plan_of("batch.global=64,128", samples=20_000)
     assert single.rungs == (20_000,) and (
         "20,000 samples are too few for two rungs"
     ) in warmup_warning(single)
 
 
 def test_default_space_is_the_learning_rate():
-    assert default_axes(SAMPLE) == {"optimizer.lr": "loguniform(0.0002,0.02)"}
+    assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0002,0.02)"}
 
 
 @pytest.mark.parametrize("key", ["batch.micro", "batch.accumulation"])
 def test_division_of_the_global_batch_is_searched_for_throughput_only(key):
-    trials(f"{key}=1", base=clear_length_and_derived_batch(SAMPLE, [key]))
+    trials(f"{key}=1", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=None)))
     with pytest.raises(UsageError, match=f"--space {key}: --goal loss depends on the global batch"):
         trials(f"{key}=1", goal="loss")
 
@@ -252,12 +240,9 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
 
 
 def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
-    typed = clear_length_and_derived_batch(SAMPLE, ["batch.accumulation"])
-    base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
-    assert base.train == SAMPLE.train
     axes = ("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4")
     settings = {"batch.micro": 16, "batch.accumulation": 2, "optimizer.lr": 1e-4}
-    plan = plan_of(*axes, goal="throughput", base=base)
+    plan = plan_of(*axes, goal="throughput", steps=6)
     best = plan.best_recipe(plan.trial("t001", settings))
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (
