@@ -226,7 +226,6 @@ class Supervisor:
         self.run = run
         self.lease = lease
         self.reporter = reporter
-        self.config = resolved.config
         self.backend = backend
         self.starts = starts or []
         # of earlier commands
@@ -284,7 +283,7 @@ class Supervisor:
             if start_step >= self.resolved.steps:
                 # workers would have no step to take, and the stream no rows
                 return outcome_of(meta)
-        elif self.config.run.resume == "must":
+        elif self.resolved.config.run.resume == "must":
             raise UsageError(
                 f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                 "--run.resume auto starts from step 0"
@@ -292,7 +291,7 @@ class Supervisor:
         batch_shape, workers = self._start_workers(checkpoint, bad_rows)
         world = batch_shape.world_size
         monitor = AttemptMonitor(
-            config=self.config,
+            config=self.resolved.config,
             batch_shape=batch_shape,
             workers=workers,
             reporter=self.reporter,
@@ -368,7 +367,7 @@ class Supervisor:
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
         decision = decide_recovery(
-            failure, self.last_failure, self.failures, self.config.cluster.max_failures
+            failure, self.last_failure, self.failures, self.resolved.config.cluster.max_failures
         )
         if isinstance(decision, MmrayError):
             raise decision from error
@@ -386,7 +385,7 @@ class Supervisor:
         )
         self.reporter.log(f"{decision}; restarting from {start}", "failure")
         if isinstance(bad := failure.error, DeviceError):
-            excluded = self.backend.exclude_node(self.config, bad.node)
+            excluded = self.backend.exclude_node(self.resolved.config, bad.node)
             node = f"node {bad.node[:8]} gets no more workers of this run"
             kept = "no other node has what the run needs, retrying on the same"
             self.reporter.log(f"{node if excluded else kept}: {bad}", "device")
@@ -399,10 +398,10 @@ class Supervisor:
         Returns:
             The batch shape for their number, and the workers.
         """
-        if self.config.cluster.elastic:
+        if self.resolved.config.cluster.elastic:
             self.reporter.status("counting the workers that fit")
         try:
-            world = self.backend.choose_world_size(self.config)
+            world = self.backend.choose_world_size(self.resolved.config)
             self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
             batch_shape = self.smaller_batch_shapes.get(
                 world, self.resolved.batch_shape.with_world_size(world)
