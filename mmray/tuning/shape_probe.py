@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 from mmray.cluster.connect import needs_ray, ray_session
@@ -35,6 +34,7 @@ from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
 from mmray.tuning.sweep import resolve_sweep_dir
+from mmray.tuning.trials import as_recipe, own_global_rows
 
 GLOBAL = "batch.global"
 DEFAULT_VOCAB = 30522  # of BERT: the probe does not read the data, whose tokenizer has the size
@@ -55,7 +55,7 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
     """
-    listed = space.axes[GLOBAL] if space else (_own_global(base),)
+    listed = space.axes[GLOBAL] if space else (own_global_rows(base),)
     if isinstance(listed, Range):
         raise UsageError(
             f"--space {GLOBAL}: --goal throughput takes no ranges; list the values, with commas"
@@ -107,7 +107,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
             folder.write_json(SWEEP, summary | {"status": "failed"})
             raise
         rows = build_rows(task.global_rows, measurements)
-        recommendation = recommend(rows, measurements, _own_global(base))
+        recommendation = recommend(rows, measurements, own_global_rows(base))
         if recommendation is not None:
             best = next(row for row in rows if row.trial == recommendation.best)
             recipe = best_recipe(base, best)
@@ -140,11 +140,6 @@ def _with_scaled_steps(
     return replace(recommendation, why=why)
 
 
-def _own_global(base: Config) -> int:
-    """Return the global batch of the recipe."""
-    return resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
-
-
 def best_recipe(base: Config, best: TrialRow) -> Config:
     """Return the recipe with a measured batch shape (global batch, micro-batch and accumulation).
 
@@ -157,14 +152,8 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
     """
     assert best.global_rows is not None
     config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})
-    if config.train.steps is not None:
-        ratio = _own_global(base) / best.global_rows
-        warmup_steps = ceil(config.optimizer.warmup_steps * ratio)
-        config = config.replace(
-            train=config.train.replace(steps=ceil(config.train.steps * ratio)),
-            optimizer=config.optimizer.replace(warmup_steps=warmup_steps),
-        )
-    return config.replace(run=config.run.replace(name=None, resume="auto"))
+    shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+    return as_recipe(config, base, shape)
 
 
 def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measurements:

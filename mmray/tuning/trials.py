@@ -262,8 +262,6 @@ class SweepPlan:
         request: The recipe, to which trials add their settings, the search space and the goal.
         rungs: Numbers of samples after which trials are compared; the last is the length of a full
             trial.
-        recipe_rows: Rows of the recipe's global batch: the unit of its warm-up, and the number of
-            rows among which the held-out loss is computed.
         data: The prepared data of all trials.
         folder: Folder of the sweep.
         local: Whether the worker is a process of this machine, as in `mmray train`, without Ray
@@ -273,7 +271,6 @@ class SweepPlan:
 
     request: SweepRequest
     rungs: tuple[int, ...]
-    recipe_rows: int
     data: TrialData = TrialData()
     folder: AnyPath = Path()
     local: bool = False
@@ -283,6 +280,13 @@ class SweepPlan:
     def is_learned(self) -> bool:
         """Whether trials are compared by held-out loss or recall, not by their speed."""
         return GOALS[self.request.goal].eval_metric is not None
+
+    @property
+    def recipe_rows(self) -> int:
+        """Rows of the recipe's global batch: the unit of its warm-up, and the number of rows among
+        which the held-out loss is computed.
+        """
+        return own_global_rows(self.request.base)
 
     @property
     def warmup_samples(self) -> int:
@@ -360,6 +364,7 @@ class SweepPlan:
         The learning rate is constant after the warm-up. A contrastive loss grows with the rows
         among which it is computed, so these are the same in all trials.
         """
+        assert trial.shape is not None
         evaluate = trial.config.evaluate
         return trial.config.replace(
             evaluate=evaluate.replace(
@@ -367,7 +372,10 @@ class SweepPlan:
                 loss_batch=evaluate.loss_batch or self.recipe_rows,
             ),
             optimizer=trial.config.optimizer.replace(
-                schedule="constant", warmup_steps=self._warmup_steps(trial)
+                schedule="constant",
+                warmup_steps=_as_many_samples(
+                    trial.config.optimizer.warmup_steps, self.request.base, trial.shape
+                ),
             ),
         )
 
@@ -379,12 +387,6 @@ class SweepPlan:
         every = max(1, first_rung_steps // EVALS_PER_RUNG, affordable)
         return min(every, first_rung_steps)
 
-    def _warmup_steps(self, trial: Trial) -> int:
-        """Return the steps of a warm-up with as many samples as in the recipe."""
-        assert trial.shape is not None
-        steps = trial.config.optimizer.warmup_steps
-        return math.ceil(steps * self.recipe_rows / trial.shape.global_batch_size)
-
     def best_recipe(self, trial: Trial) -> Config:
         """Return the recipe of the sweep with the settings of a trial, trained for as many samples
         as before.
@@ -393,17 +395,46 @@ class SweepPlan:
             trial: A feasible trial.
         """
         assert trial.shape is not None
-        config = trial.config
-        train = config.train
-        if train.steps is not None:
-            steps = math.ceil(train.steps * self.recipe_rows / trial.shape.global_batch_size)
-            train = train.replace(steps=steps)
-        optimizer = config.optimizer.replace(warmup_steps=self._warmup_steps(trial))
-        if self.is_learned:
-            optimizer = optimizer.replace(schedule="cooldown")
-        batch = trial.shape.to_settings(config.batch).replace(accumulation=None)
-        run = config.run.replace(name=None, resume="auto")
-        return config.replace(train=train, optimizer=optimizer, batch=batch, run=run)
+        config = as_recipe(trial.config, self.request.base, trial.shape)
+        if not self.is_learned:
+            return config
+        return config.replace(optimizer=config.optimizer.replace(schedule="cooldown"))
+
+
+def own_global_rows(recipe: Config) -> int:
+    """Return the rows of the global batch of a recipe.
+
+    Args:
+        recipe: Settings of a run, from which the batch is resolved for the largest number of
+            workers.
+    """
+    return resolve_batch_shape(recipe.batch, recipe.cluster.max_workers).global_batch_size
+
+
+def as_recipe(config: Config, base: Config, shape: BatchShape) -> Config:
+    """Return measured settings as a recipe that trains on as many samples as the recipe of the
+    sweep: `train.steps` and the warm-up are scaled.
+
+    Args:
+        config: The recipe of the sweep with the measured settings.
+        base: The recipe of the sweep.
+        shape: The measured global batch and micro-batch, which become the section `batch`.
+    """
+    train = config.train
+    if train.steps is not None:
+        train = train.replace(steps=_as_many_samples(train.steps, base, shape))
+    warmup_steps = _as_many_samples(config.optimizer.warmup_steps, base, shape)
+    return config.replace(
+        train=train,
+        optimizer=config.optimizer.replace(warmup_steps=warmup_steps),
+        batch=shape.to_settings(config.batch).replace(accumulation=None),
+        run=config.run.replace(name=None, resume="auto"),
+    )
+
+
+def _as_many_samples(steps: int, base: Config, shape: BatchShape) -> int:
+    """Return the steps that have as many samples as `steps` of the recipe `base`."""
+    return math.ceil(steps * own_global_rows(base) / shape.global_batch_size)
 
 
 def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) -> SweepPlan:
@@ -422,8 +453,8 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
-    recipe_rows = resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
-    plan = SweepPlan(request, (), recipe_rows, data)
+    recipe_rows = own_global_rows(base)
+    plan = SweepPlan(request, (), data)
     length = request.length
     given = (length.steps, length.samples, length.epochs) != (None, None, None)
     if not plan.is_learned:

@@ -59,7 +59,7 @@ NO_BUDGET = Budget()
 
 def plan_for(folder, goal="loss", rungs=(100, 400, 1600), space=RATES, budget=NO_BUDGET):
     request = SweepRequest(SAMPLE, SAMPLE.train, space, goal, budget=budget)
-    return SweepPlan(request, rungs, recipe_rows=128, folder=folder)
+    return SweepPlan(request, rungs, folder=folder)
 
 
 class Reporter(Silent):
