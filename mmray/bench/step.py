@@ -228,6 +228,9 @@ class StepTimer:
 class Bench:
     """Model and synthetic batches of one rank.
 
+    `train(model, shape, steps)` runs mmray's loop, and `loop_window`, `bare_window` and
+    `best_window` time a loop and return (seconds, last loss).
+
     Attributes:
         config: The config, without `auto` in `train`.
         group: This rank and its process group.

@@ -118,8 +118,7 @@ def save_async(
             buffers of this save.
         before_write: Called without arguments on rank 0 in the background thread, before any rank
             writes and again before the checksums. Every rank raises what it raises.
-        on_complete: Called without arguments on rank 0 in the background thread, when the
-            checkpoint is complete.
+        on_complete: Called on rank 0 in the same way, when the checkpoint is complete.
 
     Returns:
         A future that ends with the save. Its `result()` raises errors of any rank; call it inside
@@ -153,8 +152,6 @@ class HostStager(AsyncStager):
 
     Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for
     their copies. They are copied first, because a stream copies in order.
-
-    `stage(state_dict)` takes tensors by key and returns their copies by key.
     """
 
     _synchronize_after_execute = False
@@ -270,8 +267,7 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
             names start with `module.`.
 
     Returns:
-        Tensors by name, as `load_state_dict` of the model takes them; those of `average` have the
-        prefix `module.`.
+        Tensors by name; those of `average` have the prefix `module.`.
 
     Raises:
         TrainingError: A file is missing or damaged.
@@ -316,13 +312,11 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         path: Folder of the checkpoint.
         values: The state without its tensors, for state.json.
         meta: Contents of meta.json, JSON values by name such as `step`, without `versions`.
-        cpu_group: torch.distributed group (gloo) of the ranks that save together; None: this
-            process saves alone.
+        cpu_group: Gloo group of the ranks that save together; None: this process saves alone.
         before_write: Called without arguments on rank 0, before any rank writes and again before
             the checksums.
         on_complete: Called without arguments on rank 0, when the checkpoint is complete.
-        wait_copied: Called without arguments; waits until this rank's tensors are copied to the
-            host.
+        wait_copied: Called without arguments; waits until this rank's tensors are on the host.
     """
 
     def __init__(
@@ -449,9 +443,8 @@ class CheckpointReader(HuggingFaceStorageReader):
     """Storage of torch.distributed.checkpoint (DCP): reads byte ranges of the safetensors files, of
     a local folder or an object store.
 
-    torch's class opens local files only, and maps them into memory.
-
-    DCP calls `read_metadata` and `read_data`.
+    torch's class opens local files only, and maps them into memory. DCP calls `read_metadata` and
+    `read_data`.
 
     Args:
         path: Folder of the checkpoint.
