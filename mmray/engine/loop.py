@@ -191,6 +191,7 @@ class Trainer:
                 "The prepared set may have changed: rerun its `mmray prepare` command, or compare "
                 "its fingerprint with the run's data.json"
             )
+        self.state.timers.idle.start_step(batch.wait_s, batch.cpu_s)
         return batch
 
     def _take_step(self, batch: LocalBatch) -> StepResult:
@@ -276,6 +277,7 @@ class Trainer:
         if saving:
             with spec.heartbeat.state("saving"):
                 self._save(metrics or {}, last)
+        self.state.timers.idle.resume()
         for callback in spec.callbacks:
             callback.on_step(step, metrics)
         return metrics

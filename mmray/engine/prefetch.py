@@ -64,6 +64,7 @@ class LocalBatch:
         sizes: Rows of each micro-batch including invalid ones; equal on every rank.
         token_counts: Numbers of caption tokens, samples and frames, for the padding metrics.
         wait_s: Seconds that the step waited for the batch.
+        cpu_s: Seconds of CPU time that the prefetch thread spent on it; 0 without a thread.
     """
 
     micro_batches: list[Batch]
@@ -72,6 +73,7 @@ class LocalBatch:
     sizes: tuple[int, ...]
     token_counts: TokenCounts
     wait_s: float = 0.0
+    cpu_s: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -323,8 +325,12 @@ class Copied(NamedTuple):
 
 
 def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iterator[Copied]:
+    start_s = time.thread_time()
     for batch in batches:
-        yield copier(batch)
+        copied = copier(batch)
+        end_s = time.thread_time()
+        yield copied._replace(batch=replace(copied.batch, cpu_s=end_s - start_s))
+        start_s = end_s
         # The stream may overwrite the rows of a step when the next one is requested.
         copier.wait()
 

@@ -190,7 +190,8 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
         (scalar outputs of the model by name), `grad_norm`, and `stop`, whether any rank requested
         the end.
     """
-    with state.timers("optimizer"):
+    idle = state.timers.idle
+    with state.timers("optimizer") as backward_end:
         state.scaler.unscale_(state.optimizer)
         weights = list(state.model.parameters())
         device_norm = grad_norm(weights)
@@ -198,16 +199,19 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
         read = state.group.read_later(
             torch.cat([device_norm[None], cache.stop_requests.to(device_norm)])
         )
-        if steps_on_device(state.optimizer, weights) and not state.scaler.is_enabled():
+        on_device = steps_on_device(state.optimizer, weights) and not state.scaler.is_enabled()
+        if on_device:
             # queued before the wait, so that the device has work meanwhile
             step_on_device(state.optimizer, weights, device_norm, state.clip_norm)
-            norm, stop_requests = read().tolist()
-        else:
-            norm, stop_requests = read().tolist()
+            idle.end_update()
+        idle.end_launches(backward_end)
+        norm, stop_requests = read().tolist()
+        if not on_device:
             if math.isfinite(norm):
                 if 0 < state.clip_norm < norm:
                     clip_gradients(weights, device_norm, state.clip_norm)
                 state.scaler.step(state.optimizer)
+            idle.end_update()
         clamp_parameters = getattr(strategy.unwrap(state.model), "clamp_parameters", None)
         if math.isfinite(norm) and clamp_parameters is not None:
             clamp_parameters()

@@ -27,8 +27,9 @@ from mmray.report.run import (
 )
 from mmray.storage.paths import AnyPath, to_path
 
-DATA_WAIT_WARNING = 0.2  # fraction of the step time
-GPU_IDLE_WARNING = 0.2  # fraction of the time
+IDLE_WARNING = 0.2  # fraction of the time in which a device waits, for data or the process
+LAUNCH_WARNING = 0.5  # fraction of the time in launch-bound steps, part of which the device is busy
+ROWS_CPU_WARNING = 0.5  # CPU time for moving rows, as a fraction of the time
 # measured by the memory dry run
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -82,9 +83,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         figures.append(("Samples/s, median", format_number(median(rates), 0), note))
     if waits := run.values("time/data_wait_share"):
         figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
-    idle = gpu_idle_fraction(run)
-    if idle is not None:
-        figures.append(("GPU idle, median", f"{idle:.0%}", "no kernel ran, as NVML measures"))
+    if idles := run.values("time/device_idle_share"):
+        note = f"between steps; {_median_share(run, 'launch_bound'):.0%} in launch-bound steps"
+        figures.append(("GPU idle, median", f"{median(idles):.0%}", note))
     if peaks := run.values("memory/peak_gib"):
         total_gib = run.result.get("all_processes_peak_gib")
         note = (
@@ -99,17 +100,51 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     return figures
 
 
-def gpu_idle_fraction(run: RunRecord) -> float | None:
-    """Return the median fraction of the time (0 to 1) in which the GPU ran no kernel.
+def describe_limit(run: RunRecord) -> str:
+    """Return what keeps the devices of a run waiting, as a sentence for its page.
+
+    On GPUs it is decided by their idle time between steps and by steps in which they wait for
+    launches of kernels, on CPUs by the wait for data.
 
     Args:
         run: The content of the run folder; the logged metrics are read.
 
     Returns:
-        The fraction; None if NVML (nvidia-ml-py) did not measure it.
+        A sentence that starts with `Data-bound` or `Host-bound`; empty if the devices wait little.
     """
-    busy_percent = run.values("gpu/busy_percent")
-    return 1 - median(busy_percent) / 100 if busy_percent else None
+    data_wait = _median_share(run, "data_wait")
+    if not run.values("time/device_idle_share"):
+        if data_wait <= IDLE_WARNING:
+            return ""
+        return f"Data-bound: the workers waited for data {data_wait:.0%} of the time."
+    names = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")
+    idle, for_data, launch_bound, rows_cpu = (_median_share(run, name) for name in names)
+    measured = f"the GPU was idle {idle:.0%} of the time between steps ({for_data:.0%} for data)"
+    if for_data > IDLE_WARNING:
+        return f"Data-bound: {measured}."
+    if idle - for_data <= IDLE_WARNING and launch_bound <= LAUNCH_WARNING:
+        return ""
+    if rows_cpu > ROWS_CPU_WARNING:
+        cause = (
+            f"is busy moving rows ({rows_cpu:.0%} of a CPU core). With more workers each moves "
+            "fewer of them; a `data` line of the log says if their pixels could not be pinned."
+        )
+    elif launch_bound > LAUNCH_WARNING:
+        cause = (
+            "launches kernels too slowly. Larger micro-batches (batch.micro), train.cuda_graphs "
+            "and train.compile help."
+        )
+    else:
+        cause = "does other work between steps, such as callbacks."
+    return (
+        f"Host-bound: {measured} and launch-bound for another {launch_bound:.0%}: the training "
+        f"process {cause}"
+    )
+
+
+def _median_share(run: RunRecord, name: str) -> float:
+    """Return the median of a share of the time (0 to 1) in metrics.jsonl; 0 if there is none."""
+    return median(run.values(f"time/{name}_share") or [0.0])
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
@@ -167,7 +202,6 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     nan = sum(value is None for value in run.series("train/loss")[1])
     result = run.result
     skipped = max(run.values("train/skipped_steps"), default=0)
-    waits = run.values("time/data_wait_share")
     restarts = result.get("restarts") or 0
     wasted = result.get("wasted_steps") or 0
     causes = (
@@ -176,9 +210,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     )
     evaluated = scores_by_set(run.newest("evaluate/"))
     bad = sum(scores.get("bad_rows") or 0 for scores in evaluated.values())
-    data_wait = median(waits or [0.0])
-    waits_often = data_wait > DATA_WAIT_WARNING
-    idle = gpu_idle_fraction(run) or 0.0
+    limit = describe_limit(run)
     rules = (
         (
             run.status == "failed",
@@ -217,18 +249,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
             "note",
             f"{bad:,.0f} held-out rows could not be read and were left out of the scores.",
         ),
-        (
-            waits_often,
-            "note",
-            f"Data-bound: the workers waited for data {data_wait:.0%} of the time.",
-        ),
-        (
-            idle > GPU_IDLE_WARNING and not waits_often,
-            "note",
-            f"Host-bound: the GPU was idle {idle:.0%} of the time, but the workers waited for data "
-            f"only {data_wait:.0%}: the training process launches kernels or moves rows too slowly."
-            " Larger micro-batches (batch.micro), train.cuda_graphs and train.compile help.",
-        ),
+        (limit, "note", limit),
     )
     return [(kind, sentence) for shown, kind, sentence in rules if shown]
 

@@ -314,7 +314,8 @@ class ThreadWithModes(ThreadPoolExecutor):
 
 def make_event(enable_timing: bool = False, blocking: bool = False) -> Any:
     """An event; consecutive events are a millisecond apart."""
-    return SimpleNamespace(record=ignore, synchronize=ignore, elapsed_time=lambda other: 1.0)
+    waits = {"record": ignore, "synchronize": ignore, "query": lambda: True}
+    return SimpleNamespace(**waits, elapsed_time=lambda other: 1.0)
 
 
 def make_stream(device: Any = None) -> Any:

@@ -83,7 +83,8 @@ def kernels(device: torch.device) -> Iterator[Case]:
         recorder = ProfiledSteps(device)
         steps = WARMUP_STEPS + PROFILED_STEPS
         shape = BatchShape(rows, rows, world_size=1)
-        bench.train(bench.copy_of_model(shape), shape, steps, callbacks=(recorder,))
+        model = bench.copy_of_model(shape)
+        metrics = bench.train(model, shape, steps, callbacks=(recorder,)).metrics
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
         busy_share, largest = largest_gaps(spans, NUM_GAPS)
@@ -94,6 +95,8 @@ def kernels(device: torch.device) -> Iterator[Case]:
             "busy_share": busy_share,
             "kernels_per_step": len(spans) / PROFILED_STEPS,
         }
+        # idle time as a run measures it, of the last steps
+        row |= {name: share for name, share in metrics.items() if name.endswith("_share")}
         return [
             row | kernel_kinds(spans),
             *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),

@@ -1,5 +1,5 @@
-"""Timers: wall-clock time of the training thread, by activity; device time by phase of a step; peak
-memory.
+"""Timers: wall-clock time of the training thread, by activity; device time by phase of a step; idle
+time of the device; peak memory.
 
 On a GPU the phases are measured with events, so the host does not wait.
 """
@@ -20,6 +20,7 @@ import torch
 MAX_SCOPES = 1024  # then the older half, which has completed by then, is added to the totals
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 PHASES = ("transfer", "forward", "backward", "sync", "optimizer")
+IDLE = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")  # of IdleTimer
 # what the training thread does apart from steps
 BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")
 
@@ -72,6 +73,7 @@ class Throughput:
         if self.first_step_s == 0:
             self.first_step_s = step_s
             self._restart()
+            self.timers.idle.pop_s()
             return
         self._steps.append((step_s, wait_s, rows, tokens))
         self._recent_s.append(step_s)
@@ -86,10 +88,13 @@ class Throughput:
             Values by name: `time/*_s` in seconds, of a step the mean, 50th and 95th percentile (of
             the last 500 steps), the wait for data and the phases, and the total of `checkpoint`,
             `log` and `callbacks` between steps; `time/data_wait_share`, 0 to 1;
-            `throughput/samples_per_s` and `throughput/tokens_per_s` of all workers. Empty if there
-            was no step but the first of the run.
+            `throughput/samples_per_s` and `throughput/tokens_per_s` of all workers. On a GPU also
+            `time/device_idle_share`, `time/device_idle_data_share`, `time/launch_bound_share` and
+            `time/rows_cpu_share`, of the time of steps and callbacks. Empty if there was no step
+            but the first of the run.
         """
         laps_s, phases_s = self._restart()
+        idle_s = self.timers.idle.pop_s()
         if not self._steps:
             return {}
         steps, (total_s, wait_s, rows, tokens) = (
@@ -97,6 +102,7 @@ class Throughput:
             np.sum(self._steps, axis=0).tolist(),
         )
         wall_s = total_s + sum(laps_s.values())
+        with_callbacks_s = total_s + laps_s["callbacks"]
         self._steps.clear()
         p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
         return {
@@ -111,6 +117,7 @@ class Throughput:
             "throughput/tokens_per_s": world_size * tokens / wall_s,
             **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items() if name != "evaluate"},
             **{f"time/{name}_s": phase_s / steps for name, phase_s in phases_s.items()},
+            **{f"time/{name}_share": each_s / with_callbacks_s for name, each_s in idle_s.items()},
         }
 
     def _restart(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -118,6 +125,96 @@ class Throughput:
         laps_s = self._laps_s
         self._laps_s = dict.fromkeys(BETWEEN_STEPS, 0.0)
         return laps_s, self.timers.pop_s()
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """Return a new event, with the time at which a GPU reaches this point of its current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class IdleTimer:
+    """Measures on a GPU how long it waits for the training process; on a CPU it measures nothing.
+
+    It records events on the current stream, whose times are those at which the device reaches them.
+    From the end of an update to the start of the next step the device is idle. (Kernels in between,
+    such as those of `train.ema`, are short and count as idle.) Gaps within a step are too many to
+    be measured. Instead a step is launch-bound if the device has finished the backward before the
+    host has launched the norm and the update: then it waited for the launches of kernels.
+
+    Each step calls `start_step`, `end_launches`, `end_update` and `resume`. No call waits for the
+    device: times are read after the host has waited for the norm of the step.
+
+    Args:
+        device: Device of training.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._total_s = dict.fromkeys(IDLE, 0.0)
+        self._update_end: Any = None
+        self._step: tuple[Any, Any, float] | None = None  # end of the last update, start, wait_s
+        self._launched: Any = None  # end of the backward, if the step is launch-bound
+
+    def start_step(self, wait_s: float, rows_cpu_s: float) -> None:
+        """End the idle time, before the first kernel of a step is launched.
+
+        Args:
+            wait_s: Seconds that the training thread waited for the rows of the step.
+            rows_cpu_s: Seconds of CPU time that another thread of this process spent on them.
+        """
+        if self._update_end is not None:
+            self._add_step()
+            self._total_s["rows_cpu"] += rows_cpu_s
+            self._step = self._update_end, record_event(self._device), wait_s
+
+    def end_launches(self, backward_end: Any) -> None:
+        """Check whether the step is launch-bound, when the host is about to wait for the device.
+
+        Args:
+            backward_end: Event after the last kernel of the backward; on a CPU unused.
+        """
+        if self._device.type == "cuda":
+            self._launched = backward_end if backward_end.query() else None
+
+    def end_update(self) -> None:
+        """Start the idle time, after the last kernel of the update has been launched."""
+        if self._device.type == "cuda":
+            self._update_end = record_event(self._device)
+
+    def resume(self) -> None:
+        """Start the idle time here if `pop_s` has been called since the update, so without the time
+        of evaluating, logging and saving.
+        """
+        if self._update_end is None:
+            self.end_update()
+
+    def pop_s(self) -> dict[str, float]:
+        """Return seconds since the last call; the time until `resume` is not measured.
+
+        Returns:
+            `device_idle`, between steps; `device_idle_data`, the part in which the training thread
+            waited for rows; `launch_bound`, forward and backward of launch-bound steps; `rows_cpu`,
+            CPU time of the thread that prefetches rows. Empty on a CPU.
+        """
+        self._add_step()
+        total_s = self._total_s
+        self._total_s = dict.fromkeys(IDLE, 0.0)
+        self._update_end = None
+        return total_s if self._device.type == "cuda" else {}
+
+    def _add_step(self) -> None:
+        """Add up the last step, whose norm the host has waited for."""
+        if self._step is None:
+            return
+        update_end, start, wait_s = self._step
+        idle_s = update_end.elapsed_time(start) / 1000
+        self._total_s["device_idle"] += idle_s
+        self._total_s["device_idle_data"] += min(idle_s, wait_s)
+        if self._launched is not None:
+            self._total_s["launch_bound"] += start.elapsed_time(self._launched) / 1000
+        self._step = None
 
 
 class PhaseTimers:
@@ -131,9 +228,13 @@ class PhaseTimers:
 
     Args:
         device: Device of training.
+
+    Attributes:
+        idle: Measures how long the device waits for the training process.
     """
 
     def __init__(self, device: torch.device):
+        self.idle = IdleTimer(device)
         self._device = device
         self._process = psutil.Process()
         self._peak_bytes = 0
@@ -142,12 +243,12 @@ class PhaseTimers:
         self._scopes: dict[str, list[tuple[Any, Any]]] = {name: [] for name in PHASES}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Iterator[Any]:
         if name == "backward":
             self._sample_memory()  # all activations are in memory now
         start = self._now()
         try:
-            yield
+            yield start
         finally:
             self._scopes[name].append((start, self._now()))
             if len(self._scopes[name]) > MAX_SCOPES:
@@ -186,9 +287,7 @@ class PhaseTimers:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return record_event(self._device)
 
     def _read(self, name: str, count: int) -> None:
         """Add up the oldest `count` scopes; another thread may add newer ones."""
