@@ -53,8 +53,11 @@ class Pool(Protocol[Item, Result]):
     """Interface of the processes that compute the items of an OrderedMap, which iterates results in
     order.
 
-    A class has all of its members: `workers`, whose `submit(item, careful)` returns a future of the
-    result, limits of the items in flight, and methods that replace lost processes and end all.
+    A class has all of its members. `workers` are the processes; `submit(item, careful)` of each
+    returns a future of the result. `max_in_flight` and `node_limit(node)` limit the items in
+    flight. `is_lost_worker(error)` and `replace(worker)` are for lost processes, and
+    `compute_here(item)` computes an item without one. `update(waited_s)` may change their number;
+    `kill()` and `close()` end them.
     """
 
     @property

@@ -270,7 +270,8 @@ class Bench:
             steps: Number of steps.
             num_rows: Number of valid rows; steps after them have padding.
             first: First step that is taken.
-            load: Loads the state of a checkpoint to resume from; None: start at step 0.
+            load: Called with a function that maps (key, meta tensor) to the tensor to read into;
+                returns the state of a checkpoint to resume from. None: start at step 0.
             options: Other arguments of the training loop (fields of TrainSpec), such as
                 `callbacks`.
 

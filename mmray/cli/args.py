@@ -222,7 +222,7 @@ def write_json(file: str | None, value: dict[str, Any]) -> None:
 
     Args:
         file: path of the file, which is replaced; None: --json is not given, nothing is written.
-        value: the object.
+        value: the object, a dict of JSON values.
     """
     if file is not None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")
@@ -240,7 +240,7 @@ def show_rows(
     """Print a list as a table, or as JSON if the file of --json is `-`.
 
     Args:
-        rows: The rows, for JSON.
+        rows: The rows, dicts of JSON values by name of the column.
         name: What they are, such as `jobs`, the only key of the JSON object.
         json_file: Local path of a JSON file; `-`: print JSON instead of the table; None: only the
             table.

@@ -245,7 +245,7 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
 
     Args:
         group: The placement group, with a bundle for each worker.
-        callbacks: Ray Train's callbacks.
+        callbacks: Ray Train's callbacks, as its trainer creates them.
         arguments: Further arguments of the controller, from `DataParallelTrainer.fit`.
 
     Returns:

@@ -156,6 +156,8 @@ class TrainState:
 
     It is built from TrainSpec at the start of the loop; the rows of a step are not part of it.
 
+    `TrainState.build(train, optimizer, model, objective, group)` creates it.
+
     Attributes:
         model: The model, wrapped for its ranks (such as in DDP).
         objective: The loss.
@@ -199,6 +201,9 @@ class TrainState:
             group: All ranks; each calls this function.
             heartbeat: Counts each forward and backward as progress; None: it is not sent.
             wrap: Wrap the model for `train.parallel` (such as in DDP).
+
+        Returns:
+            The TrainState, with a new optimizer.
         """
         precision = select_precision(train.precision, group.device)
         if wrap:

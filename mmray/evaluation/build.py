@@ -85,7 +85,7 @@ def build_evaluator(
 
     Args:
         config: The config of the run; `data.eval` has the task of each set.
-        eval_sets: The sets with the held-out rows by name.
+        eval_sets: The sets with the held-out rows by name, "" for the only set without a name.
         tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
             processor.
         on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
@@ -190,7 +190,7 @@ def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> 
 
     Args:
         config: The config of the run, with `evaluate.limit` and `evaluate.num_generations`.
-        eval_sets: The sets with the held-out rows by name.
+        eval_sets: The sets with the held-out rows by name, "" for the only set without a name.
     """
     total = 0
     for prepared in eval_sets.values():

@@ -486,7 +486,7 @@ class ClipText(nn.Module):
     right-padded, and returns L2-normalized embeddings [B, D].
 
     Args:
-        tower: The text transformer of transformers' model.
+        tower: The text transformer of transformers' CLIPModel, its `text_model`.
         project: Projection of the last token's hidden state to the embedding.
     """
 
@@ -521,7 +521,7 @@ class SiglipText(nn.Module):
     right-padded, and returns L2-normalized embeddings [B, D].
 
     Args:
-        tower: The text transformer of transformers' model.
+        tower: The text transformer of transformers' SiglipModel, its `text_model`.
         config: Its config of transformers; `max_position_embeddings` is the fixed length and
             `pad_token_id` the padding token.
     """

@@ -107,7 +107,7 @@ def leaves_out_base(spec: Any) -> bool:
     They do if `model.weights` has all of them: not rows of a language token, which are random.
 
     Args:
-        spec: The `model` section.
+        spec: The `model` section: `lora` and `weights` are read.
     """
     weights = getattr(spec, "weights", "none")
     if not spec.lora.rank or weights == "none" or getattr(spec.inputs, "language_token", ""):
@@ -226,7 +226,7 @@ def save_adapters(
 
     Args:
         net: The model with adapters.
-        lora: The `model.lora` section as JSON values.
+        lora: The `model.lora` section as JSON values: `rank`, `alpha`, `targets` and `train`.
         base: Folder or hub name of the weights that the run started with.
         folder: Receives adapter_config.json and adapter_model.safetensors.
         rename: Called with the name of a weight or module of `net`; returns its name in
@@ -272,7 +272,7 @@ def load_adapters(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
     Args:
         net: The model, changed in place.
-        weights: Content of adapter_model.safetensors.
+        weights: Content of adapter_model.safetensors: tensors by name.
     """
     names = {_peft_name(name): name for name, _ in net.named_parameters()}
     net.load_state_dict({names[name]: each for name, each in weights.items()}, strict=False)

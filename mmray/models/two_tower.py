@@ -36,9 +36,16 @@ class Encoded(NamedTuple):
 class Branch(nn.Module):
     """Encode and project one modality: images, videos, audio or texts.
 
+    Forward takes (media, lengths): pixels uint8 of images [B, 3, S, S] without lengths; pixels of
+    videos [B, F, 3, S, S] or samples int16 [B, N] with the number of frames or samples of each row,
+    int64 [B]; or token ids with their attention mask, int64 [B, T]. It returns L2-normalized
+    embeddings [B, D]; with `with_features` an `Encoded`, which has them as `embed`, and `features`
+    and `mask`.
+
     Args:
-        tower: An image encoder, or a module from videos, audio or texts and their lengths to
-            features of each position and their mask.
+        tower: Module with an attribute `width`. One of images has `features`, from normalized
+            pixels to [B, N, width], and `pool`, from these to [B, width]. Others are called with
+            (media, lengths) and return features [B, N, width] and their mask int64 [B, N].
         embed_dim: Size D of the embeddings.
         with_features: Return `Encoded` with the features of each position too. Branches that return
             one tensor can run as CUDA graphs.
@@ -65,7 +72,8 @@ class Branch(nn.Module):
                 mask of token ids, int64 [B, T]; None for images.
 
         Returns:
-            L2-normalized embeddings [B, D]; built `with_features` an `Encoded`.
+            L2-normalized embeddings [B, D]; built `with_features` an `Encoded` with `features` [B,
+            N, W], `mask` int64 [B, N] (None for images) and `embed` [B, D].
         """
         if self.pixels is not None:
             media = self.pixels(media)

@@ -26,6 +26,10 @@ class Contrastive(RowLoss):
 
     `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
     and sums of metrics by name, all scalars.
+
+    Attributes:
+        gathered_outputs: Outputs of the model that are gathered from all ranks for the loss.
+        scalar_output_names: Outputs of the model that are one number for the step.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -185,6 +189,11 @@ class Sigmoid(RowLoss):
 
     Args:
         chunk_rows: Number of texts of all ranks that are scored at a time, which bounds memory.
+
+    Attributes:
+        gathered_outputs: Outputs of the model that are gathered from all ranks for the loss.
+        scalar_output_names: Outputs of the model that are one number for the step.
+        remote_outputs: Those that are needed of remote rows (those of all ranks).
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")

@@ -17,6 +17,11 @@ class LanguageModelling:
 
     `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of target tokens, and
     sums of metrics by name, all scalars.
+
+    Attributes:
+        gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none.
+        scalar_output_names: Outputs of the model that are one number for the step, besides those of
+            the loss: none.
     """
 
     gathered_outputs: tuple[str, ...] = ()

@@ -29,6 +29,12 @@ class Matching(RowLoss):
 
     `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
     and sums of metrics by name, all scalars.
+
+    Attributes:
+        gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none.
+        scalar_output_names: Outputs of the model that are one number for the step.
+        score_outputs: Outputs from whose similarities negatives are chosen.
+        gathered_inputs: Columns of the batch that are gathered to copy negatives from.
     """
 
     gathered_outputs: tuple[str, ...] = ()

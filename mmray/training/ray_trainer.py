@@ -318,16 +318,16 @@ def run_group(
     """Wait for the resources of a worker group, log what it waits for, and run it to its end.
 
     Args:
-        loop: The `train_loop_per_worker`: called with a dict on each worker. It has `arguments`,
-            and as `coordinator` the handle of an actor, whose method `push` sends a message, a
-            dict, to the driver.
+        loop: The `train_loop_per_worker`: called with a dict on each worker. It has the keywords
+            `arguments` of this function, and under `coordinator` the handle of an actor, whose
+            method `push` sends a message, a dict, to the driver.
         config: Settings of the run; the limits of time are read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: The resources of the workers.
         log: Called with (line, label), where the label is the word to print before the line, such
             as `waiting`.
         on_message: Called with each message, a dict that a worker pushed.
-        arguments: What the loop needs.
+        arguments: Further values by name for the loop, which can be pickled.
 
     Returns:
         What `loop` returned on rank 0.

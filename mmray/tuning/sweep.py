@@ -204,7 +204,7 @@ class SweepState:
             folder: The folder of the sweep.
             plan: Recipe, goal, rungs and data of the sweep.
             reporter: Receives the progress of the trials.
-            summary: Entries of sweep.json that do not change.
+            summary: Entries of sweep.json that do not change, such as `goal`, JSON values by name.
             clock: Returns seconds, as time.monotonic does.
         """
         self.folder = folder

@@ -52,6 +52,10 @@ class CsvSource(JsonlSource):
 
     The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
     rows of one as RawRow: line, location, and values by column name or a BadRow.
+
+    Attributes:
+        suffixes: Suffixes of its files.
+        delimiter: Character between two fields; of a CSV replaced by the one that is found.
     """
 
     title = "CSV"
@@ -259,6 +263,10 @@ class TsvSource(CsvSource):
 
     The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
     rows of one as RawRow: line, location, and values by column name or a BadRow.
+
+    Attributes:
+        suffixes: Suffixes of its files.
+        delimiter: Character between two fields.
     """
 
     title = "TSV"

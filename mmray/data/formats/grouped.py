@@ -26,6 +26,9 @@ class GroupedSource(ListingSource):
 
     Args:
         source: The source, whose images must be paths or URLs.
+
+    Attributes:
+        listing: Name of the file with the listed rows, in the folder of the prepared set.
     """
 
     listing: ClassVar[str] = "grouped.jsonl"

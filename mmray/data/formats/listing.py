@@ -41,6 +41,9 @@ class ListingSource(Source):
     Each subclass implements `list_rows` for one layout of files: it yields the rows in order as
     dicts, values by column name such as `id`, `image` and `text`. `scan` yields its chunks, and
     `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
+
+    Attributes:
+        listing: Name of the file with the listed rows, in the folder of the prepared set.
     """
 
     listing: ClassVar[str] = "listing.jsonl"  # in the folder of the prepared set

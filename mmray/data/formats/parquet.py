@@ -49,6 +49,9 @@ class ParquetSource(Source):
 
     `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow: line, location, and
     values by column name or a BadRow.
+
+    Attributes:
+        suffixes: Suffixes of its files.
     """
 
     title = "Parquet"

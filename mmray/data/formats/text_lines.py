@@ -93,6 +93,9 @@ class JsonlSource(Source):
 
     A line is one row, a JSON object of values by column name. `scan` yields its chunks, and
     `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
+
+    Attributes:
+        suffixes: Suffixes of its files.
     """
 
     title = "JSON lines"
@@ -298,6 +301,9 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
     Args:
         data: Its UTF-8 bytes.
         strict: Reject infinities and repeated names.
+
+    Returns:
+        The object as a dict.
 
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).

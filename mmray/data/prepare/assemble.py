@@ -337,7 +337,7 @@ class PrepareResult:
         shards: The shards (files of the set), with the rows of each that are dropped. Rows without
             a split are training rows if others have one.
         quarantine: Name of the file that lists bad and dropped rows.
-        reasons: Number of bad and dropped rows by reason, such as `truncated`.
+        reasons: Number of bad and dropped rows by reason, such as {"truncated": 3}.
         examples: By reason the location (`file:line`) and a sentence about one such row, as one
             text.
         counts: Numbers of the kept rows by split, language and kinds of media.

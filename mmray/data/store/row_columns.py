@@ -77,6 +77,9 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
         second: The other one.
         are_fields: Whether the values are fields of a CSV, which also can be texts.
 
+    Returns:
+        The type that stores both, such as `double` for `int64` and `double`; None if both are None.
+
     Raises:
         ValueError: No type can store the values of both.
     """

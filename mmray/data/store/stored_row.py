@@ -104,8 +104,8 @@ class Row:
         source: Location in the source, `file:line`.
         boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
         box_labels: Class number of each box; None: none.
-        messages: A conversation; each content part of type `image` takes the next of `media`. None:
-            none.
+        messages: A conversation, a list of {"role": ..., "content": parts}; each content part of
+            type `image` takes the next of `media`. None: none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
             text has a span.
         text_columns: Column of the source of each text; None: the source has one column of texts.

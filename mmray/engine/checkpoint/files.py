@@ -350,6 +350,9 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
 def read_json(file: AnyPath) -> dict[str, Any]:
     """Return the JSON object in a file.
 
+    Returns:
+        The object as a dict.
+
     Raises:
         TrainingError: The file does not exist or is no JSON.
         StorageError: The storage cannot be read.

@@ -52,7 +52,8 @@ def build_text_tower(
             get embedding rows; empty: none.
 
     Returns:
-        A module from token ids and mask [B, T] to features of each token [B, T, width].
+        A module from token ids and mask, int64 [B, T], to features of each token [B, T, width] and
+        the mask.
 
     Raises:
         UsageError: The weights cannot be read, do not suit the tokenizer, or have too few

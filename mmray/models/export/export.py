@@ -213,7 +213,8 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
     """Return the values of config.json for transformers.
 
     Args:
-        model: The model to export.
+        model: The module to export, such as a `Clip`; None is returned for one without
+            `export_hf_config`.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json, for the ids of special tokens.
 
     Returns:
