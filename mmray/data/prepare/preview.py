@@ -66,6 +66,7 @@ def understand(
 
     Raises:
         DataError: The source is invalid, or has no columns of images or texts.
+        UsageError: It has no column of `prepare.keep`.
     """
     source = job.open()
     on_rows(0)  # some formats list all files before the first chunk
@@ -76,7 +77,7 @@ def understand(
         rows += chunk.num_rows or 0
         on_rows(rows)
     first_rows = _read_first_rows(source, chunks)
-    _check_json_columns(source, first_rows)
+    _check_columns(job, source, first_rows)
     if not source.class_names:
         source.class_names = _find_class_names(source, chunks[:num_labeled], first_rows)
     return source, chunks, first_rows
@@ -87,28 +88,37 @@ def _read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawR
     return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
 
 
-def _check_json_columns(source: Source, first_rows: Sequence[RawRow]) -> None:
-    """Check that JSON rows have columns of images and texts, as other formats check their header.
+def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> None:
+    """Check the columns of the first rows, as formats with a header check theirs.
 
-    Raises DataError if no row has a column of images or media, or none has texts.
+    Raises DataError if JSON rows have no column of images or media, or none of texts, and
+    UsageError for a column of `prepare.keep` that no row has.
     """
-    rows = [
-        {name: value for name, value in row.values.items() if name != KEPT_COLUMNS}
-        for row in first_rows
-        if isinstance(row.values, dict)
-    ]
-    if not rows or type(source) not in (JsonlSource, JsonArraySource):
+    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    if not rows or not source.has_types:  # an empty field of a CSV is no value; it has a header
         return
     place = f"{source.folder / source.name} ({source.describe()})"
-    names = {name: None for values in rows for name in values}
-    if len(first_rows) == 1 and (items := _find_items(rows[0])):
-        raise DataError(
-            f"{place} is one object with {', '.join(names)[:200]}, and not a row: write its rows "
-            f"as JSON lines, for example with `jq -c '{items}' {quote(source.name)} > rows.jsonl`"
-        )
-    # rename_columns has dropped what a mapped column replaces
-    lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
-    check_columns(list(names), lacking, place)
+    names = list(dict.fromkeys(name for row in rows for name in row if name != KEPT_COLUMNS))
+    if type(source) in (JsonlSource, JsonArraySource):
+        first = {name: rows[0].get(name) for name in names}
+        if len(first_rows) == 1 and (items := _find_items(first)):
+            raise DataError(
+                f"{place} is one object with {', '.join(names)[:200]}, and not a row: write its "
+                "rows as JSON lines, for example with "
+                f"`jq -c '{items}' {quote(source.name)} > rows.jsonl`"
+            )
+        # rename_columns has dropped what a mapped column replaces
+        lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
+        check_columns(names, lacking, place)
+    names += _kept_names(first_rows)
+    place += f", in its first {len(first_rows)} rows,"
+    check_named(names, job.settings.keep, source.columns, place)
+
+
+def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
+    """Return the names of the columns that `prepare.keep` stores."""
+    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    return list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
 
 
 def _find_items(values: dict[str, Any]) -> str:
@@ -177,7 +187,7 @@ def describe_source(
         yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
     if columns := _format_columns(source, chunks, first_rows):
         yield columns, "columns"
-    if kept := _kept_columns(job, source, first_rows):
+    if kept := _kept_names(first_rows):
         yield ", ".join(kept), "kept"
     for row in first_rows:
         if isinstance(row.values, dict):
@@ -185,17 +195,6 @@ def describe_source(
             break
     if job.settings.allow_urls:
         yield f"images by URL, only from {', '.join(job.settings.allow_urls)}", "download"
-
-
-def _kept_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> list[str]:
-    """Return the names of the columns that `prepare.keep` stores. Raises UsageError."""
-    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
-    kept = list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
-    names = {name: None for row in rows for name in row if name != KEPT_COLUMNS}
-    if rows and source.has_types:  # an empty field of a CSV is no value; its header was checked
-        place = f"{job.source.name or job.source.address} (its first {len(first_rows)} rows)"
-        check_named([*kept, *names], job.settings.keep, source.columns, place)
-    return kept
 
 
 def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
