@@ -67,7 +67,7 @@ class Pool:
 
     Args:
         name: Name of the pool, such as `gpu-workers`.
-        resources: Resources of one of its nodes, by name.
+        resources: Resources of one of its nodes, amounts by name, such as {"CPU": 16, "GPU": 1}.
         max_nodes: Maximum number of its nodes, including existing ones.
         labels: Labels of its nodes; None: unknown.
     """

@@ -66,7 +66,8 @@ class TrainSpec:
 
     Attributes:
         model: The model, not wrapped; it may be sharded already.
-        objective: The loss.
+        objective: The loss: `count` returns its denominator for a batch, and `compute_loss` the
+            sum, with metrics.
         plan: Which rows each step takes.
         batch_shape: Global batch and micro-batch at the start. With a single rank, a step that runs
             out of memory is repeated with half the micro-batch.
@@ -86,7 +87,8 @@ class TrainSpec:
         notify: Called on rank 0 with (label, line), where the label, such as `memory`, is the word
             that the console prints before the line.
         profile_path: File for the trace of `train.profile`; None on ranks that write none.
-        static_metrics: Metrics that are constant over the run, such as the memory by component.
+        static_metrics: Metrics that are constant over the run, values by name, such as the memory
+            by component in GiB.
         heartbeat: Counts each forward and backward as progress, so that a long step is not taken
             for a hang.
         stop: Called without arguments in each step; True on any rank ends the run after this step,
@@ -125,7 +127,8 @@ class LoopResult:
         steps: Steps that were taken, over all starts of the run.
         rows_consumed: Rows of the sample order up to this step.
         skipped_steps: Steps without an update, because the gradient was not finite.
-        metrics: The last logged metrics; empty if no step was left.
+        metrics: The last logged metrics, values by name such as `train/loss`; empty if no step was
+            left.
     """
 
     status: Literal["finished", "stopped"]

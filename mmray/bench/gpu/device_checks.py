@@ -333,6 +333,8 @@ CHECKS: tuple[tuple[Callable[..., dict[str, float]], tuple[str, ...]], ...] = (
 class SyncCounter:
     """Host synchronizations with a GPU so far, and the lines of Python that caused them.
 
+    `count` is their number, and `places` the number by source line.
+
     Attributes:
         caught: Warnings that were caught: one of torch per synchronization, and unrelated ones.
     """

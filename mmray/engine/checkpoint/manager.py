@@ -263,6 +263,9 @@ def steps_between_checkpoints(
 class CheckpointSchedule:
     """Decides at which steps a run saves checkpoints.
 
+    `is_due(step)` returns whether to save after this step, and `saved(step, steps)` records a
+    save.
+
     Args:
         every: Steps between two checkpoints; 0: none; "auto": at the steps that `saved` sets, at
             first after 10 steps.
