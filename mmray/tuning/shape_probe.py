@@ -152,7 +152,8 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
     """
     assert best.global_rows is not None
     config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})
-    shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+    # An elastic recipe may have been measured with fewer workers than its largest number.
+    shape = resolve_batch_shape(config.batch, best.workers or config.cluster.max_workers)
     return as_recipe(config, base, shape)
 
 

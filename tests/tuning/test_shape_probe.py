@@ -288,6 +288,8 @@ def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     assert best_recipe(base, replace(best, global_rows=100)).train.steps == 384
     epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
     assert best_recipe(epochs, best).train == epochs.train
+    of_two = TrialRow("s002", "finished", micro=64, accumulation=1, workers=2, global_rows=128)
+    assert best_recipe(base, of_two).batch.micro == 64
     assert str(resolve_batch_shape(recipe.batch, 4)) == (
         "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
     )
