@@ -18,6 +18,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+gc.disable()  # until all tests are collected: imports leave millions of objects, and few to free
+
 # The same examples in each run, and no limits of time, which a loaded machine does not keep.
 hypothesis.settings.register_profile(
     "tests",
@@ -202,8 +204,8 @@ def pytest_collection_finish():
     """Take the objects of imported modules and of collected tests out of garbage collections, each
     of which would visit some million objects, and switch off traces of torch's compiler.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
     # torch writes traces of each compilation to this logger if it has a handler, and pytest adds
     # handlers to loggers that do not propagate.
     logging.getLogger("torch.__trace").propagate = True

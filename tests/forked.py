@@ -7,22 +7,6 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest.mock import patch
 
-# Imports of the ranks and workers, and lazy imports of torch and transformers, which take many
-# seconds.
-PRELOADED = (
-    "tests.engine.ranks",
-    "tests.engine.checkpoint.shard_ranks",
-    "tests.training.faults",
-    "mmray.bench.strategies",
-    "mmray.training.local_worker",
-    "mmray.engine.worker",
-    "torch._dynamo",
-    "torch._inductor.fx_passes.post_grad",
-    "functorch.compile",
-    "torch.distributed.fsdp",
-    "transformers.models.clip.modeling_clip",
-)
-
 
 class _Process(ForkServerProcess):
     """A process with the environment variables of its parent, not those of the server."""
@@ -39,8 +23,8 @@ CONTEXT = _Context()
 
 
 def preload():
-    """Let the fork server import all this when it starts."""
-    CONTEXT.set_forkserver_preload(list(PRELOADED))
+    """Let the fork server import what the ranks and workers need when it starts."""
+    CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def _run(environment, target, args):

@@ -1,4 +1,4 @@
-"""Readers of rows that stall; without torch, which data processes do not import."""
+"""Readers of rows that stall or fail; without torch, which data processes do not import."""
 
 import os
 import signal
@@ -6,6 +6,14 @@ import time
 from pathlib import Path
 
 from mmray.data.stream.reader import RowReader
+from mmray.storage.requests import TransientStorageError
+
+
+class FailingReader(RowReader):
+    """Reads no block, like a file system that returns errors."""
+
+    def read_block(self, plan, positions, pixels=None):
+        raise TransientStorageError(5, "Input/output error")
 
 
 class StalledReader(RowReader):

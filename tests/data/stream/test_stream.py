@@ -30,8 +30,8 @@ from mmray.data.stream.slots import SlotPool
 from mmray.data.stream.stream import RankBlocks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.requests import TransientStorageError
-from mmray.training.ray_backend import root_cause
 from tests.made import CAPTIONS, make_set, png, row
+from tests.training.readers import FailingReader
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
 TINY = png(7, side=1)
@@ -229,13 +229,11 @@ def test_slot_is_lent_again_when_no_part_of_its_pixels_is_used():
     assert slots.lend() == lent
 
 
-class FailingReader(RowReader):
-    def read_block(self, plan, positions, pixels):
-        raise TransientStorageError(5, "Input/output error")
-
-
 def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
     """The driver retries a storage, and not a bug."""
+    # imported here, because the processes of `consume` import this module
+    from mmray.training.ray_backend import root_cause
+
     failing = FailingReader(reader.prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(117, 4, 1, seed=3, steps=1)
     with pytest.raises(ray.exceptions.RayTaskError) as raised:

@@ -24,8 +24,8 @@ FAMILIES = [
 
 @pytest.fixture(scope="module")
 def results(folder_of, tmp_path_factory):
-    """Two families take 20 steps before, in which a rank often has no image."""
-    steps = {"qwen3_vl": 20, "gemma3": 20}
+    """Two families take 8 steps before, in which a rank often has no image."""
+    steps = {"qwen3_vl": 8, "gemma3": 8}
     models = {each: (str(folder_of(each)), steps.get(each, 0)) for each in FAMILIES}
     return spawn_ranks(two_ranks.main, tmp_path_factory.mktemp("ranks"), 2, models)
 

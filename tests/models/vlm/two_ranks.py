@@ -80,7 +80,7 @@ def gradient(
 
     draw = random.Random(0)
     for _ in range(random_steps):
-        step([[[draw.choice((0, *range(len(rows))))] for _ in range(2)] for _ in range(2)])
+        step([draw_rows(draw, len(rows)) for _ in range(2)])
         zero_gradients(state)
     split = split or (VIDEO_SPLIT if len(rows) > 3 else SPLIT)
     if group.world_size > 1:
@@ -94,6 +94,13 @@ def gradient(
             assert grad is not None
             gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
     return torch.cat(gradients)
+
+
+def draw_rows(draw: random.Random, num_rows: int) -> list[list[int]]:
+    """The rows of two micro-batches of a rank; half of the time none has an image."""
+    if draw.random() < 0.5:
+        return [[0], [0]]
+    return [[draw.randrange(num_rows)] for _ in range(2)]
 
 
 def resume(rank: int, folder: str, config: Config, checkpoint: str) -> None:
