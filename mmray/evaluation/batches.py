@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,31 +31,131 @@ from mmray.errors import DataError
 from mmray.machine import cores
 
 if TYPE_CHECKING:
-    from mmray.config import Evaluate, Inputs
+    from mmray.config import Inputs
+    from mmray.config.training import EvalSettings
 
 
-class SkippedRows(list[str]):
-    """A message for each held-out row that cannot be read.
+class EvalReader:
+    """Reads every held-out row once, in batches; base class of the evaluators.
 
-    `add(number, error)` appends the message of a row and logs some of them.
+    A subclass implements `score(model, group, objective, global_rows)`, which returns metrics by
+    name. `batches()` yields the batches.
+
+    Args:
+        prepared: The set with the held-out rows.
+        settings: Metrics to compute, rows of a batch, and the limit of rows.
+        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+            not called.
+
+    Attributes:
+        skipped: A message for each row of the last call of `batches` that cannot be read.
     """
 
-    def add(self, number: int, error: Exception) -> None:
-        """Add a row; the first of each 1000 is logged.
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        settings: EvalSettings,
+        on_rows: Callable[[int], None] | None = None,
+    ) -> None:
+        self.prepared = prepared
+        self.settings = settings
+        self.on_rows = on_rows or (lambda _: None)
+        self.skipped: list[str] = []
+
+    def batches(
+        self, rank: int = 0, world_size: int = 1, limit: int | None = None
+    ) -> Iterator[Any]:
+        """Yield the rows of a rank in batches of the size `evaluate.batch`.
+
+        The ranks get contiguous parts of the set, whose sizes differ by at most one. Unreadable
+        rows are added to `skipped`, which is cleared first. A batch without readable rows is
+        omitted. Raises OSError if an object store fails.
+
+        Args:
+            rank: The rank.
+            world_size: Number of ranks, which divide the rows.
+            limit: Only the first `limit` rows of the set are divided; None: all.
+        """
+        self.skipped.clear()
+        num_rows = min(self.prepared.num_rows, limit or self.prepared.num_rows)
+        rows = np.array_split(np.arange(num_rows), world_size)[rank]
+        size = self.settings.batch
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
+            # A few adjacent rows per task, so a store gets one request for them; `map` submits when
+            # it is called.
+            ahead: Iterator[list[list[Any] | Exception]] = iter(())
+            for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
+                current = ahead
+                starts = range(0, len(after), RECORD_BATCH_ROWS)
+                ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
+                items: list[Any] = []
+                for row, found in zip(part.tolist(), chain.from_iterable(current), strict=True):
+                    if isinstance(found, Exception):
+                        self.skip(row, found)
+                    else:
+                        items += found
+                for start in range(0, len(items), size):
+                    yield self._collate(items[start : start + size])
+                self.on_rows(len(part))
+
+    def skip(self, number: int, error: Exception) -> None:
+        """Add an unreadable row to `skipped`; the first of each 1000 is logged.
 
         Args:
             number: Index of the row in the set.
             error: Why it cannot be read.
         """
-        self.append(f"row {number}: {error}")
-        if len(self) % 1000 == 1:
-            logging.getLogger(__name__).warning("evaluation skips %s", self[-1])
+        self.skipped.append(f"row {number}: {error}")
+        if len(self.skipped) % 1000 == 1:
+            logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
+
+    def count_bad_rows(self, num_rows: int, group: Any) -> int:
+        """Return the number of unreadable rows of all ranks; a collective call.
+
+        Args:
+            num_rows: Number of readable rows of all ranks.
+            group: The ranks.
+
+        Raises:
+            DataError: No row is readable; raised on every rank.
+        """
+        skipped = torch.tensor([len(self.skipped)])
+        bad_rows = int(group.all_gather_variable(skipped).sum())
+        if not num_rows:
+            first = "; ".join(self.skipped[:1])
+            raise DataError(f"cannot read any of {bad_rows} evaluation rows: {first}")
+        return bad_rows
+
+    def _read(self, numbers: np.ndarray) -> list[list[Any] | Exception]:
+        """Read rows; a row that fails, or whose media were changed, becomes its exception."""
+        out: list[list[Any] | Exception] = []
+        for number, row in zip(numbers.tolist(), read_each(self.prepared, numbers), strict=True):
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                if not row.checksum_ok:
+                    location = f"{row.key} ({row.source})"
+                    raise BadImage("checksum", f"{location}: digest does not match the set")
+                out.append(self._convert(number, row))
+            except ROW_ERRORS as error:
+                out.append(error)
+        return out
+
+    def _convert(self, number: int, row: Row) -> list[Any]:
+        """Return the items of a row, of which batches are made, in a thread of the pool."""
+        return [(number, row)]
+
+    def _collate(self, items: list[Any]) -> Any:
+        """Return a batch of items, at least one."""
+        return items
 
 
 class EvalRow(NamedTuple):
     """A decoded held-out row.
 
     Attributes:
+        number: Index of the row in the set.
         pixels: Transformed image, uint8 [3, S, S].
         columns: Further inputs of the model by name, such as boxes, each [1, ...].
         texts: Its captions, as the encoder formats them.
@@ -64,19 +163,21 @@ class EvalRow(NamedTuple):
         image_hash: Equal for equal images.
     """
 
+    number: int
     pixels: np.ndarray
-    columns: Block  # [1, ...], further columns of the model
+    columns: Block
     texts: list[str]
-    label: int  # -1: none
-    image_hash: int  # equal for equal images
+    label: int
+    image_hash: int
 
 
-class EvalDataset:
-    """Held-out rows and the settings that turn them into model inputs; base class of the
-    evaluators.
+class EvalDataset(EvalReader):
+    """Held-out rows as inputs of a model that embeds images and texts.
 
-    A subclass implements `score(model, group, objective, global_rows)`, which returns metrics by
-    name.
+    A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
+    set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
+    `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
+    for equal captions) int64 [C]. Some models get further columns, such as boxes.
 
     Args:
         prepared: The set with the held-out rows.
@@ -94,16 +195,14 @@ class EvalDataset:
         prepared: PreparedSet,
         inputs: Inputs,
         tokenizer_json: str,
-        settings: Evaluate,
+        settings: EvalSettings,
         max_pixels: int = MAX_PIXELS,
         on_rows: Callable[[int], None] | None = None,
         task: str = "",
     ) -> None:
-        self.on_rows = on_rows or (lambda _: None)
+        super().__init__(prepared, settings, on_rows)
         self.task = task
-        self.prepared = prepared
         self.inputs = inputs
-        self.settings = settings
         self.max_pixels = max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
@@ -134,172 +233,57 @@ class EvalDataset:
         if error := self._check_results.get(row.source):
             raise error
 
+    def extra_inputs(self, row: Row, image_size: Any) -> Block:
+        """Return the further inputs of the model, such as boxes or frames, each [1, ...].
 
-@dataclass
-class EvalBatches:
-    """Batches of one rank's part of the held-out rows; can be iterated repeatedly.
+        Args:
+            row: The stored row.
+            image_size: Size of its image before and after the transform, for boxes.
 
-    A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
-    set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
-    `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
-    for equal captions) int64 [C]. Some models get further columns, such as boxes.
-
-    Iterating raises OSError if an object store fails.
-
-    Args:
-        data: The rows and the settings of the model inputs.
-        rank: This rank.
-        world_size: Number of ranks, which divide the rows.
-        limit: Only the first `limit` rows of the set are used; None: all.
-        skipped: Filled with a message per unreadable row.
-    """
-
-    data: EvalDataset
-    rank: int = 0
-    world_size: int = 1
-    limit: int | None = None
-    skipped: SkippedRows = field(default_factory=SkippedRows)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Indices of this rank's rows in the set, int64, ascending.
-
-        The ranks get contiguous parts of the set, or of its first `limit` rows if a limit is set.
-        Their sizes differ by at most one.
+        Raises:
+            BadImage: Audio or video cannot be decoded.
         """
-        return rows_of_rank(self.data.prepared, self.limit, self.rank, self.world_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches with at least one row each."""
-        return map(self._collate, self.readable_rows())
-
-    def readable_rows(self) -> Iterator[list[tuple[int, EvalRow]]]:
-        """Read and decode the rows of this rank, in batches of the setting `evaluate.batch`.
-
-        Unreadable rows are added to `skipped`, which is cleared first. A batch without readable
-        rows is omitted.
-
-        Yields:
-            A list with (index in the set, EvalRow) of each readable row of a batch, at least one.
-            An EvalRow has `pixels` uint8 [3, S, S], `texts`, `label`, `image_hash` and `columns`
-            (further inputs).
-        """
-        self.skipped.clear()
-        rows = self.rows
-        size = self.data.settings.batch
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
-            # A few adjacent rows per task, so a store gets one request for them; `map` submits when
-            # it is called.
-            ahead: Iterator[list[EvalRow | Exception]] = iter(())
-            for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
-                current = ahead
-                starts = range(0, len(after), RECORD_BATCH_ROWS)
-                ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
-                readable: list[tuple[int, EvalRow]] = []
-                for row, record in zip(part.tolist(), chain.from_iterable(current), strict=True):
-                    if isinstance(record, Exception):
-                        self.skipped.add(row, record)
-                    else:
-                        readable.append((row, record))
-                if readable:
-                    yield readable
-                self.data.on_rows(len(part))
-
-    def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
-        """Read rows; a row that fails becomes its exception."""
-        records = read_intact(self.data.prepared, rows)
-        return [
-            record if isinstance(record, Exception) else self._convert(record) for record in records
-        ]
-
-    def _convert(self, record: Row) -> EvalRow | Exception:
-        data = self.data
-        try:
-            data.check_decodable(record)
-            image = data.reader.decode_row(record, None)  # no augmentation
-        except ROW_ERRORS as error:
-            return error
         columns: Block = {}
-        for extra in data.reader.extra_columns:
+        for extra in self.reader.extra_columns:
             columns |= extra.empty(1)
-            extra.set_row(columns, 0, record, image.image_size, None)
-        label = NO_LABEL if record.label is None else record.label
-        texts = data.encoder.format_texts(record)
-        return EvalRow(image.pixels, columns, texts, label, _image_hash(record))
+            extra.set_row(columns, 0, row, image_size, None)
+        return columns
 
-    def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
-        rows = [row for _, row in readable]
-        texts = [text for row in rows for text in row.texts]
-        tokens = token_columns(*self.data.encoder.encode(texts))
+    def collate_inputs(self, items: list[Any], texts: list[str]) -> Batch:
+        """Return the tokens of texts, and the further inputs of items.
+
+        Args:
+            items: Items with `columns`, the result of `extra_inputs`.
+            texts: The C texts.
+
+        Returns:
+            `input_ids` and `attention_mask` int64 [C, T], and the columns by name.
+        """
         columns = {
-            name: np.concatenate([row.columns[name] for row in rows]) for name in rows[0].columns
+            name: np.concatenate([item.columns[name] for item in items])
+            for name in items[0].columns
         }
-        return (
-            tokens
-            | extra_tensors(columns, self.data.reader.extra_columns)
-            | {
-                "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
-                "row": torch.tensor([number for number, _ in readable]),
-                "label": torch.tensor([row.label for row in rows]),
-                "image_hash": torch.tensor([row.image_hash for row in rows]),
-                "caption_row": torch.tensor(
-                    [number for number, row in readable for _ in row.texts]
-                ),
-                "text_hash": torch.tensor([hash_key(text) for text in texts]),
-            }
-        )
+        tokens = token_columns(*self.encoder.encode(texts))
+        return tokens | extra_tensors(columns, self.reader.extra_columns)
 
+    def _convert(self, number: int, row: Row) -> list[Any]:
+        self.check_decodable(row)
+        image = self.reader.decode_row(row, None)  # no augmentation
+        columns = self.extra_inputs(row, image.image_size)
+        label = NO_LABEL if row.label is None else row.label
+        texts = self.encoder.format_texts(row)
+        return [EvalRow(number, image.pixels, columns, texts, label, _image_hash(row))]
 
-def read_intact(prepared: PreparedSet, numbers: np.ndarray) -> list[Row | Exception]:
-    """Read rows; one that cannot be read, or whose media were changed, becomes its exception.
-
-    Args:
-        prepared: The set.
-        numbers: Indices of the rows, int64.
-
-    Returns:
-        For each index a Row (`key`, `media` with encoded bytes, `texts` or `messages` and others),
-        or the exception.
-    """
-    return [
-        row
-        if isinstance(row, Exception) or row.checksum_ok
-        else BadImage("checksum", f"{row.key} ({row.source}): digest does not match the set")
-        for row in read_each(prepared, numbers)
-    ]
-
-
-def rows_of_rank(
-    prepared: PreparedSet, limit: int | None, rank: int, world_size: int
-) -> np.ndarray:
-    """Return the indices of a rank's contiguous part of a set, int64, ascending.
-
-    Args:
-        prepared: The set.
-        limit: Only its first `limit` rows are divided; None: all.
-        rank: The rank.
-        world_size: Number of ranks; the sizes of their parts differ by at most one.
-    """
-    num_rows = min(prepared.num_rows, limit or prepared.num_rows)
-    return np.array_split(np.arange(num_rows), world_size)[rank]
-
-
-def count_bad_rows(skipped: Sequence[str], num_rows: int, group: Any) -> int:
-    """Return the number of unreadable rows of all ranks; a collective call.
-
-    Args:
-        skipped: A message for each unreadable row of this rank.
-        num_rows: Number of readable rows of all ranks.
-        group: The Group of all ranks.
-
-    Raises:
-        DataError: No row is readable; raised on every rank.
-    """
-    bad_rows = int(group.all_gather_variable(torch.tensor([len(skipped)])).sum())
-    if not num_rows:
-        raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(skipped[:1])}")
-    return bad_rows
+    def _collate(self, items: list[Any]) -> Batch:
+        texts = [text for row in items for text in row.texts]
+        return self.collate_inputs(items, texts) | {
+            "image": torch.from_numpy(np.stack([row.pixels for row in items])),
+            "row": torch.tensor([row.number for row in items]),
+            "label": torch.tensor([row.label for row in items]),
+            "image_hash": torch.tensor([row.image_hash for row in items]),
+            "caption_row": torch.tensor([row.number for row in items for _ in row.texts]),
+            "text_hash": torch.tensor([hash_key(text) for text in texts]),
+        }
 
 
 def _image_hash(record: Row) -> int:

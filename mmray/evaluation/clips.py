@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -11,18 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.images.boxes import NO_LABEL
-from mmray.data.store.mixture import ROW_ERRORS
 from mmray.data.store.stored_row import Row, hash_key
-from mmray.data.stream.collate import Batch, extra_tensors, token_columns
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import (
-    EvalDataset,
-    SkippedRows,
-    count_bad_rows,
-    read_intact,
-    rows_of_rank,
-)
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import (
     TOP_K,
     Group,
@@ -39,12 +33,12 @@ from mmray.models.synthetic import synthetic_batch
 
 
 class _Clip(NamedTuple):
-    """A row with one of its texts, and its columns of a batch."""
+    """A row with one of its texts."""
 
-    row: Row
-    columns: dict[str, np.ndarray]
-    row_number: int
-    text_number: int
+    columns: Block  # inputs of the model
+    text: str
+    identity: list[int]  # hash of the text, index of the row, number of the text in the row
+    label: int
 
 
 class ClipEvaluator(EvalDataset):
@@ -91,12 +85,11 @@ class ClipEvaluator(EvalDataset):
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.
         """
-        skipped = SkippedRows()
-        files, identities, hits = self._embed(model, group, skipped)
+        files, identities, hits = self._embed(model, group)
         # After all batches, because the ranks may have different numbers of them.
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
         identity = gather_rows(identities, group)
-        bad_rows = count_bad_rows(skipped, len(identity), group)
+        bad_rows = self.count_bad_rows(len(identity), group)
         metrics: dict[str, float] = {}
         if hits is not None:
             classes = model.class_head.out_features
@@ -128,9 +121,9 @@ class ClipEvaluator(EvalDataset):
         }
 
     def _embed(
-        self, model: nn.Module, group: Group, skipped: SkippedRows
+        self, model: nn.Module, group: Group
     ) -> tuple[dict[str, RowFile], RowFile, Tensor | None]:
-        """Embed the clips of this rank's rows; unreadable rows go into `skipped`.
+        """Embed the clips of this rank's rows.
 
         Returns the embeddings by modality; the hash of the text, the row and the number of the text
         of each clip; and the counts of `topk_hits` of the classification head, None without one.
@@ -147,7 +140,8 @@ class ClipEvaluator(EvalDataset):
             identities = RowFile(3, np.int64)
             classifies = "class_logits" in outputs
             hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64) if classifies else None
-            for batch, _ in steps_in_lockstep(model, self._batches(group, skipped), group):
+            batches = self.batches(group.rank, group.world_size, self.settings.limit)
+            for batch, _ in steps_in_lockstep(model, batches, group):
                 if batch is None:
                     model(synthetic)
                     continue
@@ -160,59 +154,23 @@ class ClipEvaluator(EvalDataset):
                     hits += topk_hits(outputs["class_logits"].float().cpu(), batch["label"])
         return files, identities, hits
 
-    def _batches(self, group: Group, skipped: SkippedRows) -> Iterator[Batch]:
-        """Yield batches of the clips of this rank's rows; unreadable rows go into `skipped`."""
-        settings = self.settings
-        numbers = rows_of_rank(self.prepared, settings.limit, group.rank, group.world_size)
-        for first in range(0, len(numbers), settings.batch):
-            part = numbers[first : first + settings.batch]
-            rows = read_intact(self.prepared, part)
-            clips: list[_Clip] = []
-            for number, row in zip(part.tolist(), rows, strict=True):
-                try:
-                    if isinstance(row, Exception):
-                        raise row
-                    clips += self._clips_of(row, number)
-                except ROW_ERRORS as error:
-                    skipped.add(number, error)
-            for at in range(0, len(clips), settings.batch):
-                yield self._collate(clips[at : at + settings.batch])
-            self.on_rows(len(part))
-
-    def _clips_of(self, row: Row, row_number: int) -> list[_Clip]:
-        """Return each clip of a row. Raises BadImage."""
+    def _convert(self, number: int, row: Row) -> list[Any]:
+        """Return each clip of a row."""
+        label = NO_LABEL if row.label is None else row.label
         clips = []
-        for number in range(max(1, len(row.texts))):
-            clip = row.with_text(number)
-            columns: dict[str, np.ndarray] = {}
-            for extra in self.reader.extra_columns:
-                columns |= extra.empty(1)
-                extra.set_row(columns, 0, clip, (0, 0), None)
-            clips.append(_Clip(clip, columns, row_number, number))
+        for text_number in range(max(1, len(row.texts))):
+            clip = row.with_text(text_number)
+            text = (self.encoder.format_texts(clip) or [""])[0]
+            identity = [hash_key(text or row.key), number, text_number]
+            clips.append(_Clip(self.extra_inputs(clip, (0, 0)), text, identity, label))
         return clips
 
-    def _collate(self, clips: list[_Clip]) -> Batch:
-        columns = {
-            name: np.concatenate([clip.columns[name] for clip in clips])
-            for name in clips[0].columns
+    def _collate(self, items: list[Any]) -> Batch:
+        return self.collate_inputs(items, [clip.text for clip in items]) | {
+            "identity": torch.tensor([clip.identity for clip in items]),
+            "label": torch.tensor([clip.label for clip in items]),
+            "valid": torch.ones(len(items), dtype=torch.bool),
         }
-        texts = [(self.encoder.format_texts(clip.row) or [""])[0] for clip in clips]
-        input_ids, num_tokens = self.encoder.encode(texts)
-        identities = [
-            [hash_key(text or clip.row.key), clip.row_number, clip.text_number]
-            for text, clip in zip(texts, clips, strict=True)
-        ]
-        return (
-            token_columns(input_ids, num_tokens)
-            | extra_tensors(columns, self.reader.extra_columns)
-            | {
-                "identity": torch.tensor(identities),
-                "label": torch.tensor(
-                    [NO_LABEL if clip.row.label is None else clip.row.label for clip in clips]
-                ),
-                "valid": torch.ones(len(clips), dtype=torch.bool),
-            }
-        )
 
 
 def _ranks(

@@ -7,10 +7,10 @@ only has captions has all of them as reference answers to the same question.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,27 +27,15 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
 from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
-from mmray.evaluation.batches import SkippedRows, count_bad_rows, read_intact, rows_of_rank
-from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep
+from mmray.evaluation.batches import EvalReader
+from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep, steps_in_lockstep
 
 if TYPE_CHECKING:
     from mmray.config import Config
 
 MAX_NEW_TOKENS = 64  # of an answer
-READ_ROWS = 64  # rows of a set read at once
+MAX_BATCH = 64  # rows of a forward pass
 NUM_SHOWN = 6  # correct answers, and wrong ones, in the report
-
-
-class HeldOutRow(NamedTuple):
-    """A held-out row and its index in the set.
-
-    Attributes:
-        number: Index of the row in the set.
-        row: The stored row.
-    """
-
-    number: int
-    row: Row
 
 
 class Answer(NamedTuple):
@@ -64,7 +52,7 @@ class Answer(NamedTuple):
     text: str
 
 
-class ConversationEvaluator:
+class ConversationEvaluator(EvalReader):
     """Computes loss, perplexity and the scores of generated answers of a vision-language model.
 
     `score(model, group, objective, global_rows)` returns metrics by name, such as `loss` and
@@ -86,11 +74,9 @@ class ConversationEvaluator:
         on_rows: Callable[[int], None] | None = None,
     ) -> None:
         spec: Any = config.model
-        self.settings = config.evaluate
-        self.prepared = prepared
+        batch = min(MAX_BATCH, config.evaluate.batch)
+        super().__init__(prepared, config.evaluate.replace(batch=batch), on_rows)
         self.reader = ConversationReader(prepared, spec, max_pixels)
-        self.on_rows = on_rows or (lambda _: None)
-        self.skipped = SkippedRows()
 
     @torch.no_grad()
     def score(
@@ -127,13 +113,13 @@ class ConversationEvaluator:
         vlm: Any = model
         collate = vlm.collator()
         self.reader.__dict__["encoder"] = vlm.encoder  # otherwise the processor is loaded twice
-        self.skipped.clear()
         sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, correct tokens, rows
         with eval_mode(model):
-            for part in self._batches(group, self.settings.limit):
+            batches = self.batches(group.rank, group.world_size, self.settings.limit)
+            for part, _ in steps_in_lockstep(model, batches, group):
                 encoded: list[EncodedRow] = []
-                for held_out in part:
-                    row = self._try(held_out, self._encode)
+                for number, held_out in part or ():
+                    row = self._try(number, held_out, self._encode)
                     encoded += row or []
                     sums[3] += row is not None
                 if encoded or in_lockstep(model, group):
@@ -142,9 +128,8 @@ class ConversationEvaluator:
                     sums[0] += outputs["loss_sum"].double().cpu()
                     sums[1] += len(batch["targets"])
                     sums[2] += outputs["num_correct"].double().cpu()
-                self.on_rows(len(part))
         loss, tokens, correct, rows = group.all_gather_variable(sums[None]).sum(0).tolist()
-        bad_rows = count_bad_rows(self.skipped, int(rows), group)
+        bad_rows = self.count_bad_rows(int(rows), group)
         answers: list[Answer] = []
         if self.settings.num_generations:
             with eval_mode(model):
@@ -163,25 +148,6 @@ class ConversationEvaluator:
             "bad_rows": float(bad_rows),
         }
 
-    def _batches(self, group: Group, limit: int | None) -> Iterator[list[HeldOutRow]]:
-        """Yield the readable rows of each batch of this rank's part of the first `limit` rows.
-
-        All ranks get equally many batches, of which some may be empty.
-        """
-        numbers = rows_of_rank(self.prepared, limit, group.rank, group.world_size)
-        most_rows = len(rows_of_rank(self.prepared, limit, 0, group.world_size))
-        size = min(READ_ROWS, self.settings.batch)
-        for first in range(0, most_rows, size):
-            part = numbers[first : first + size]
-            rows = []
-            records = read_intact(self.prepared, part)
-            for number, record in zip(part.tolist(), records, strict=True):
-                if isinstance(record, Exception):
-                    self.skipped.add(number, record)
-                else:
-                    rows.append(HeldOutRow(number, record))
-            yield rows
-
     def _encode(self, row: Row) -> list[EncodedRow]:
         """Return the conversations of a row: one, or one for each caption. Raises as
         `encode_row`.
@@ -189,12 +155,12 @@ class ConversationEvaluator:
         num_conversations = 1 if row.messages else len(row.texts)
         return [self.reader.encode_row(row, choice) for choice in range(num_conversations)]
 
-    def _try(self, held_out: HeldOutRow, compute: Callable[[Row], Any]) -> Any:
+    def _try(self, number: int, row: Row, compute: Callable[[Row], Any]) -> Any:
         """Return the result, or None for a row that the model cannot read."""
         try:
-            return compute(held_out.row)
+            return compute(row)
         except (BadImage, RowError) as error:
-            self.skipped.add(held_out.number, error)
+            self.skip(number, error)
             return None
 
     def _generate_answers(self, vlm: Any, group: Group) -> list[Answer]:
@@ -202,24 +168,24 @@ class ConversationEvaluator:
         settings = self.settings
         limit = min(settings.num_generations, settings.limit or settings.num_generations)
         own_answers: list[Answer] = []
-        for part in self._batches(group, limit):
+        batches = self.batches(group.rank, group.world_size, limit)
+        for part, _ in steps_in_lockstep(vlm, batches, group):
             prompts = []
             media = []
             references = []
-            for held_out in part:
-                decoded = self._try(held_out, self.reader.media_of)
+            for number, row in part or ():
+                decoded = self._try(number, row, self.reader.media_of)
                 if decoded is None:
                     continue
-                messages = held_out.row.conversations(self.reader.question)[0]
+                messages = row.conversations(self.reader.question)[0]
                 prompt = _prompt(messages)
                 num_media = sum(
                     piece["type"] != "text" for each in prompt for piece in each["content"]
                 )
                 prompts.append(prompt)
                 media.append(decoded[:num_media])
-                texts = held_out.row.texts
-                answers = [message_text(messages[len(prompt)])] if held_out.row.messages else texts
-                references.append((held_out.number, answers))
+                answers = [message_text(messages[len(prompt)])] if row.messages else row.texts
+                references.append((number, answers))
             lockstep = in_lockstep(vlm, group)
             if prompts or lockstep:
                 answers = vlm.answer(prompts, media, MAX_NEW_TOKENS, lockstep)
@@ -227,8 +193,7 @@ class ConversationEvaluator:
                     Answer(number, texts, answer)
                     for (number, texts), answer in zip(references, answers, strict=True)
                 ]
-            self.on_rows(len(part))
-        return [Answer(*each) for each in _gather_sorted(own_answers, group)]
+        return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
 
 
 def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
@@ -321,20 +286,3 @@ def _prompt(messages: Sequence[Message]) -> list[Message]:
     """Return the messages before the last one of the assistant."""
     last = max(index for index, each in enumerate(messages) if each["role"] == "assistant")
     return list(messages[:last])
-
-
-def _gather_sorted(results: list[Any], group: Group) -> list[Any]:
-    """Return the results of all ranks, sorted; a collective call.
-
-    Args:
-        results: JSON values of this rank, such as [row number, answer, reference texts].
-        group: The ranks.
-
-    Returns:
-        The values of all ranks, equal on all ranks; tuples become lists.
-    """
-    lines = "".join(json.dumps(result) + "\n" for result in results).encode()
-    gathered = group.all_gather_variable(
-        torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
-    )
-    return sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)

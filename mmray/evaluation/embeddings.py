@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalBatches
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
@@ -95,13 +95,13 @@ class Step(NamedTuple):
             many as the batch needs.
     """
 
-    batch: Batch | None
+    batch: Any
     num_calls: int | None
 
 
 @torch.no_grad()
 def embed_dataset(
-    model: Any, batches: EvalBatches, group: Group, objective: Objective, with_texts: bool = True
+    model: Any, data: EvalDataset, group: Group, objective: Objective, with_texts: bool = True
 ) -> EmbeddingSet:
     """Embed the held-out rows of all ranks; a collective call.
 
@@ -109,7 +109,7 @@ def embed_dataset(
         model: The unwrapped model, with the methods `embed_image` and `embed_text`. It may be
             sharded by FSDP, whose ranks must make the same calls; ranks with fewer rows then embed
             synthetic ones.
-        batches: The rows of this rank.
+        data: The held-out rows, of which each rank reads a part.
         group: The ranks, which exchange their embeddings.
         objective: The objective of the run; names the scalar outputs to keep, such as the
             temperature.
@@ -120,7 +120,7 @@ def embed_dataset(
         D], `text` float32 [U, D], `caption_row` and `text_id` int64 [C], `label` int64 [N] and
         others.
     """
-    text_rows = batches.data.settings.batch
+    text_rows = data.settings.batch
 
     def text_calls(batch: Batch) -> int:
         return -(-len(batch["input_ids"]) // text_rows) if with_texts else 0
@@ -131,13 +131,14 @@ def embed_dataset(
     with eval_mode(model):
         # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
         # because torch.compile makes separate graphs for one.
-        synthetic = synthetic_batch(batches.data.inputs, vocab_size=1, rows=2, device=group.device)
+        synthetic = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=group.device)
         outputs = model(synthetic)
         width = model.embed_image(synthetic["image"]).shape[1]
         heads = model.head_scores(synthetic) if hasattr(model, "head_scores") else {}
         hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
         images = RowFile(width)
         texts = RowFile(width)
+        batches = data.batches(group.rank, group.world_size, data.settings.limit)
         for batch, num_calls in steps_in_lockstep(model, batches, group, text_calls):
             pixels = (synthetic if batch is None else batch)["image"].to(group.device)
             image = model.embed_image(pixels).float().cpu()
@@ -187,9 +188,9 @@ def in_lockstep(model: nn.Module, group: Group) -> bool:
 
 def steps_in_lockstep(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Any],
     group: Group,
-    calls_of: Callable[[Batch], int] = lambda _: 1,
+    calls_of: Callable[[Any], int] = lambda _: 1,
 ) -> Iterator[Step]:
     """Yield the batches of this rank, as many steps on every rank if the model is sharded.
 

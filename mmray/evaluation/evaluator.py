@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalBatches, EvalDataset, count_bad_rows
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import (
     TOP_K,
     Group,
@@ -76,10 +76,9 @@ class Evaluator(EvalDataset):
             DataError: No row is readable, or a label has no class name.
         """
         settings = self.settings
-        batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
         retrieves = self.task != "zero_shot"
-        embedded = embed_dataset(model, batches, group, objective, with_texts=retrieves)
-        bad_rows = count_bad_rows(batches.skipped, len(embedded.row), group)
+        embedded = embed_dataset(model, self, group, objective, with_texts=retrieves)
+        bad_rows = self.count_bad_rows(len(embedded.row), group)
         metrics = {"rows": float(len(embedded.row))}
         if retrieves:
             retrieval_ranks = compute_retrieval_ranks(embedded, group)

@@ -36,7 +36,7 @@ from mmray.data.store.row_columns import (
 from mmray.data.store.shard_table import Shard
 from mmray.engine import precision
 from mmray.errors import DataError, ResourceError, UsageError, suggest
-from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
 from mmray.models import lora
 from mmray.models.protocol import EMBEDDING_METHODS
@@ -310,7 +310,7 @@ def embed_rows(
     embeddings = np.zeros((prepared.num_rows, job.width), np.float32)
     autocast = precision.select_precision(job.config.train.precision, device).autocast()
     with eval_mode(model), autocast:
-        for batch in EvalBatches(data):
+        for batch in data.batches():
             image = model.embed_image(batch["image"].to(device)).float().cpu()
             text = embed_texts(model, batch, settings.batch, device)
             rows = batch["row"]

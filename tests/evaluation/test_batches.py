@@ -15,7 +15,7 @@ import pytest
 from mmray.config import Inputs
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
-from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.batches import EvalDataset
 from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row
 
@@ -33,24 +33,25 @@ def prepared(tmp_path: Path) -> PreparedSet:
     return make_set(tmp_path / "set", rows)
 
 
-def batches(
-    prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **options: Any
-) -> EvalBatches:
-    data = EvalDataset(
-        prepared, INPUTS, prepared.tokenizer_json or "", SimpleNamespace(batch=batch), max_pixels
-    )  # type: ignore[arg-type]
-    return EvalBatches(data, **options)
+def data_of(prepared: PreparedSet, batch: int = 4) -> EvalDataset:
+    settings: Any = SimpleNamespace(batch=batch)
+    return EvalDataset(prepared, INPUTS, prepared.tokenizer_json or "", settings, max_pixels=1000)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 10])
 def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) -> None:
-    parts = [batches(prepared, rank=rank, world_size=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
-    seen = [number for part in parts for batch in part for number in batch["row"].tolist()]
+    data = data_of(prepared)
+    seen: list[int] = []
+    faults: list[str] = []
+    sizes = []
+    for rank in range(world):
+        rows = [n for batch in data.batches(rank, world, limit) for n in batch["row"].tolist()]
+        seen += rows
+        faults += data.skipped
+        sizes.append(len(rows) + len(data.skipped))
     assert seen == [number for number in range(limit or 23) if number not in (5, 6)]
-    faults = [fault for part in parts for fault in part.skipped]
     assert [fault.split(":")[0] for fault in faults] == ["row 5", "row 6"]
-    sizes = [len(part.rows) for part in parts]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -58,16 +59,16 @@ def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) ->
 def test_batches_have_all_captions_and_pixels_at_each_iteration(
     prepared: PreparedSet, size: int
 ) -> None:
-    reading = batches(prepared, batch=size)
+    data = data_of(prepared, batch=size)
     for _ in range(2):
         sizes = []
-        for batch in reading:
+        for batch in data.batches():
             rows = batch["row"].tolist()
             sizes.append(len(rows))
             assert batch["caption_row"].tolist() == [
                 number for number in rows for _ in range(1 + number % 3)
             ]
-            ids, num_tokens = reading.data.encoder.encode(
+            ids, num_tokens = data.encoder.encode(
                 [text for n in rows for text in CAPTIONS[: 1 + n % 3]]
             )
             assert np.array_equal(batch["input_ids"].numpy(), ids)
@@ -77,7 +78,7 @@ def test_batches_have_all_captions_and_pixels_at_each_iteration(
             assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has gray level N
         # batches without readable rows are omitted
         assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])
-        assert len(reading.skipped) == 2
+        assert len(data.skipped) == 2
 
 
 def test_image_that_kills_the_decoder_is_skipped(
@@ -89,10 +90,11 @@ def test_image_that_kills_the_decoder_is_skipped(
         made.folder, replace(made.manifest, settings={"check": "header", "image_side": 0})
     )
     with decoder_dies():
-        reading = batches(unchecked, batch=2)
+        data = data_of(unchecked, batch=2)
         for _ in range(2):
-            assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
-            assert reading.skipped[0].startswith(
+            seen = [number for batch in data.batches() for number in batch["row"].tolist()]
+            assert seen == [0, 1, 2, 4]
+            assert data.skipped[0].startswith(
                 "row 3: decoder-crash: row-3: the decoder process was ended by"
             )
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
@@ -109,10 +111,10 @@ def test_damaged_record_skips_only_its_rows(
         return read(self, rows, *options)
 
     monkeypatch.setattr(PreparedSet, "read", damaged)
-    reading = batches(prepared)
-    seen = [number for batch in reading for number in batch["row"].tolist()]
+    data = data_of(prepared)
+    seen = [number for batch in data.batches() for number in batch["row"].tolist()]
     assert seen == [number for number in range(23) if number not in (5, 6, 9)]
-    assert [fault.split(":")[0] for fault in reading.skipped] == ["row 5", "row 6", "row 9"]
+    assert [fault.split(":")[0] for fault in data.skipped] == ["row 5", "row 6", "row 9"]
 
 
 def test_failing_store_raises_instead_of_skipping(
@@ -123,4 +125,4 @@ def test_failing_store_raises_instead_of_skipping(
 
     monkeypatch.setattr(PreparedSet, "read", silent)
     with pytest.raises(TimeoutError):
-        list(batches(prepared))
+        list(data_of(prepared).batches())

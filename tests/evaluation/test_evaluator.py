@@ -133,10 +133,12 @@ def score(
 ) -> list[Any]:
     """Scores on each rank, each with its own `model()`: ranks are threads."""
     section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
-    evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, section)  # type: ignore[arg-type]
-    return on_ranks(
-        world, lambda group: evaluator.score(model(), group, objective or Contrastive(), rows)
-    )
+
+    def work(group: Any) -> dict[str, float]:
+        evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json or "", section)
+        return evaluator.score(model(), group, objective or Contrastive(), rows)
+
+    return on_ranks(world, work)
 
 
 @pytest.mark.parametrize("world", [2, 3, 30])
@@ -477,9 +479,11 @@ def test_top_5_equals_naive_search() -> None:
 
 def shown_of(prepared: PreparedSet, world: int = 1) -> tuple[list[Any], dict[str, float]]:
     """The examples of rank 0 and the metrics of the same evaluation."""
-    evaluator, shown = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS), []  # type: ignore[arg-type]
+    shown: list[Any] = []
 
     def score(group: Any) -> dict[str, float]:
+        settings: Any = SETTINGS
+        evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json or "", settings)
         return evaluator.score(
             Toy(), group, Contrastive(), 6, shown.append if group.rank == 0 else None
         )

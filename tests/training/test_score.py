@@ -18,7 +18,7 @@ from mmray.data.store.row_columns import read_columns
 from mmray.data.store.selection import select_rows
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
-from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
 from mmray.storage.paths import to_path
 from mmray.training import score as score_module
@@ -87,7 +87,7 @@ def similarities(address, run):
 
     group = Group.current(torch.device("cpu"))
     model = load_model(settings, checkpoint)
-    found = embed_dataset(model, EvalBatches(data), group, objectives.build(settings.objective))
+    found = embed_dataset(model, data, group, objectives.build(settings.objective))
     image_of = {int(number): index for index, number in enumerate(found.row)}
     by_row = {}
     for own, image, text in zip(found.own_row, found.caption_row, found.text_id, strict=True):

@@ -18,7 +18,7 @@ from mmray.data.text.languages import MAX_LANGUAGES, add_language_tokens, build_
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
-from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.evaluator import Evaluator
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -45,7 +45,7 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
         SamplePlan(5, 5, 1, 0, 1, shuffle=False), np.arange(5)
     )
-    (batch,) = EvalBatches(EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)))
+    (batch,) = EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)).batches()
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
     plain = build_encoder(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
     marks = [
