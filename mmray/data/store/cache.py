@@ -108,7 +108,9 @@ class ShardCache:
             )
         return folder
 
-    def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
+    def get(
+        self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
+    ) -> pa.Buffer:
         """Return the bytes of an entry; the first process of a node that needs it fetches it.
 
         Args:
@@ -116,6 +118,8 @@ class ShardCache:
             size: Its size in bytes; an entry of another size is fetched again.
             fetch: Called without arguments; returns the bytes from the object store. Its errors are
                 raised.
+            refresh: Fetch and replace the entry, because it is damaged. Processes that mapped it
+                keep their mapping.
 
         Returns:
             The bytes, memory-mapped unless this call fetched them.
@@ -123,10 +127,10 @@ class ShardCache:
         Raises:
             UsageError: The folder cannot be created.
         """
-        entry = self.find(name, size)
+        entry = None if refresh else self.find(name, size)
         if entry is None:
             with self._file_lock(str(zlib.crc32(name.encode()) % LOCKS)):
-                entry = self.find(name, size)
+                entry = None if refresh else self.find(name, size)
                 if entry is None:
                     data = fetch()
                     self._write(name, data)

@@ -350,7 +350,21 @@ class PreparedSet:
             for index, value in zip(request.indices, values, strict=True):
                 out[index] = self._to_row(value) if column is None else value[column]
 
-        self._shard_reader.for_each_record_batch(list(self._requests(rows)), fill, whole_blocks)
+        requests = list(self._requests(rows))
+        try:
+            self._shard_reader.for_each_record_batch(requests, fill, whole_blocks)
+            is_intact = (
+                not self._cached_block_rows
+                or column is not None
+                or all(row.checksum_ok for row in out)
+            )
+        except ValueError:
+            if not self._cached_block_rows:
+                raise
+            is_intact = False
+        # damaged in the cache or in the store; the caller gets the bytes of the store
+        if not is_intact:
+            self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
 
     def _to_row(self, values: dict[str, Any]) -> Row:

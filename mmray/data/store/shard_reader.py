@@ -95,6 +95,7 @@ class ShardReader:
         requests: Sequence[ReadRequest],
         consume: Consumer,
         whole_blocks: bool = True,
+        refresh: bool = False,
     ) -> None:
         """Read record batches and call a function with each.
 
@@ -105,6 +106,7 @@ class ShardReader:
             whole_blocks: If the block (range of adjacent rows) of a record batch is not in the
                 cache, fetch all of it into the cache; False: read only the record batches of
                 `requests`.
+            refresh: Fetch blocks again and replace their entries in the cache.
 
         Raises:
             OSError: A file cannot be read.
@@ -119,7 +121,7 @@ class ShardReader:
         # so that actors that start a window together fetch different blocks of it
         if self._cache is not None:
             random.shuffle(fetches)
-        parallel_map(lambda fetch: self._read_fetched(fetch, consume), fetches)
+        parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
         """Fetch blocks (ranges of adjacent rows) from the store into the cache on the local disk,
@@ -169,16 +171,16 @@ class ShardReader:
         key = f"{path} {self._table.sha256(shard)} {size} {fetch.start} {fetch.stop}"
         return hashlib.sha256(key.encode()).hexdigest()[:32]
 
-    def _fetch(self, fetch: Fetch) -> pa.Buffer:
+    def _fetch(self, fetch: Fetch, refresh: bool = False) -> pa.Buffer:
         """Return the bytes of a fetch, of a block from the cache."""
         file = self._table.file_name(fetch.requests[0].shard)
         read = partial(self._ranges.read, file, fetch.start, fetch.stop)
         if not fetch.is_block or self._cache is None:
             return pa.py_buffer(read())
-        return self._cache.get(self._entry_name(fetch), fetch.stop - fetch.start, read)
+        return self._cache.get(self._entry_name(fetch), fetch.stop - fetch.start, read, refresh)
 
-    def _read_fetched(self, fetch: Fetch, consume: Consumer) -> None:
-        data = self._fetch(fetch)
+    def _read_fetched(self, fetch: Fetch, consume: Consumer, refresh: bool) -> None:
+        data = self._fetch(fetch, refresh)
         shard = fetch.requests[0].shard
         offsets = self._table.offsets(shard) - fetch.start
         for request in fetch.requests:

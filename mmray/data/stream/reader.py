@@ -195,17 +195,13 @@ class SetReader(ABC):
             The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
             `temporary` if the row can be used now.
         """
-        advice = (
-            "; if it is not the set, delete data.local_cache" if self.prepared.is_cached else ""
-        )
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
-            return None, "unreadable", f"{error}{advice}"
+            return None, "unreadable", str(error)
         try:
             if not stored.checksum_ok:
-                detail = f"the bytes differ from those that were prepared{advice}"
-                return stored, "checksum", detail
+                return stored, "checksum", "the bytes differ from those that were prepared"
             self.check_row(stored)  # in a child process: an image may have crashed a worker
         except self.row_errors as error:
             return stored, error.reason, error.detail

@@ -190,7 +190,7 @@ def files_of(cache):
     return [file for file in cache.folder.iterdir() if file.is_file()]
 
 
-def test_cache_replaces_the_store_and_damage_in_it_is_detected(memory, cache):
+def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     rows = make_rows(40)
     there = put(memory, [(rows, None, ())]).with_cache(cache, 16)
     assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
@@ -199,21 +199,19 @@ def test_cache_replaces_the_store_and_damage_in_it_is_detected(memory, cache):
     shard.unlink()
     again = PreparedSet(there.folder, there.manifest).with_cache(cache, 16)
     assert again.read(np.arange(39, -1, -1)) == rows[::-1]
-    damages = (lambda data: data[:-9], lambda data: b"", lambda data: data)
+    damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
     for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
     shard.write_bytes(good)
-    assert again.read(np.arange(40)) == rows, "an entry of another size is fetched again"
-    for file in files_of(cache):
-        file.write_bytes(file.read_bytes().replace(rows[1].image, bytes(len(rows[1].image))))
-    assert [row.key for row in again.read(np.arange(40)) if not row.checksum_ok] == [rows[1].key]
-    for file in files_of(cache):
-        data = file.read_bytes()
-        file.write_bytes(data[:4] + b"\xff" + data[5:])
-    with pytest.raises(ValueError, match="record batch 0"):
-        again.read(np.arange(8))
+    assert (
+        PreparedSet(there.folder, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    )
+    shard.unlink()
+    assert (
+        PreparedSet(there.folder, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    )
     other = put(memory, [(rows[::-1], None, ())]).with_cache(cache, 16)
     assert other.read(np.arange(40)) == rows[::-1], "another set at the same address"
 
