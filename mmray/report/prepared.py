@@ -23,7 +23,7 @@ from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.errors import DataError
+from mmray.errors import DataError, MmrayError
 from mmray.report.summary import quarantine_summary
 from mmray.storage.paths import AnyPath, to_path
 
@@ -144,7 +144,7 @@ def _read_quarantined(prepared: PreparedSet, place: dict[str, Any] | None) -> by
     source = prepared.manifest.source
     links = prepared.manifest.settings.get("follow_links")
     if place is not None:
-        with suppress(OSError, BadRow):
+        with suppress(OSError, BadRow, MmrayError):
             return read_image(to_path(source["folder"]), ImageRef(place["file"], **place), links)
     return None
 

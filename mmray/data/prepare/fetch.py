@@ -131,7 +131,8 @@ class Fetcher:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # ValueError: a malformed response
             # The text of an error may contain the URL, and so a secret.
-            raise _TransientError(f"connection failed ({type(error).__name__})") from None
+            cause = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+            raise _TransientError(f"connection failed ({cause})") from None
         raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
     def _validate(self, base: str, location: str, name: str) -> URL:

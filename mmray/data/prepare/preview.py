@@ -21,7 +21,14 @@ from mmray.data.formats.values import class_name, is_class
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
-from mmray.data.rows import KEPT_COLUMNS, BadRow, ImageRef, parse_row, source_columns
+from mmray.data.rows import (
+    KEPT_COLUMNS,
+    TEXT_COLUMN,
+    BadRow,
+    ImageRef,
+    parse_row,
+    source_columns,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
@@ -44,6 +51,14 @@ class _ExampleRepr(reprlib.Repr):
 
     def repr_ImageRef(self, image: ImageRef, level: int) -> str:
         return image.name
+
+    def repr_bytes(self, data: bytes, level: int) -> str:
+        return f"({len(data):,} bytes)"
+
+    def repr_dict(self, value: dict[str, Any], level: int) -> str:
+        if TEXT_COLUMN in value:
+            return f"{value[TEXT_COLUMN]} {self.repr1(value['text'], level - 1)}"
+        return super().repr_dict(value, level)
 
 
 def understand(

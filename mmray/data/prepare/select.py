@@ -43,6 +43,7 @@ _READ_ROWS = 64
 _BLOCK = 2048  # embeddings that are compared at a time
 _CHUNK = 1 << 14  # kept embeddings that they are compared with at a time
 _ROUNDING = 1e-6  # of a cosine in float32
+_HINT = "Fix it, delete the folder and rerun the command."
 
 
 def check_selection(source: str, where: str | None, deduplicate: str | None) -> PreparedSet:
@@ -99,7 +100,11 @@ def select_set(
     """
     column = _embedding_column(prepared, deduplicate)
     folder = to_path(out)
-    if set(list_names(folder)) - {LEASE_FOLDER}:
+    try:
+        names = set(list_names(folder)) - {LEASE_FOLDER}
+    except OSError as error:
+        raise UsageError(f"cannot write to {out}: {error}; choose another folder") from None
+    if names:
         raise UsageError(
             f"{out} is not empty: choose another folder, or delete what an interrupted select left"
         )
@@ -131,9 +136,7 @@ def select_set(
                 write_atomic(folder / TOKENIZER, (prepared.folder / TOKENIZER).read_bytes())
             write_manifest(folder, manifest)
     except OSError as error:
-        raise ResourceError(
-            f"select failed at {out}: {error}. Fix it, delete the folder and rerun the command"
-        ) from error
+        raise ResourceError(f"select failed at {out}: {error}. {_HINT}") from error
     return manifest
 
 
@@ -285,7 +288,7 @@ def _copy(
     entries: dict[int, Shard] = {}
     counts = RowCounts()
     done = 0
-    with closing(map_tasks(work, items)) as results:
+    with closing(map_tasks(work, items, hint=_HINT)) as results:
         for result in results:
             shard = Shard.from_json(result["shard"])
             entries[result["number"]] = shard

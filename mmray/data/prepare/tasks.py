@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def map_tasks(
-    work: Work, items: Sequence[Any], runs_model: bool = False
+    work: Work, items: Sequence[Any], runs_model: bool = False, hint: str = RESUME_HINT
 ) -> Generator[Result, None, None]:
     """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
     child processes.
@@ -51,6 +51,7 @@ def map_tasks(
         runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
             have a GPU each, if the cluster has any. Without Ray one process has all cores, or the
             GPU.
+        hint: Last sentence of errors, which says how to go on.
 
     Yields:
         The result of each item, as soon as it is complete on Ray, in order in child processes.
@@ -62,7 +63,7 @@ def map_tasks(
     if not items:
         return
     run: Any = _map_on_ray if connect.is_connected() else _map_in_processes
-    with closing(run(partial(_run_item, work), items, runs_model)) as results:
+    with closing(run(partial(_run_item, work, hint), items, runs_model, hint)) as results:
         for result in results:
             if "error" in result:
                 raise getattr(errors, result["error"])(result["message"])
@@ -70,12 +71,12 @@ def map_tasks(
 
 
 def _map_in_processes(
-    run_item: Callable[..., Result], items: Sequence[Any], runs_model: bool
+    run_item: Callable[..., Result], items: Sequence[Any], runs_model: bool, hint: str
 ) -> Generator[Result, None, None]:
     def on_crash(crashes: int) -> None:
         if crashes > MAX_RETRIES:
             raise ResourceError(
-                f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}"
+                f"prepare processes died {MAX_RETRIES} times; check the memory. {hint}"
             )
 
     processes = 1 if runs_model else min(len(items), cores())
@@ -85,7 +86,7 @@ def _map_in_processes(
 
 
 def _map_on_ray(
-    run_item: Work, items: Sequence[Any], runs_model: bool
+    run_item: Work, items: Sequence[Any], runs_model: bool, hint: str
 ) -> Generator[Result, None, None]:
     """Items and results are sent as JSON."""
     import ray.data
@@ -128,7 +129,7 @@ def _map_on_ray(
     except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
-        raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
+        raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
 
 
 def run_with_crash_limit(
@@ -192,7 +193,7 @@ class _BatchActor:
         return _run_batch(batch, self._run_item)
 
 
-def _run_item(work: Work, item: Any, *_: Any) -> Result:
+def _run_item(work: Work, hint: str, item: Any, *_: Any) -> Result:
     """Return the result or the error of `work(item)`: Ray would retry a task that raises."""
     try:
         return work(item)
@@ -200,5 +201,5 @@ def _run_item(work: Work, item: Any, *_: Any) -> Result:
         return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001 - the driver raises it
         cause = traceback.format_exception_only(error)[-1].strip()
-        message = f"prepare failed: {cause}. {RESUME_HINT}\n{traceback.format_exc().rstrip()}"
+        message = f"prepare failed: {cause}. {hint}\n{traceback.format_exc().rstrip()}"
         return {"error": "MmrayError", "message": message}

@@ -170,7 +170,11 @@ class RowFilter:
         if value.type != other.type:
             value = _as_float(value)
             other = _as_float(other)
-        return _COMPARISONS[type(op)](value, other)
+        try:
+            return _COMPARISONS[type(op)](value, other)
+        except pa.ArrowNotImplementedError:
+            kinds = f"is a {other.type}, and is compared with a {value.type}"
+            raise self._error(right, kinds) from None
 
 
 def _as_float(value: Values) -> Values:
