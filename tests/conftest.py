@@ -269,7 +269,7 @@ def without_ray(monkeypatch, forked_children):
 def prepares_here(monkeypatch):
     """Prepare sets in this process, because others take seconds to start."""
 
-    def run_here(run_item, items, runs_model):
+    def run_here(run_item, items, runs_model, hint):
         yield from map(run_item, items)
 
     monkeypatch.setattr("mmray.data.prepare.tasks._map_in_processes", run_here)

@@ -48,7 +48,7 @@ def tasks(monkeypatch):
 
     done = Tasks()
 
-    def run_here(work, items, runs_model=False):
+    def run_here(work, items, runs_model=False, hint=""):
         for item in items:
             if len(done) == done.fail_after:
                 raise KeyboardInterrupt

@@ -35,6 +35,7 @@ _COMPARISONS = {
     ast.NotEq: pc.not_equal,
 }
 _ARITHMETIC = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
+_TYPE_NAMES = {"string": "a text", "bool": "true or false"}
 _OPERATORS = (ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub)
 _OPERANDS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
 Values = Any  # pa.Array or pa.Scalar
@@ -173,8 +174,9 @@ class RowFilter:
         try:
             return _COMPARISONS[type(op)](value, other)
         except pa.ArrowNotImplementedError:
-            kinds = f"is a {other.type}, and is compared with a {value.type}"
-            raise self._error(right, kinds) from None
+            kinds = [_TYPE_NAMES.get(str(each.type), "a number") for each in (other, value)]
+            message = f"is {kinds[0]}, and is compared with {kinds[1]}; {_HINT}"
+            raise self._error(right, message) from None
 
 
 def _as_float(value: Values) -> Values:
