@@ -206,6 +206,7 @@ def pytest_collection_finish():
     """
     gc.freeze()
     gc.enable()
+    gc.set_threshold(700, 10, 50)  # full collections five times as rarely as by default
     # torch writes traces of each compilation to this logger if it has a handler, and pytest adds
     # handlers to loggers that do not propagate.
     logging.getLogger("torch.__trace").propagate = True
