@@ -9,6 +9,7 @@ import pytest
 import torch
 from ray.data.block import BlockAccessor
 
+from mmray.config import Evaluate
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, SamplePlan
 from mmray.data.vlm.collate import iter_row_batches
@@ -108,7 +109,7 @@ def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
 
 def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
     held_out = PreparedSet.open(str(prepared.folder), "test")
-    evaluate = SimpleNamespace(limit=None, batch=2, num_generations=3)
+    evaluate = Evaluate(batch=2, num_generations=3)
     config = SimpleNamespace(model=spec, evaluate=evaluate)
     shown = []
     evaluator = ConversationEvaluator(config, held_out, 10**7)

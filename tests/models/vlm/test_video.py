@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmray.config import Prepare
+from mmray.config import Evaluate, Prepare
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
@@ -175,9 +175,7 @@ def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path
 
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     spec = model_settings(folder_of("qwen2_5_vl"))
-    config: Any = SimpleNamespace(
-        model=spec, evaluate=SimpleNamespace(limit=None, batch=3, num_generations=3)
-    )
+    config: Any = SimpleNamespace(model=spec, evaluate=Evaluate(batch=3, num_generations=3))
     shown: list[Any] = []
     evaluator = ConversationEvaluator(config, prepared, 10**7)
     scores = evaluator.score(Vlm(spec), Group(), None, 3, shown.append)
