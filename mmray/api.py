@@ -218,13 +218,14 @@ def score(
     address: str | None = None,
     reporter: RunReporter | None = None,
 ) -> Manifest:
-    """Write the cosine of image and caption of each row of a set as a column of the set.
+    """Write the cosine of the embeddings of image and caption of each row of a set (the mean over
+    its captions) as a column of the set.
 
     The column can be used in `data.where` and by `select`. An interrupted call resumes, and after
     the set grew, only new rows are scored.
 
     Args:
-        data: the prepared set.
+        data: folder of the prepared set, or its address.
         weights: a run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
         name: name of the column.
         embeddings: also write the embeddings of the images, as a column NAME_embedding.
@@ -270,8 +271,8 @@ def select(
     """Write a smaller prepared set of some rows of a set, without decoding images.
 
     Args:
-        source: the prepared set.
-        out: folder of the smaller set, which is empty.
+        source: folder of the prepared set, or its address.
+        out: folder of the smaller set, which must be empty or not exist.
         where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
         deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
             cosine to that of a kept row. `score` with `embeddings` writes the embeddings. If a set
@@ -329,8 +330,10 @@ def show(
         reporter: receives messages; None: they are shown.
 
     Returns:
-        A SetRecord: `page` (path of the HTML file), `table` and `rows` (the sampled rows),
-        `statistics`, `repeats` and `quarantine`.
+        A SetRecord: `page` (path of the HTML file), `table` (the random rows as dicts with `key`,
+        `media`, `tokens` and `text`), `rows` (the same rows with images), `statistics` (such as
+        `widths` and `token_counts`), `repeats` (groups of rows with the same image, audio or video:
+        dicts with `count` and `keys`) and `quarantine` (`num_rows`, `reasons` and examples).
 
     Raises:
         UsageError: an argument is invalid, or the page cannot be written.
@@ -383,7 +386,8 @@ def evaluate(
         step: step of the checkpoint, or `best`; None: the newest valid one.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
-        accelerator: device of the workers; None: as in training.
+        accelerator: device of the workers, `gpu`, `cpu`, or `auto` (GPUs if there are any); None:
+            as in training.
         interpolate: factor of the trained weights, 0 to 1; the weights that the run started with
             have 1 minus the factor (WiSE-FT).
         reporter: receives messages and progress; None: they are shown.
@@ -446,7 +450,8 @@ def evaluate_weights(
         captions: column of the captions to use, if the set has several; None: the first.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers.
-        accelerator: device of the workers; None: GPUs if there are any.
+        accelerator: device of the workers, `gpu`, `cpu`, or `auto` (GPUs if there are any); None:
+            GPUs if there are any.
         storage: folder for small files of Ray Train, shared by all nodes; None: `runs`.
         reporter: receives messages and progress; None: they are shown.
         **settings: settings of the evaluation, fields of `mmray.config.EvalSettings` such as
@@ -636,8 +641,9 @@ def result_grid(sweep: SweepRecord) -> ResultGrid:
 
     Returns:
         A result for each measured trial: `config["trial"]` has its name and settings, `metrics` the
-        `value` of the goal after its last rung, the `samples` until then, and `folder`, its run.
-        `metrics_dataframe` has a row for each rung.
+        `value` of the goal when it was last measured, the `samples` (rows trained on) until then,
+        and `folder`, its run. A trial is measured after each rung (a length after which only the
+        better trials continue); `metrics_dataframe` has a row for each.
 
     Raises:
         UsageError: no trial of the sweep was measured.

@@ -98,13 +98,14 @@ class Demand:
     data_label_selector: LabelSelector = field(default_factory=dict)
 
     def with_cpus(self, more: float) -> Demand:
-        """Return the demand (resources of a run) with more CPUs for each worker.
+        """Return a copy of the demand (resources of a run), in which each worker has more CPUs.
 
         Args:
             more: Number of CPUs to add to each worker.
 
         Returns:
-            A copy of the demand, whose `per_worker` has the CPUs added.
+            The copy: `per_worker["CPU"]` is larger by `more`, such as {"CPU": 5, "GPU": 1} instead
+            of {"CPU": 4, "GPU": 1} for 1; a missing entry counts as 0. All else is equal.
         """
         cpus = self.per_worker.get("CPU", 0.0) + more
         return replace(self, per_worker=self.per_worker | {"CPU": cpus})

@@ -154,8 +154,8 @@ def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
         physical: Physical cores of the machine; None: unknown.
 
     Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
-        numbers as text.
+        A Finding with `level`, `name`, `observed` (text) and `fix`: always `ok`, with the numbers
+        as text.
     """
     cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
     return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")

@@ -291,7 +291,7 @@ class _LogFollower:
 
 
 def list_jobs(client: JobSubmissionClient) -> list[dict[str, Any]]:
-    """Return the jobs that run or wait, and the last ended ones.
+    """Return the submitted jobs that run or wait, and the 5 newest that have ended.
 
     Args:
         client: Client of the cluster.

@@ -185,7 +185,8 @@ def request_nodes(
     Args:
         config: Settings of the run.
         autoscaler: The run's request, which is sent or changed.
-        running: Number of workers that need no further nodes.
+        running: Number of workers that the run has; nodes are requested for the others, up to its
+            largest number of workers.
         excluded: IDs of nodes on which no worker may start.
     """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():

@@ -93,8 +93,10 @@ class Config(Section):
         """Return a copy without the settings that would contradict other settings, which are set
         next.
 
-        `train.steps`, `train.samples` and `train.epochs` become None if one of them is given. For
-        the section `batch` see `Batch.without_overridden`.
+        `train.steps`, `train.samples` and `train.epochs` become None if one of them is given. In
+        the section `batch`, `global` becomes None if `micro` and `accumulation` are given without
+        it, `micro` and `accumulation` if `tokens` is given without them, and a `micro` of `auto` if
+        `accumulation` is given without it.
 
         Args:
             given: Names of the settings that are set next, such as `train.steps`.

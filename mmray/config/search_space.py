@@ -195,7 +195,10 @@ def build_space(
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:
-    """Return a config with some settings changed and all settings validated, as `override` does.
+    """Return a config with some settings changed and all settings validated.
+
+    A training length (such as `train.steps`) or a batch setting replaces the ones of the config
+    that contradict it.
 
     Args:
         base: The config to start from.

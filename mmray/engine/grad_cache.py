@@ -46,11 +46,13 @@ class GradCache:
         micro_batches: This rank's micro-batches, with the columns of their hard negatives.
         local_counts: float64 [K], the divisors of the local loss (a sum over rows): sums over all
             ranks, at least 1.
-        local_weights: float64 [K], factors of the sums of the local loss, so that gradients are
-            means, times the loss scale.
+        local_weights: float64 [K], factors of the sums of the local loss: world size /
+            `local_counts`, times the loss scale of fp16, so that DDP's average over ranks is the
+            gradient of the mean.
         stop_requests: float64 [1], how many ranks request a stop.
-        gradients: For each micro-batch the weighted gradients of the global loss at its outputs, by
-            name.
+        gradients: For each micro-batch, by name, gradients at its outputs [B, ...] and scalar
+            outputs, of the sum of the global loss times such factors (world size / count, times the
+            loss scale).
         means: `loss` and the objective's metrics: this rank's part of the mean over the global
             batch, so that the mean is the sum over ranks.
         scalars: Scalar outputs of the last micro-batch by name, without graph.
@@ -65,7 +67,7 @@ class GradCache:
     scalars: Outputs = field(default_factory=dict)
 
     def add_means(self, sums: Mapping[str, Tensor], counts: Tensor) -> None:
-        """Add this rank's part of mean losses and metrics to `means`.
+        """Add this rank's part of mean losses and metrics to `means` of this object.
 
         Args:
             sums: Sums over this rank's rows by name, scalars or, for K objectives, vectors [K].
@@ -127,9 +129,9 @@ def build_grad_cache(
     Args:
         state: Objective, group and loss scaler of the step.
         batch: This rank's micro-batches of the step (tensors by column).
-        embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and the
-            scalars; empty if no loss compares rows with each other. Then only the counts are
-            reduced.
+        embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and
+            scalar outputs such as `logit_scale`; empty if no loss compares rows with each other.
+            Then only the counts are reduced.
         stop: This rank's request to end the run, reduced with the counts.
 
     Returns:
@@ -208,13 +210,20 @@ def _split_by_micro_batch(outputs: Outputs, micro_batches: list[Batch]) -> list[
 
 
 class GlobalLossResult(NamedTuple):
-    """The global loss of a step (over pairs of rows of all ranks), and its gradients.
+    """The global loss of a step (over pairs of rows of all ranks) as a sum, and gradients of its
+    mean.
+
+    The differentiated scalar is the loss sum times a weight: world size / count, times the loss
+    scale of fp16. The count is the loss's own divisor, summed over all ranks, such as the number of
+    valid rows. DDP averages gradients over ranks, so the result is the gradient of the mean over
+    the global batch, times the loss scale.
 
     Attributes:
-        loss_sum: Sum over this rank's rows, a scalar, or [K] for K summed objectives.
-        metric_sums: Sums of metrics by name, such as `loss_positive`.
-        gradients: Gradients by name at this rank's outputs [rows, ...] and at the scalars, of the
-            weighted losses of all ranks.
+        loss_sum: Unweighted sum over this rank's rows, a scalar, or [K] for K summed objectives.
+        metric_sums: Sums of metrics over this rank's rows by name, such as `loss_positive`.
+        gradients: By name, gradients of the weighted loss. At this rank's outputs [rows, ...] they
+            are of the losses of all ranks. At scalar outputs of the model, such as `logit_scale`,
+            they are of this rank's loss only.
     """
 
     loss_sum: Tensor
@@ -312,8 +321,9 @@ class GatheredOutputs:
     Attributes:
         counts: Counts of the global and of the local loss and the stop requests, summed over ranks,
             float64 vectors.
-        packed: [world_size x (1 + rows), width], a leaf that requires gradients; None with a single
-            rank, whose batch has all rows.
+        packed: [world_size x (1 + rows), width], for each rank a row with the counts and its rows,
+            in which the outputs and `valid` follow one another; a leaf that requires gradients;
+            None with a single rank, whose batch has all rows.
         columns: Views of `packed` by name: the argument `gathered` of an objective's
             `compute_loss`; None with a single rank.
         shapes: Shapes of this rank's outputs by name, in the order of `packed`.
@@ -398,18 +408,20 @@ def compute_pairwise_loss(
 
     Args:
         objective: The loss; its `remote_outputs` names the outputs that it needs from all ranks.
-        leaves: Outputs of this rank's rows [B, ...] and the scalars by name, leaves that require
-            gradients.
-        valid: bool [B], False for rows that do not count.
+        leaves: Outputs of this rank's rows [B, ...] and scalar outputs of the model (such as
+            `logit_scale`) by name, leaves that require gradients.
+        valid: bool [B], False for rows that are left out of the loss, because they are padding or
+            could not be read.
         rows: Number of rows to which every rank pads its own, at least B; equal on every rank.
-        weights: Factors of the loss sum in the gradients, float64 [K]: one number, or one for each
-            of K summed objectives.
+        weights: Factors by which the loss sum is multiplied before it is differentiated, float64
+            [K]: one number, or one for each of K summed objectives. `loss_sum` is not multiplied.
         group: The ranks.
 
     Returns:
         A GlobalLossResult: `loss_sum` of this rank's rows, `metric_sums` by name, and `gradients`
-        by name, at this rank's outputs [B, ...] and the scalars. The gradient at a gathered output
-        is of the weighted losses of all ranks, the others of this rank's.
+        by name, at this rank's outputs [B, ...] and the scalar outputs. The gradient at an output
+        that `remote_outputs` names is of the weighted losses of all ranks, the others of this
+        rank's.
     """
     remote_names = objective.remote_outputs
     local = {name: leaf for name, leaf in leaves.items() if name not in remote_names}
@@ -485,7 +497,8 @@ def attach_negatives(
     Args:
         mining: The loss, whose `sample_hard_negatives` chooses the negatives.
         batch: This rank's micro-batches of the step (tensors by column).
-        embeddings: Outputs of this rank's rows by name, [rows, ...], and the scalars.
+        embeddings: Outputs of this rank's rows by name, [rows, ...], and scalar outputs such as
+            `logit_scale`.
         columns: Gathered outputs by name [G, ...], `valid` bool [G] and the int `offset`, the index
             of this rank's first row among the G; None with a single rank.
         inputs: Columns of all ranks from which negatives are copied, such as `input_ids` int64 [G,

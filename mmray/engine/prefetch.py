@@ -90,8 +90,8 @@ def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
 
     Args:
         micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool (False for rows
-            to remove), `key` (hash of the row's key) and `pos` int64 [B] (position in the sample
-            order).
+            to remove), `key` int64 [B] (hash of the row's key) and `pos` int64 [B] (position in the
+            sample order).
 
     Returns:
         A LocalBatch: `micro_batches` (tensors [B, ...] by column; one without a valid row has a

@@ -118,7 +118,8 @@ class DataBoundHint:
     _wait_fractions: tuple[float, ...] = ()
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
-        """Collect how long training waits for data, and report a hint if it is too long.
+        """Collect how long training waits for data, and report a hint if it is 15 % of the time or
+        more.
 
         Args:
             step: Number of the step, counted from 1.

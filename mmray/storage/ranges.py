@@ -22,7 +22,8 @@ class ByteRange(NamedTuple):
     Attributes:
         start: First byte.
         stop: The byte after the last.
-        span_indices: Indices of the ranges to read that are in it.
+        span_indices: Which of the ranges given to `coalesce_ranges` it contains, as indices of its
+            argument `spans`.
     """
 
     start: int

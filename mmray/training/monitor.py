@@ -286,7 +286,8 @@ def checkpoint_request_time_s(
         step_duration_s: Seconds that a step takes.
 
     Returns:
-        Seconds since the epoch; 0: immediately, because a time is unknown.
+        Seconds since the epoch, early enough for two steps and two checkpoints; 0: immediately,
+        because the time of the preemption or of a checkpoint is unknown.
     """
     if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0

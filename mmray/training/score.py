@@ -79,13 +79,16 @@ class ScoreJob:
 
     @property
     def embedding_name(self) -> str:
-        """Name of the column of embeddings."""
+        """Name of the column of embeddings, such as `clip_score_embedding`."""
         return f"{self.name}_embedding"
 
     @property
     def columns(self) -> Columns:
-        """Types of the columns that are written by name, by folder in `columns/` of the set, such
-        as `{"clip_score": {"clip_score": "double"}}`.
+        """Columns that are written, by their folder below `columns/` of the set: type by name of
+        the column.
+
+        An example is `{"clip_score": {"clip_score": "double"}}`; the type of embeddings is
+        `float16[WIDTH]`.
         """
         columns = {self.name: {self.name: "double"}}
         if self.with_embeddings:
@@ -103,10 +106,11 @@ def score_set(
     cluster: Cluster,
     reporter: RunReporter,
 ) -> Manifest:
-    """Write the similarity of image and caption of each row of a set as a column of the set.
+    """Write the cosine of the embeddings of image and caption of each row of a set (the mean over
+    its captions) as a column of the set.
 
     Args:
-        address: The prepared set.
+        address: Folder or URI of the prepared set.
         weights: A run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
         name: Name of the column.
         with_embeddings: Also write the embeddings of the images, as a column NAME_embedding.

@@ -78,7 +78,8 @@ class Tracker(Protocol):
 
         Args:
             step: Number of the evaluated step; later steps may have been logged already.
-            images: At most 24 images, each with title and caption.
+            images: At most 24, each with `title` (str, such as `image_to_text/hit`), `caption`
+                (str) and `image` (a PIL image in RGB).
         """
 
     def finish(self, success: bool) -> None:
@@ -233,7 +234,8 @@ class TrackerThread(threading.Thread):
 
         Args:
             step: Number of the step.
-            entry: Finite values by name, or images of an evaluation.
+            entry: Finite values by name (a dict), or a list of images of an evaluation, each with
+                `title`, `caption` and a PIL `image`.
         """
         if self.is_alive():
             self._queue.put((step, entry))

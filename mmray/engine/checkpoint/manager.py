@@ -45,8 +45,11 @@ class CheckpointManager:
         notify: called with (label, line), where the label, such as `checkpoint`, is the word that
             the console prints before the line.
         keep: number of newest checkpoints to keep, in addition to the best one by `metric`.
-        metric: name of the metric that selects the best checkpoint.
-        max_wait_s: longest wait of a save for the previous one; None: no limit.
+        metric: name of the metric that selects the best checkpoint, such as
+            `evaluate/recall_at_1/mean`; lower is better if a part of the name is `loss` or
+            `median_rank`.
+        max_wait_s: longest wait in seconds of a save for the previous one (10 s for a step that was
+            not evaluated, if that is shorter); None: no limit.
         cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if this
             process saves alone.
 
@@ -106,9 +109,10 @@ class CheckpointManager:
     ) -> float | None:
         """Copy the state to the host and write it in the background.
 
-        If the previous save is still in progress after a while, as on a stalled storage, this save
-        is skipped unless it is the `last`: other ranks would otherwise wait in their next
-        collective. With one rank, and under FSDP, where all ranks write, it waits without a limit.
+        If the previous save is still in progress after `max_wait_s` of the manager (10 s if the
+        step was not evaluated), as on a stalled storage, this save is skipped unless it is the
+        `last`: other ranks would otherwise wait in their next collective. Without a limit (None) it
+        always waits.
 
         Args:
             step: The step after which the state was taken.

@@ -144,7 +144,8 @@ def save_async(
 
 
 class HostStager(AsyncStager):
-    """Copies the state into host memory that is kept for the next save; for a GPU it is pinned.
+    """Copies tensors of a state into host memory, which each `stage` reuses; for a GPU it is
+    pinned.
 
     A GPU copies on a side stream while the next step computes; only the optimizer's update waits
     for the copy, on the device. torch's DefaultStager makes the host wait, or does not wait for the
@@ -164,6 +165,9 @@ class HostStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors of a state to the host.
+
+        The copies of an earlier call are overwritten, because the same host memory is used again.
+        Write them to storage before the next call.
 
         Args:
             state_dict: Tensors by key; a GPU copies them on a side stream.

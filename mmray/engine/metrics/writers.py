@@ -114,8 +114,9 @@ class MetricsLog:
 
         Args:
             step: Number of the step.
-            examples: Content of examples.json: lists of queries or answers by direction, such as
-                `image_to_text`, and the thumbnails `images` as data URIs.
+            examples: Content of examples.json as the evaluation returns it: lists of queries by
+                direction, such as `image_to_text`, or of generated answers, and `images`,
+                thumbnails as data URIs.
         """
         self._last = self._thread.submit(self._write_images, step, examples)
 

@@ -108,13 +108,16 @@ def resolve_auto(
 
 
 def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> bool:
-    """Return True if compiling saves a run more time than it takes.
+    """Return whether torch.compile saves a run more time than it takes, by an estimate.
+
+    It takes 40 s, and saves a quarter of the time of all steps. A step without it takes row_flops x
+    rows at a quarter of the peak, at least 20 ms.
 
     Args:
         row_flops: Floating point operations of a forward and a backward of one row.
         rows: Rows of a rank in a step.
         steps: Steps of the run.
-        peak_flops: Peak of the device in operations per second; NaN if unknown.
+        peak_flops: Peak of the device in operations per second; NaN (unknown) counts as 1e14.
     """
     peak = DEFAULT_PEAK_FLOPS if math.isnan(peak_flops) else peak_flops
     step_s = max(MIN_STEP_S, row_flops * rows / (EAGER_UTILIZATION * peak))

@@ -375,7 +375,8 @@ def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
 
     Returns:
         A function without arguments. For a sharded module it returns the addresses at the time of
-        its call, because weights are gathered and freed; for others always those of now.
+        its call, because weights are gathered and freed; for another module always the addresses at
+        the time of `parameter_storages`.
     """
     slots = [
         (submodule._parameters, name)
