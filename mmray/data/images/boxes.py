@@ -31,9 +31,10 @@ NO_LABEL = -1  # label of a row or a box without one
 class BoxColumns:
     """Boxes of a row's image on the model's square, padded to a fixed number.
 
-    A block has boxes float32 [R, M, 4] in fractions of the square, box_labels int64 [R, M] and
-    num_boxes int32 [R]. A batch has boxes [B, N, 4], box_labels [B, N] and box_mask bool [B, N]
-    (False for padding), where N is the largest number of boxes of a row.
+    A block has boxes float32 [R, M, 4] (left, top, right, bottom) in fractions of the square,
+    box_labels int64 [R, M] (-1: no label) and num_boxes int32 [R]. A batch has boxes [B, N, 4],
+    box_labels [B, N] and box_mask bool [B, N] (False for padding), where N is the largest number of
+    boxes of a row.
 
     `empty` creates the columns of a block, `set_row` writes the boxes of one row, and `to_batch`
     converts a block to a batch; all take and return dicts of arrays by column name.
@@ -106,11 +107,13 @@ class BoxColumns:
         """Return the box columns of a batch, trimmed to the largest number of boxes of a row, N.
 
         Args:
-            rows: Box columns of a block: `boxes` [B, M, 4], `box_labels` [B, M], `num_boxes` [B].
+            rows: Box columns of a block: `boxes` float32 [B, M, 4], `box_labels` int64 [B, M] and
+                `num_boxes` int32 [B], where M is `max_boxes`.
 
         Returns:
-            `boxes` float32 [B, N, 4], `box_labels` int64 [B, N] (-1: no label), and `box_mask` bool
-            [B, N], False for padding.
+            `boxes` float32 [B, N, 4], (left, top, right, bottom) in fractions of the model's
+            square, zeros after those of a row; `box_labels` int64 [B, N] (-1: no label), and
+            `box_mask` bool [B, N], False for padding.
         """
         num_boxes = rows["num_boxes"]
         most = int(num_boxes.max())

@@ -64,8 +64,8 @@ def read_images(folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader
     Args:
         folder: Folder of the source, which paths of images are relative to.
         images: References without URLs.
-        reader: Reader of the folder on an object store. It keeps files open, so reusing it saves
-            requests.
+        reader: Reads byte ranges of files in the folder if that is on an object store; not used for
+            a local folder. It keeps files open, so reusing it saves requests.
 
     Raises:
         BadRow: With stage `read`, if an image does not exist or its reference is invalid.

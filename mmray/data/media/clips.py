@@ -27,8 +27,8 @@ MIN_SAMPLES = 1600  # width of `audio` in a batch without audio
 
 
 class Window(NamedTuple):
-    """Part of a recording that a clip shows: `start_s` and `end_s`, seconds from the start of the
-    recording.
+    """Part of a recording that a clip shows: `start_s` and `end_s` in seconds, as timestamps of its
+    file (the start of most files has 0).
     """
 
     start_s: float
@@ -36,12 +36,15 @@ class Window(NamedTuple):
 
 
 def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> Window:
-    """Return the part of a span that a clip shows, a Window with `start_s` and `end_s` in seconds.
+    """Return the part of a span that a clip shows: the span, or `clip_s` seconds of a longer one.
 
     Args:
-        span: Start and end of the text in seconds.
+        span: Start and end of the span of a text in the recording, in seconds.
         clip_s: Longest clip in seconds.
         uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
+
+    Returns:
+        A Window with `start_s` and `end_s` in seconds, on the clock of `span`.
     """
     start, end = span
     excess = end - start - clip_s
@@ -55,13 +58,13 @@ def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) 
     """Return the times of the frames of a clip, all inside its window.
 
     Args:
-        window: Start and end of the clip.
+        window: Start and end of the clip in seconds.
         frames: Number of frames; with `frame_rate` the most.
-        frame_rate: Frames per second; 0: `frames` at equal distances over the window.
+        frame_rate: Frames per second; 0: exactly `frames` times at equal distances over the window.
         uniform: Random number in [0, 1): place of each time in its interval.
 
     Returns:
-        At least one time in seconds, ascending.
+        At least one time in seconds, ascending, on the clock of the window.
     """
     length = window.end_s - window.start_s
     if not frame_rate:
@@ -78,7 +81,7 @@ def full_span(media: Media) -> tuple[float, float]:
         media: Audio or video with its bytes.
 
     Returns:
-        (start, end) in seconds.
+        (start, end) in seconds, as timestamps of the file; the start of most files is 0.
 
     Raises:
         BadMedia: Its header cannot be read.
@@ -93,13 +96,15 @@ def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
     """Return the part of the audio or video of a row that its clip shows.
 
     Args:
-        row: A row with at most one text. Without a span of the text, the clip is of the whole
-            video, or of the audio of a row without video.
+        row: A stored row with the bytes of its media and at most one text. The clip is of the span
+            of the text, if it has one, otherwise of the whole video, or of the audio of a row
+            without video.
         clip_s: Longest clip in seconds.
         uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
 
     Returns:
-        A Window with `start_s` and `end_s` in seconds; both 0 for a row without audio and video.
+        A Window with `start_s` and `end_s` in seconds, as timestamps of the file; both 0 for a row
+        without audio and video.
 
     Raises:
         BadMedia: The header of the audio or video cannot be read.
@@ -119,11 +124,12 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
     Args:
         by_kind: Media of the row by kind (`audio`, `video`, `image`), each a Media with `data`, the
             encoded bytes, and `duration` in seconds.
-        window: Start and end of the clip in seconds.
-        rate: Samples per second.
+        window: Start and end of the clip in seconds, as timestamps of the file.
+        rate: Samples per second of the result.
 
     Returns:
-        Mono samples int16 [N]; None if the row has no sound.
+        Mono samples int16 [N], N = round(length of the window x rate); None if the row has no
+        sound.
 
     Raises:
         BadMedia: The sound cannot be decoded.
@@ -145,7 +151,7 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
 class ClipColumns:
     """Decodes clips of audio and video into the columns of a block (several rows read together).
 
-    A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N],
+    A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N] (mono),
     `num_samples` int32 [R] and `has_text` bool [R]. A row without video or audio has the number 0.
     Columns of a modality that the model does not take are missing.
 
@@ -153,7 +159,8 @@ class ClipColumns:
     `to_batch` trims those of a batch; all take and return dicts of arrays by column name.
 
     Args:
-        inputs: The `model.inputs` section: F is its `frames`, N the samples of its `clip_s`.
+        inputs: The `model.inputs` section: S is its `image_side`, F its `frames`, and N the samples
+            of `clip_s` seconds at `audio_rate` samples per second.
         augment: Augmentation of the frames, which is equal for all frames of a clip; None for none.
     """
 
@@ -172,7 +179,8 @@ class ClipColumns:
         Returns:
             Arrays of zeros by name: `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio`
             int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R], without those of a
-            modality that the model does not take.
+            modality that the model does not take. By `model.inputs`, S is `image_side`, F `frames`,
+            and N `clip_s` x `audio_rate`.
         """
         columns = {"has_text": np.zeros(num_rows, bool)}
         side = self.inputs.image_side
@@ -196,13 +204,16 @@ class ClipColumns:
         """Decode the clip of one row into the columns of several rows (a block).
 
         Args:
-            columns: A block of R rows, arrays [R, ...] such as `video` uint8 [R, F, 3, S, S] and
-                `num_frames` int32 [R]; changed in place at `index`.
+            columns: The columns of R rows, changed in place at `index`: `video` uint8 [R, F, 3, S,
+                S], `num_frames` int32 [R], `audio` int16 [R, N] (mono, `model.inputs.audio_rate`
+                samples per second), `num_samples` int32 [R] and `has_text` bool [R].
             index: Index of the row in the block.
-            row: The stored row with at most one text, and its span.
+            row: The stored row, with at most one text. The clip shows the span of this text,
+                otherwise the whole file; at most `model.inputs.clip_s` seconds.
             image_size: Not used.
-            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS (51)] in [0, 1); None: the middle of
-                the span, and no augmentation.
+            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS (51)] in [0, 1); they choose the
+                augmentation of the frames, the place of the clip in a longer span, and the times of
+                its frames. None: the middle of the span, and no augmentation.
 
         Raises:
             BadImage: The row has several media of a kind, or one cannot be decoded.
@@ -256,12 +267,15 @@ class ClipColumns:
         """Return the columns of a batch, trimmed to the longest clip.
 
         Args:
-            rows: Columns of a block (several rows read together) for the rows of the batch: arrays
-                [B, ...] such as `video` and `num_frames`.
+            rows: Columns of a block (several rows read together) for the rows of the batch: `video`
+                uint8 [B, frames, 3, S, S], `num_frames` int32 [B], `audio` int16 [B, samples],
+                `num_samples` int32 [B] and `has_text` bool [B].
 
         Returns:
-            `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] and
-            `num_samples` int64 [B]; `has_video`, `has_audio` and `has_text` bool [B].
+            `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] (mono,
+            `model.inputs.audio_rate` samples per second) and `num_samples` int64 [B], 0 for a row
+            without; `has_video`, `has_audio` and `has_text` bool [B]. F and N are those of the
+            longest clip, at least 1 and 1600.
         """
         batch = {"has_text": rows["has_text"]}
         for name, count, present, least in (

@@ -51,7 +51,7 @@ class MediaInfo(NamedTuple):
     """What the header of audio or video states, or what a complete check measured.
 
     Args:
-        start_s: Time of its first sample or frame in seconds.
+        start_s: Timestamp of its first sample or frame in seconds, 0 in most files.
         duration_s: Seconds from there to its end; 0 if the header has none.
         rate: Samples or frames per second.
         channels: Channels of the audio; 0 for a video without sound.
@@ -68,7 +68,7 @@ class MediaInfo(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """Time of its end in seconds."""
+        """Timestamp of the end of the audio or video in seconds: `start_s` + `duration_s`."""
         return self.start_s + self.duration_s
 
 
@@ -170,7 +170,7 @@ def read_frames(
 
     Args:
         data: Encoded video.
-        times_s: At least one time in seconds, ascending.
+        times_s: At least one time, ascending: timestamps of the file in seconds.
         max_pixels: Maximum width x height of a frame.
 
     Returns:
@@ -219,8 +219,8 @@ def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarr
 
     Args:
         data: Encoded audio, or a video with sound.
-        start_s: Time of the first sample in seconds.
-        end_s: Time after the last sample.
+        start_s: Timestamp of the first sample in seconds; the start of most files has 0.
+        end_s: Timestamp after the last sample in seconds.
         rate: Samples per second of the result.
 
     Returns:

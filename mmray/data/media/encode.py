@@ -61,11 +61,12 @@ def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -
 
 
 def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
-    """Return audio from time zero on as FLAC with one channel, so times in it stay the same.
+    """Encode audio as FLAC with one channel, from timestamp 0 of its file on, so times in it stay
+    the same.
 
     Args:
         data: Encoded audio.
-        end_s: Time of its end in seconds.
+        end_s: Timestamp of its end in seconds.
         rate: Samples per second of the result.
 
     Returns:

@@ -30,9 +30,9 @@ def make_excerpt(row: Row, clip_s: float) -> dict[str, Any]:
         clip_s: Longest clip in seconds; of a longer span its middle.
 
     Returns:
-        JSON values: `start_s` and `end_s`; `frames`, a list of {`time_s`, `image`} with the times
-        of the decoded frames and thumbnails as data URIs, empty without video; and `sound`, an MP3
-        as data URI, None without sound.
+        JSON values: `start_s` and `end_s` of the clip, timestamps of the file in seconds; `frames`,
+        a list of {`time_s`, `image`} with the times of the decoded frames and thumbnails as data
+        URIs, empty without video; and `sound`, an MP3 as data URI, None without sound.
 
     Raises:
         BadMedia: The audio or video cannot be decoded.

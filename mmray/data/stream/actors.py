@@ -158,7 +158,8 @@ class ActorPool:
     Ray ends them with the rank.
 
     `workers` are the actors; `submit(number, careful)` of each returns a future of a Decoded, with
-    the arrays of the block by column.
+    the arrays of the block by column. With `careful` the actor decodes each image in a child
+    process first, because the block may have crashed another actor.
 
     Args:
         decoder: Decodes a block (the rows that one actor decodes at a time) by its number; pickled
@@ -168,7 +169,8 @@ class ActorPool:
         share_bytes: Bytes of the node's object store for blocks of this rank.
         notify: Called with one line of text for the log.
         must_yield: Called without arguments; returns whether another job waits for resources of the
-            cluster.
+            cluster. While it does, the rank keeps its minimum number of actors.
+        rank: The global rank of this process.
     """
 
     def __init__(

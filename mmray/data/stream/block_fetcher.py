@@ -23,8 +23,8 @@ class BlockFetcher:
     Rows are fetched in blocks of adjacent rows of the set. The thread starts with the first
     request. An instance is cheap to pickle; the copy has a thread of its own.
 
-    `request(plan, positions, in_first_window)` takes positions of the sample order and returns at
-    once.
+    `request(plan, positions, in_first_window)` takes the positions of the sample order that are
+    read now, and returns at once; the rows that are read one shuffle window later are fetched.
 
     Args:
         prepared: A set or mixture that has a cache.

@@ -15,7 +15,8 @@ def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Blo
     Args:
         parts: Blocks {column name: array [R, ...]} with the same columns. Columns of tokens [R, T]
             are padded with zeros to the same T.
-        pixels: Memory for the column `image` of the result, uint8; None: new memory.
+        pixels: Memory for the column `image` of the result, uint8 [all rows, 3, S, S]; None: new
+            memory.
 
     Returns:
         One block with all rows; if there is only one part, the part itself.

@@ -54,7 +54,9 @@ def iter_micro_batches(
         memory: Memory for pixels that must be copied, because a step has rows of several blocks or
             is sorted; they are valid until the next step is requested. None: new memory for each
             step.
-        extra: Kinds of columns besides those of every model, such as boxes.
+        extra: Objects that compute columns which only some models have, such as BoxColumns:
+            `to_batch(rows)` of each maps arrays [B, ...] by column to arrays of the micro-batch by
+            name.
 
     Yields:
         A list of micro-batches: `image` uint8 [B, 3, S, S]; `input_ids` and `attention_mask` int64
@@ -175,7 +177,8 @@ def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
 
     Args:
         rows: Arrays [B, ...] by column for the rows of the micro-batch.
-        extra: Objects that compute kinds of columns, such as BoxColumns.
+        extra: Objects that compute such columns, such as BoxColumns: `to_batch(rows)` of each
+            returns arrays [B, ...] by name.
 
     Returns:
         Tensors by name, such as `boxes`, `box_labels` and `box_mask`.

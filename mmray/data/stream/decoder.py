@@ -40,14 +40,16 @@ class BlockDecoder:
     """Function object that decodes blocks (the rows that are decoded at a time) by number, in a
     data process.
 
-    It is called with (number, careful) and returns a Decoded: `block`, arrays of R rows by column,
-    and `crashed`, whether an image crashed its decoder.
+    It is called with (number, careful, pixels) and returns a Decoded: `block`, arrays of R rows by
+    column, and `crashed`, whether an image crashed its decoder. With `careful` each image is
+    decoded in a child process first. `pixels` is memory for the images, uint8 [at least R, 3, S,
+    S], or None; with it the block has no column `image`.
 
     Args:
         reader: Reads and encodes rows of the training set.
         blocks: Which rows each block has, by their positions in the sample order.
         slots: Memory for the pixels of all blocks, shared with the training process; blocks then
-            have no column `image`. None: memory of the caller, or new memory for each block.
+            have no column `image`. None: `pixels` of the call, or new memory for each block.
     """
 
     def __init__(

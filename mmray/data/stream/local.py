@@ -88,8 +88,8 @@ class LocalBlocks(RankBlocks):
     def pixels(self) -> np.ndarray | None:
         """The shared memory with the pixels of all decoded rows, uint8 [slots, rows, 3, S, S].
 
-        A slot has the rows that a process decodes at a time. None if rows have pixels of different
-        shapes.
+        The memory is divided into slots; each has the rows that a process decodes at a time. None
+        if rows have pixels of different shapes.
         """
         return None if self._slots is None else self._slots.pixels
 

@@ -338,7 +338,9 @@ class SamplePlan:
 
     @property
     def rank_rows(self) -> int:
-        """Rows of one rank in a step, including padding."""
+        """Number of rows of one rank in a step, including padding: global_rows / world_size,
+        rounded up.
+        """
         return -(-self.global_rows // self.world_size)
 
     def rows_start(self, step: int) -> int:

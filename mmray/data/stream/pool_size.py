@@ -30,8 +30,8 @@ class DecoderLimits:
     nodes.
 
     Attributes:
-        reserved: Number of actors on the rank's node without CPUs of their own, because the rank's
-            reservation has them. Further actors have a CPU each.
+        reserved: Number of actors on the rank's node that use CPUs which Ray reserved together with
+            the rank. Further actors reserve a CPU each.
         minimum: Smallest number of actors, with which the rank starts.
         maximum: Largest number of actors.
         label_selector: Labels of the nodes that may have actors with a CPU of their own, such as

@@ -66,12 +66,16 @@ class SetReader(ABC):
     Cheap to pickle; files are opened on first use.
 
     A subclass implements `encode_row(row)`, which returns the inputs of the model for a stored row
-    or raises an error of `row_errors`, and `read_block(plan, positions)`, which returns arrays of
-    the rows by column.
+    or raises an error of `row_errors`, and `read_block(plan, positions)`, which returns arrays [R,
+    ...] by column of the rows at R positions of the sample order.
 
     Args:
         prepared: The set or mixture.
         max_pixels: Maximum width x height of an image.
+
+    Attributes:
+        row_errors: Types of the errors of a row that cannot be used; each has `reason`, a word, and
+            `detail`, a sentence.
     """
 
     # Errors of a row that cannot be used; they have a `reason` and a `detail`.
@@ -130,7 +134,8 @@ class SetReader(ABC):
             row_hash: Hash of the key (name) of each row, int64 [R].
 
         Returns:
-            A number for each row, the same whenever the run takes it at this pass.
+            The index of a text for each row, always the same for the same seed, row and
+            `pass_index`; an arbitrary one for None.
         """
         counts = np.array(num_texts, np.int64)
         chosen: list[int] = hash_choice(plan.seed, pass_index, row_hash, counts).tolist()
@@ -163,6 +168,10 @@ class SetReader(ABC):
 
         Args:
             row: A stored row: its key, media, and texts or messages.
+
+        Returns:
+            The inputs of the model, in a form of the subclass: arrays [1, ...] by column in
+            RowReader, an EncodedRow in ConversationReader.
 
         Raises:
             Exception: The row cannot be used; one of the types in `row_errors`.
@@ -274,11 +283,13 @@ class RowReader(SetReader):
 
         Returns:
             - `image` uint8 [R, 3, S, S], for the image side S of the model; not for clips.
-            - `input_ids` int32 [R, T], padded to the longest text, and `num_tokens` int32 [R].
+            - `input_ids` int32 [R, T], padded on the right to the longest text, and `num_tokens`
+              int32 [R].
             - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
             - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Further columns that the model's inputs ask for, such as `boxes`, or `video` and
-              `audio`.
+            - Further columns that the model's inputs ask for, such as `boxes` float32 [R, M, 4], or
+              `video` uint8 [R, F, 3, S, S] and `audio` int16 [R, N] (mono,
+              `model.inputs.audio_rate` samples per second).
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
@@ -335,7 +346,8 @@ class RowReader(SetReader):
         Returns:
             `image` uint8 [1, 3, S, S], for the image side S of the model; not for clips. The
             further columns that the model's inputs ask for, such as `boxes` float32 [1, M, 4], or
-            `video` uint8 [1, F, 3, S, S] and `audio` int16 [1, N].
+            `video` uint8 [1, F, 3, S, S] and `audio` int16 [1, N] (mono, `model.inputs.audio_rate`
+            samples per second).
 
         Raises:
             BadImage: The row has not one image, or several media of a kind, or one cannot be

@@ -19,7 +19,8 @@ import numpy as np
 
 
 class PixelSlots:
-    """Memory for pixels that the processes of a run share, divided into slots of equal size.
+    """Memory for pixels that the processes of a run share, divided into slots: each has room for
+    the rows that a process decodes at a time.
 
     `pixels` is the array uint8 [num_slots, rows, *pixel_shape]. An instance that is an argument of
     a new child process refers to the same memory there.
@@ -42,12 +43,14 @@ class PixelSlots:
 
     @property
     def path(self) -> str:
-        """File of the memory, which other processes of this user and machine can open."""
+        """File of the shared memory for pixels, which other processes of this user and machine can
+        open.
+        """
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @property
     def inode(self) -> int:
-        """Number of the file at `path`."""
+        """Inode number of the file at `path`, which has the shared memory for pixels."""
         return os.fstat(self._file).st_ino
 
     def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
@@ -62,13 +65,15 @@ class PixelSlots:
 
 
 class LentSlot(NamedTuple):
-    """A slot that a process of the same node may write to until it returns its result.
+    """A part (slot) of shared memory for the pixels of some rows, which another process of the same
+    node may write to until it returns its result.
 
-    `open()` returns its memory as an array uint8.
+    `open()` returns its memory as an array uint8 [rows, *shape of the pixels of a row].
 
     Attributes:
-        path: File of the memory, in the folder of the process that created it.
-        inode: Number of that file: in another container the path may be another file.
+        path: File of the shared memory, under `/proc` of the process that created it.
+        inode: Inode number of that file, which `open` checks: in another container the path may be
+            another file.
         shape: Shape of all slots: (slots, rows, *shape of the pixels of a row).
         number: Number of the slot.
     """
@@ -79,7 +84,10 @@ class LentSlot(NamedTuple):
     number: int
 
     def open(self) -> np.ndarray:
-        """Return the memory of the slot, uint8 [rows, *shape of the pixels of a row].
+        """Return the lent part (slot) of the shared memory for pixels, to write decoded rows to it.
+
+        Returns:
+            uint8 [rows, *shape of the pixels of a row], in the memory of the process that lent it.
 
         Raises:
             OSError: This process may not open it, or has no folder `/proc`.
@@ -109,10 +117,12 @@ class SlotPool:
         self._free = list(reversed(range(num_slots)))
 
     def lend(self) -> LentSlot | None:
-        """Return a slot that no process and no array uses; None if there is none.
+        """Return a free part (slot) of the shared memory for decoded pixels; None if all are in
+        use.
 
-        It is lent until `release`, or until the array of `receive` is no longer used. If its
-        process is lost, it is not lent again, because the process may still write to it.
+        The caller passes it to a process that writes pixels to it. It is in use until `release`, or
+        until the array that `receive` returned is garbage. If the process is lost, the slot is not
+        lent again, because the process may still write to it.
         """
         if not self._free:
             return None
@@ -120,7 +130,8 @@ class SlotPool:
         return LentSlot(slots.path, slots.inode, slots.pixels.shape, self._free.pop())
 
     def receive(self, slot: LentSlot, num_rows: int) -> np.ndarray:
-        """Return the pixels that a process has written to a slot, without a copy.
+        """Return the pixels that a process has written to a slot (its part of the shared memory),
+        without a copy.
 
         Args:
             slot: A slot from `lend`, to which the process has finished writing.
@@ -137,7 +148,7 @@ class SlotPool:
         return owner.reshape(pixels.shape)[:num_rows]
 
     def release(self, slot: LentSlot) -> None:
-        """Let a slot be lent again.
+        """Let a slot (a part of the shared memory for pixels) be lent again, without reading it.
 
         Args:
             slot: A slot from `lend`, to which no process writes.

@@ -208,7 +208,8 @@ class TokenPlan(SamplePlan):
             rank: The rank.
 
         Returns:
-            Sizes that add up to the number of `positions`; the last one includes the padding.
+            Sizes that add up to the number of positions that `positions(step, rank)` returns; the
+            last one includes its padding.
         """
         micro_batches, width = self._micro_batches(step, rank)
         sizes = [len(rows) for rows in micro_batches]

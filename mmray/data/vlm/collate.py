@@ -34,9 +34,11 @@ class RowCollator:
     """Function object that builds the inputs of a vision-language model for the encoded rows of a
     micro-batch.
 
-    It is called with a list of EncodedRow, and returns a dict of tensors: `input_ids` int64, [1, T]
-    if packed, otherwise [B, T], `targets` int64 [N], the positions and the inputs of the vision
-    encoder.
+    It is called with a list of B EncodedRow, and returns a dict of tensors: `input_ids` int64, [1,
+    T] if packed, otherwise [B, T]; `targets` int64 [N], the tokens to predict, and `target_index`
+    int64 [N], the index in the flattened `input_ids` that predicts each; `cu_seqlens` int32 [B + 1]
+    if packed, the start of each row, then T; `position_ids`; and the inputs of the vision encoder,
+    such as `pixel_values` uint8.
 
     Args:
         family: Names and layouts of the model's inputs.
@@ -258,8 +260,9 @@ def rope_index_of(config: Any) -> RopeFn:
         config: transformers' config of a model that has `get_rope_index`.
 
     Returns:
-        Function of token ids int64 [T] and the row's inputs of the encoders of media; it returns
-        [3, T] with the planes time, height, width.
+        A function called with (ids, media): the token ids int64 [T] of a row, and its inputs of the
+        encoders of media, tensors by name such as `image_grid_thw`. It returns the positions [3,
+        T], with the planes time, height, width.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 

@@ -85,8 +85,10 @@ class MediaSize(NamedTuple):
     Args:
         width: Upright width in pixels; 0 for audio.
         height: Upright height in pixels; 0 for audio.
-        times_s: Times of the frames of a video in seconds; () for an image.
-        samples: Samples of audio; 0 for others.
+        times_s: Times of the frames of a video in seconds from its start, ascending; () for an
+            image.
+        samples: Number of samples of audio, at the rate of the model's processor
+            (`ProcessorEncoder.audio_rate`); 0 for others.
     """
 
     width: int = 0
@@ -113,8 +115,10 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
 class ProcessorEncoder:
     """Encodes conversations with the processor of a model.
 
-    `encode(messages, media)` returns an EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T]
-    (True for the assistant's tokens), and `images`, the inputs of the vision encoder by name.
+    `encode(messages, media)` takes messages {"role", "content"}, whose content is a text or a list
+    of parts, and the decoded images, videos and audio of these parts. It returns an EncodedRow:
+    `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's tokens), and `images`, the
+    inputs of the vision encoder by name.
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
@@ -285,6 +289,10 @@ class ProcessorEncoder:
             kind: `image`, `video` or `audio`.
             side: Width and height in pixels.
             length_s: Seconds of a video or audio.
+
+        Returns:
+            An image uint8 [side, side, 3]; a `Clip` with `frames` uint8 [F, side, side, 3] and
+            their `times_s` in seconds; or audio int16 [N] of `audio_rate` samples per second.
         """
         image = np.zeros((side, side, 3), np.uint8)
         if kind == "image":
@@ -305,10 +313,15 @@ class ProcessorEncoder:
         return float(self._features.chunk_length)
 
     def num_samples(self, length_s: float) -> int:
-        """Return how many samples represent audio of some seconds.
+        """Return the number of samples that audio of some seconds is given to the model with.
+
+        These are samples at `audio_rate` per second (the rate of the model's feature extractor),
+        rounded to a multiple of the extractor's hop length. Shorter audio than the family's minimum
+        (0.1 s for most) gets the number of the minimum: it is padded with silence.
 
         Args:
-            length_s: Length of the audio in seconds; what exceeds `max_audio_s` is not used.
+            length_s: Length of the audio in seconds; what exceeds `max_audio_s` (the longest that
+                the model takes) is not used.
         """
         length_s = min(max(length_s, self.family.min_audio_s), self.max_audio_s)
         # Whether an incomplete hop counts depends on the other audio of a row.
@@ -327,6 +340,9 @@ class ProcessorEncoder:
             messages: Messages {role, content}. content is a text or a list of parts {"type":
                 "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
             sizes: Size of the medium of each part, in order.
+
+        Returns:
+            The number of tokens, those of the chat template and of the media included.
         """
         text, _ = self._render(self._as_parts(messages))
         images = [size for size in sizes if size.width and not size.times_s]
@@ -339,11 +355,17 @@ class ProcessorEncoder:
         return len(self._tokenize(expanded[0])["input_ids"])
 
     def choose_times(self, length_s: float, phase: float) -> list[float]:
-        """Return the times of the frames that represent a video, in seconds from its start.
+        """Return the times of the frames that represent a video.
+
+        There are `frame_rate` frames per second, at most `frames` in all (arguments of this
+        encoder), at equal distances; their number is a multiple of 2, the frames of a patch.
 
         Args:
             length_s: Length of the video in seconds.
             phase: Number in [0, 1): place of each frame in its interval.
+
+        Returns:
+            Seconds from the start of the video, ascending.
         """
         frames: FrameProcessor = self.processor.video_processor
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)

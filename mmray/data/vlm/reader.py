@@ -127,7 +127,8 @@ class ConversationReader(SetReader):
 
         Returns:
             RGB images of PIL, `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
-            seconds), and audio int16 [N], in the order of `row.media`.
+            seconds from the start of the clip), and audio int16 [N] (mono, at the rate of the
+            model's processor), in the order of `row.media`.
 
         Raises:
             BadImage: A medium cannot be decoded, or has more than `max_pixels`.
@@ -153,13 +154,15 @@ class ConversationReader(SetReader):
 
         Args:
             row: A row with the bytes of its media.
-            choice: Index of the caption to use, if the row has no messages.
+            choice: Index of the caption to use, if the row has no messages; the question
+                `model.inputs.question` precedes it. Its span is the part of videos and audio that
+                is used.
             phase: Random number in [0, 1) that selects the frames of a video, and the part of audio
                 that is longer than the model takes.
 
         Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], and `images`, the inputs of
-            the vision encoder by name.
+            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's
+            tokens), and `images`, the inputs of the vision encoder by name, such as `pixel_values`.
 
         Raises:
             BadImage: A medium cannot be decoded.
@@ -181,14 +184,14 @@ def read_clip(
     Args:
         media: Video or audio with its bytes.
         encoder: Processor of the model, which chooses times and length.
-        span: Start and end in seconds; None: the whole file.
+        span: Start and end in seconds, as timestamps of the file; None: the whole file.
         phase: Number in [0, 1): place of each frame in its interval, and of the samples in a span
             over `max_audio_s`.
         max_pixels: Maximum width x height of a frame before it is resized.
 
     Returns:
-        Of a video a Clip: `frames` uint8 [F, H, W, 3] and `times_s`, their times in seconds. Of
-        audio samples int16 [N] of the model's rate.
+        Of a video a Clip: `frames` uint8 [F, H, W, 3] and `times_s`, their times in seconds from
+        the start of the span. Of audio mono samples int16 [N], `encoder.audio_rate` per second.
 
     Raises:
         BadMedia: It cannot be decoded.

@@ -38,9 +38,10 @@ class FrameProcessor:
 
     transformers' processor of a model calls it in place of its video processor.
 
-    It is called with the frames of each video, uint8 [F, H, W, 3], and returns a dict with
-    `pixel_values_videos` uint8 (the patches, not normalized) and `video_grid_thw` int64 [videos, 3]
-    (patches in time, height and width).
+    It is called with (videos, video_metadata): the frames of each video, uint8 [F, H, W, 3], and
+    what `metadata` returned for it. It returns a dict with `pixel_values_videos` uint8 [patches,
+    values of a patch], not normalized, `video_grid_thw` int64 [videos, 3] (patches in time, height
+    and width), and `video_metadata` unchanged.
 
     Args:
         settings: The weights' settings of the video processor, such as `patch_size`.
@@ -123,10 +124,12 @@ class FrameProcessor:
         return num_frames // self.temporal_patch_size, patches[0], patches[1]
 
     def metadata(self, times_s: Sequence[float]) -> VideoMetadata:
-        """Return the times of the frames of a clip as transformers' processor reads them.
+        """Return the times of the frames of a clip as transformers' processor reads them: a
+        VideoMetadata whose `frames_indices` divided by its `fps` are the times.
 
         Args:
-            times_s: Times of its frames in seconds, at equal distances.
+            times_s: Times of its frames in seconds from its start, at least two, at equal
+                distances.
         """
         from transformers.video_utils import VideoMetadata
 

@@ -22,14 +22,17 @@ MIN_POWER = 1e-6
 
 
 def mel_power(samples: Tensor, window: Tensor, filters: Tensor, hop: int, pad_mode: str) -> Tensor:
-    """Return the power of mel bands [B, mels, N // hop + 1].
+    """Compute the power of mel bands of samples, by a short-time Fourier transform.
 
     Args:
-        samples: Samples [B, N].
-        window: Weights of the samples of a spectrum [W].
+        samples: Samples, float [B, N].
+        window: Weights of the samples of a spectrum, float [W].
         filters: Weights of the frequencies of each band [W // 2 + 1, mels].
         hop: Samples from a spectrum to the next.
         pad_mode: How samples are padded by half a window: a mode of `torch.nn.functional.pad`.
+
+    Returns:
+        Power (not its logarithm), float [B, mels, N // hop + 1].
     """
     spectrum = torch.stft(
         samples,
@@ -49,14 +52,15 @@ class LogMel(nn.Module):
 
     Filters are triangles on the mel scale of O'Shaughnessy (2595 log10(1 + f / 700)).
 
-    Forward takes samples int16 [B, N] and returns the spectrogram float32 [B, 64, T] with one frame
-    each 10 ms.
+    Forward takes samples int16 [B, N] and returns the spectrogram float32 [B, 64, T] of 64 mel
+    bands: T = N // round(rate / 100) + 1 frames, one each 10 ms, of 25 ms each. A value is
+    (log10(power) + 2) / 2, for samples scaled to -1..1.
 
     Args:
-        rate: Samples per second.
+        rate: Samples per second of the audio.
 
     Attributes:
-        window: Hann window of a spectrum, float32 [W].
+        window: Hann window of a spectrum, float32 [W], W samples in 25 ms.
         filters: Weights of the frequencies in each band, float32 [W // 2 + 1, 64].
     """
 
@@ -79,7 +83,15 @@ class LogMel(nn.Module):
         self.register_buffer("filters", filters.float(), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
-        """Return the spectrogram [B, 64, T] of samples int16 [B, N], one frame each 10 ms."""
+        """Return the log-mel spectrogram of audio.
+
+        Args:
+            audio: Samples int16 [B, N], `rate` per second as given to the constructor.
+
+        Returns:
+            Float32 [B, 64, T] of 64 mel bands, T = N // round(rate / 100) + 1 frames, one each 10
+            ms.
+        """
         # Half precision has too few bits for the power of a spectrum.
         with torch.autocast(audio.device.type, enabled=False):
             samples = audio.to(self.window.dtype) / 32768
@@ -103,11 +115,12 @@ class AudioTransformer(nn.Module):
     Outputs do not depend on padding.
 
     Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
-    a feature of each 40 ms, [B, T, width], and a mask int64 [B, T], 0 for padding.
+    a feature vector for each 40 ms, [B, T, width], and a mask int64 [B, T], 0 for padding. There is
+    no pooling.
 
     Args:
         spec: The `model.audio` section.
-        rate: Samples per second.
+        rate: Samples per second of the audio.
     """
 
     def __init__(self, spec: AudioTower, rate: int) -> None:
@@ -130,11 +143,13 @@ class AudioTransformer(nn.Module):
         """Encode audio.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], `rate` per second as given to the constructor, zeros after
+                those of a row.
             num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            Features of each 40 ms [B, T, width], and a mask int64 [B, T], 0 for padding.
+            A feature vector for each 40 ms [B, T, width], where width is `model.audio.width`, and a
+            mask int64 [B, T], 1 for audio and 0 for padding.
         """
         mels = self.mels(audio)
         frames = self.mels.num_frames(num_samples)

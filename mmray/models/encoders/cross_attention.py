@@ -88,7 +88,8 @@ class CrossEncoder(nn.Module):
                 row lacks any.
 
         Returns:
-            Mean over the tokens of each text [B, W], where W is the width of the cross-attention.
+            One feature vector of each pair, the mean over the tokens of its text [B, W], where W is
+            the width of the cross-attention.
         """
         padding = ~mask_with_first(attention_mask)
         hidden = self.from_text(text_features)
@@ -131,10 +132,12 @@ class PairHeads:
     class_head: nn.Linear | None
 
     def add_heads(self, spec: PairModel, cross: CrossEncoder) -> None:
-        """Add the cross-attention and the heads of the settings.
+        """Set the attributes `cross`, `match_head` and `class_head` of this module: the
+        cross-attention, and linear heads on its features [B, W].
 
         Args:
-            spec: The `model` section: `matching` and `classes` define the heads.
+            spec: The `model` section: with `matching` there is a head to one logit, with `classes`
+                (their number C, not 0) a head to C logits; otherwise the head is None.
             cross: The cross-attention.
         """
         self.cross = cross

@@ -48,7 +48,9 @@ def build_image_tower(
             transformers config of the tower, if it has one, as JSON values.
 
     Returns:
-        A module from normalized pixels [B, 3, S, S] to features [B, width].
+        A module from normalized pixels [B, 3, S, S] to one feature vector for each image [B,
+        width]: the class token of a transformer that has one, the maximum over the positions of
+        `convnet`, otherwise the mean over the positions.
 
     Raises:
         UsageError: The tower does not exist, or its weights cannot be read or do not fit.
@@ -83,8 +85,9 @@ class ImageEncoder(nn.Module, ABC):
 
     Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
     image, [B, width], not normalized. A subclass sets `width` and implements `features`, from the
-    pixels to features [B, N, width] of N positions (patches, class token). It may override `pool`,
-    from these to [B, width]: by default the class token, or the mean without one.
+    pixels to features [B, N, width] of N positions: the class token and registers, if it has them,
+    then the patches or the pixels of a feature map. It may override `pool`, from these to [B,
+    width]: by default the class token, or without one the mean over the patches.
 
     Attributes:
         width: Number of channels of the features.
@@ -95,13 +98,21 @@ class ImageEncoder(nn.Module, ABC):
     has_class_token = False  # if true, it is the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the features [B, width] of images, normalized pixels [B, 3, S, S]."""
+        """Return one feature vector for each image, pooled from its positions and not normalized.
+
+        Args:
+            pixels: Normalized pixels, float [B, 3, S, S].
+
+        Returns:
+            [B, width]: the class token, or without one the mean over the patches, unless a subclass
+            pools in another way.
+        """
         return self.pool(self.features(pixels))
 
     @abstractmethod
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each of the N positions (patches, class token) of a feature map,
-        [B, N, width].
+        """Return the features of each of N positions, [B, N, width]: class token and registers, if
+        the encoder has them, then the patches row by row.
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
@@ -111,7 +122,8 @@ class ImageEncoder(nn.Module, ABC):
         """Return one feature vector for each image.
 
         Args:
-            features: Features of each position [B, N, width].
+            features: Features of each of N positions [B, N, width], as `features` returns them:
+                class token and registers, if the encoder has them, then the patches.
 
         Returns:
             [B, width]: the class token, or without one the mean over the patches.
@@ -124,7 +136,8 @@ class ImageEncoder(nn.Module, ABC):
 
     @torch.no_grad()
     def num_positions(self, image_side: int) -> int:
-        """Return the number N of positions of the features of an image.
+        """Return the number N of positions of the features [B, N, width] of an image: the patches,
+        and the class token and registers if the encoder has them.
 
         Args:
             image_side: Height and width of the image in pixels.
@@ -137,7 +150,7 @@ class ImageEncoder(nn.Module, ABC):
         """Return the features as a map, without class token and registers.
 
         Args:
-            features: Features of each position [B, N, width].
+            features: Features of each position [B, N, width], as `features` returns them.
 
         Returns:
             [B, width, H, H], where H x H is the number of patches.
@@ -151,7 +164,10 @@ class Backbone(ImageEncoder):
     without its head.
 
     Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
-    image, [B, width], not normalized; `features` returns those of each position, [B, N, width].
+    image, [B, width], not normalized: the class token, which is the first position, or of a network
+    without one the mean over the positions after the first `prefix_tokens`. `features` returns all
+    N positions of the last layer, [B, N, width]: the `prefix_tokens` leading ones, then the
+    patches, or the pixels of a ResNet's feature map.
 
     Args:
         net: The network. It maps normalized pixels [B, 3, S, S] to a flattened feature map [B,
@@ -171,8 +187,9 @@ class Backbone(ImageEncoder):
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each of the N positions (patches, class token) of the last layer,
-        [B, N, width].
+        """Return the features of each of N positions of the last layer, [B, N, width]: the leading
+        class token and registers, if the network has them, then the patches, or the pixels of a
+        ResNet's feature map.
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
@@ -303,15 +320,14 @@ def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
 class ConvNet(ImageEncoder):
     """Small residual network with GroupNorm, fast on a CPU.
 
-    Pooling takes the maximum, because the mean learns far more slowly on small objects in front of
-    a background.
-    Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He
-    2018), and coordinate channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep
-    positions through the maximum.
+    Pooling takes the maximum over the positions, because the mean learns far more slowly on small
+    objects in front of a background. Sources: pre-activation residual blocks (He et al. 2016,
+    arXiv:1603.05027), GroupNorm (Wu & He 2018), and coordinate channels (CoordConv, Liu et al.
+    2018, arXiv:1807.03247), which keep positions through the maximum.
 
     Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
-    image, [B, channels x depth], not normalized; `features` returns those of each position, [B, N,
-    channels x depth].
+    image, [B, channels x depth], not normalized; `features` returns those of each of the N
+    positions of the last feature map, [B, N, channels x depth].
 
     Args:
         channels: Channels of the first stage; stage n has n times as many.

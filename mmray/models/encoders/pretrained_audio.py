@@ -32,10 +32,10 @@ MIN_POWER = 1e-10
 class PretrainedAudio(nn.Module, ABC):
     """Base of the pretrained audio encoders: samples, padded as the weights expect, to features.
 
-    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
-    features [B, T, width], not normalized, and a mask int64 [B, T], 0 for padding. A subclass
-    implements `forward` and `spectrogram`, which computes the log-mel spectrogram that the weights
-    expect from the same arguments.
+    Forward takes samples int16 [B, N], `rate` per second, and the number of samples of each row,
+    int64 [B], and returns features [B, T, width], not normalized, and a mask int64 [B, T], 0 for
+    padding. A subclass implements `forward` and `spectrogram`, which computes the log-mel
+    spectrogram that the weights expect from the same arguments.
 
     Args:
         net: The encoder of transformers, such as WhisperEncoder; it takes the spectrogram.
@@ -45,7 +45,7 @@ class PretrainedAudio(nn.Module, ABC):
             which they are multiplied.
         filters: Weights of the frequencies in each mel band, float [W // 2 + 1, mels]; also an
             attribute, as a tensor.
-        max_samples: Number of samples to which audio is padded.
+        max_samples: Number of samples to which audio is padded, the longest that the encoder takes.
 
     Attributes:
         rate: Samples per second that the weights expect.
@@ -72,11 +72,13 @@ class PretrainedAudio(nn.Module, ABC):
         """Encode audio.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], `rate` per second (an attribute), zeros after those of a
+                row.
             num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            Features [B, T, width], and a mask int64 [B, T], 0 for padding.
+            Features [B, T, width] of T time steps, one of a whole clip for CLAP, and a mask int64
+            [B, T], 1 for audio and 0 for padding.
         """
 
     @abstractmethod
@@ -85,11 +87,13 @@ class PretrainedAudio(nn.Module, ABC):
         the same samples.
 
         Args:
-            audio: Samples int16 [B, N], `rate` per second, zeros after those of a row.
+            audio: Samples int16 [B, N], `rate` per second (an attribute), zeros after those of a
+                row.
             num_samples: Samples of each row, int64 [B].
 
         Returns:
             Float32 in the shape that the encoder takes: [B, mels, T], or [B, 1, T, mels] for CLAP.
+            T is the number of spectra of audio padded to the longest that the encoder takes.
         """
 
     def _power(self, audio: Tensor) -> Tensor:
@@ -116,11 +120,12 @@ class PretrainedAudio(nn.Module, ABC):
 
 
 class WhisperAudio(PretrainedAudio):
-    """The encoder of Whisper (Radford et al. 2022, arXiv:2212.04356): a feature of each 20 ms of
-    audio, which is padded with zeros to 30 s.
+    """The encoder of Whisper (Radford et al. 2022, arXiv:2212.04356): a feature vector for each 20
+    ms of audio, which is padded with zeros to 30 s.
 
-    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
-    features [B, T, width], not normalized, and a mask int64 [B, T], 0 for padding.
+    Forward takes samples int16 [B, N], 16,000 per second, and the number of samples of each row,
+    int64 [B]. It returns features [B, T, width], not normalized, for the T = 1500 steps of 30 s
+    (`max_source_positions` of the config), and a mask int64 [B, T], 0 for padding.
 
     Args:
         config: transformers' config of a Whisper model.
@@ -142,11 +147,15 @@ class WhisperAudio(PretrainedAudio):
         )
 
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return the log-mel spectrogram [B, mels, T], T = max_samples / hop.
+        """Return the log-mel spectrogram of audio, which is padded with zeros to 30 s.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], 16,000 per second, at most 30 s, zeros after those of a
+                row.
             num_samples: Not used.
+
+        Returns:
+            Float32 [B, mels, T], T = 3000 spectra, one each 10 ms.
         """
         padded = F.pad(audio, (0, self.max_samples - audio.shape[1]))
         power = self._power(padded)[..., :-1]
@@ -157,11 +166,13 @@ class WhisperAudio(PretrainedAudio):
         """Encode audio.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], 16,000 per second, at most 30 s, zeros after those of a
+                row.
             num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            Features of each 20 ms [B, T, width], and a mask int64 [B, T], 0 for padding.
+            Features [B, T, width] of T = 1500 steps of 20 ms, and a mask int64 [B, T], 1 for audio
+            and 0 for padding.
         """
         features = self.net(self.spectrogram(audio, num_samples)).last_hidden_state
         lengths = (num_samples + 2 * self.hop - 1) // (2 * self.hop)
@@ -169,18 +180,19 @@ class WhisperAudio(PretrainedAudio):
 
 
 class ClapAudio(PretrainedAudio):
-    """The audio encoder of CLAP (Wu et al. 2023, arXiv:2211.06687): one feature of a clip, which is
-    repeated to fill 10 s.
+    """The audio encoder of CLAP (Wu et al. 2023, arXiv:2211.06687): one feature vector of a clip,
+    which is repeated to fill 10 s.
 
-    Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
-    one feature [B, 1, width], not normalized, and a mask int64 [B, 1], 0 for a row without audio.
+    Forward takes samples int16 [B, N], 48,000 per second, and the number of samples of each row,
+    int64 [B]. It returns one feature vector [B, 1, width], pooled by the encoder and not
+    normalized, and a mask int64 [B, 1], 0 for a row without audio.
 
     Args:
         config: transformers' config of a CLAP model or of its audio encoder.
         weights: Folder or hub name of the weights; None: random weights.
 
     Raises:
-        UsageError: The encoder fuses parts of long clips.
+        UsageError: The config is of a CLAP model that fuses parts of long clips (`enable_fusion`).
     """
 
     def __init__(self, config: Any, weights: str | None) -> None:
@@ -209,11 +221,18 @@ class ClapAudio(PretrainedAudio):
         )
 
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return the log-mel spectrogram in dB [B, 1, T, mels].
+        """Return the log-mel spectrogram of audio, which is repeated to fill 10 s.
+
+        The audio of a row is repeated as many whole times as fit into 10 s (480,000 samples); the
+        rest is silence.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
-            num_samples: Samples of each row, int64 [B]; a row repeats as often as it fits.
+            audio: Samples int16 [B, N], 48,000 per second, at most 10 s, zeros after those of a
+                row.
+            num_samples: Samples of each row, int64 [B].
+
+        Returns:
+            Decibels, float32 [B, 1, T, mels], T = 1001 spectra, one each 10 ms.
         """
         length = num_samples.clamp(min=1)[:, None]
         index = torch.arange(self.max_samples, device=audio.device)
@@ -226,11 +245,13 @@ class ClapAudio(PretrainedAudio):
         """Encode audio.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
+            audio: Samples int16 [B, N], 48,000 per second, at most 10 s, zeros after those of a
+                row.
             num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            One feature [B, 1, width], and a mask int64 [B, 1], 0 without audio.
+            One feature vector of each row [B, 1, width], and a mask int64 [B, 1], 1, or 0 for a row
+            without audio.
         """
         features = self.net(self.spectrogram(audio, num_samples)).pooler_output
         return features[:, None], (num_samples > 0).long()[:, None]
@@ -256,11 +277,13 @@ def build_pretrained_audio(
             `model.audio.weights`.
 
     Returns:
-        A module from samples int16 [B, N] and numbers of samples int64 [B] to features [B, T,
-        width] and their mask int64 [B, T].
+        A WhisperAudio or ClapAudio: a module from samples int16 [B, N], `model.inputs.audio_rate`
+        per second, and numbers of samples int64 [B] to features [B, T, width] and their mask int64
+        [B, T].
 
     Raises:
-        UsageError: The weights cannot be read, or do not suit the inputs.
+        UsageError: The weights cannot be read, or do not suit the inputs: their rate is not
+            `audio_rate`, or they take less than `clip_s` seconds.
     """
     saved = (architecture or {}).get("audio")
     config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, saved)

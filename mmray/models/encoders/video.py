@@ -24,11 +24,13 @@ class FrameEncoder(nn.Module):
     """Encode the frames of a video as images, and relate them by a transformer.
 
     Forward takes normalized pixels, float [B, F, 3, S, S], and the number of frames of each row,
-    int64 [B], and returns a feature of each frame, [B, F, width], and a mask int64 [B, F], 0 for
-    padding.
+    int64 [B], and returns one feature vector for each frame, [B, F, width], and a mask int64 [B,
+    F], 0 for padding. The image tower pools the positions of a frame to one vector; the transformer
+    attends over the frames.
 
     Args:
-        spec: The `model` section, with the image tower and the transformer `video`.
+        spec: The `model` section, with the image tower `image` and the transformer `video`, whose
+            `depth` may be 0.
         architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
             encoder with random weights, which the caller then replaces; its key `image` has the
             transformers config of the image tower, if it has one, as JSON values.
@@ -61,11 +63,12 @@ class FrameEncoder(nn.Module):
         """Encode videos.
 
         Args:
-            pixels: Normalized pixels [B, F, 3, S, S].
+            pixels: Normalized pixels, float [B, F, 3, S, S].
             num_frames: Frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            Features of each frame [B, F, width], and a mask int64 [B, F], 0 for padding.
+            One feature vector for each frame [B, F, width], and a mask int64 [B, F], 1 for a frame
+            and 0 for padding.
         """
         features = self.image(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
         mask = length_mask(num_frames, pixels.shape[1])
@@ -78,14 +81,14 @@ class FrameEncoder(nn.Module):
 
 
 class VideoMae(nn.Module):
-    """The encoder of VideoMAE (Tong et al. 2022, arXiv:2203.12602): features of blocks of patches
-    and frames.
+    """The encoder of VideoMAE (Tong et al. 2022, arXiv:2203.12602): features of blocks, each of a
+    patch in some consecutive frames.
 
     Its number of frames is fixed, so the last frame of a clip with fewer is repeated.
 
     Forward takes normalized pixels, float [B, F, 3, S, S], and the number of frames of each row,
-    int64 [B], and returns features of N blocks, [B, N, width], and a mask int64 [B, N], 0 for a row
-    without video.
+    int64 [B], and returns features of N blocks, [B, N, width] (F / tubelet_size x patches of a
+    frame), and a mask int64 [B, N], 0 for a row without video.
 
     Args:
         spec: The `model.video` section.
@@ -119,11 +122,12 @@ class VideoMae(nn.Module):
         """Encode videos.
 
         Args:
-            pixels: Normalized pixels [B, F, 3, S, S].
+            pixels: Normalized pixels, float [B, F, 3, S, S].
             num_frames: Frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            Features [B, N, width] of N blocks, and a mask int64 [B, N], 0 without video.
+            Features [B, N, width] of N blocks, each of a patch in some consecutive frames, and a
+            mask int64 [B, N], 0 for a row without video, otherwise 1.
         """
         index = torch.arange(self.frames, device=pixels.device)
         last = num_frames.clamp(min=1)[:, None] - 1
