@@ -383,7 +383,9 @@ def evaluate(
             data.eval_where of the run, or all rows of another set.
         captions: column of the captions to use, if the set has several; None: data.eval_captions of
             the run, or the first.
-        step: step of the checkpoint, or `best`; None: the newest valid one.
+        step: step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
+            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
+            newest valid one.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         workers: number of workers; None: as in training, or as this machine has GPUs.
         accelerator: device of the workers, `gpu`, `cpu`, or `auto` (GPUs if there are any); None:
@@ -502,7 +504,9 @@ def export(
     Args:
         run: the run or its folder.
         out: folder to write, or its address.
-        step: step of the checkpoint, or `best`; None: the newest valid one.
+        step: step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
+            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
+            newest valid one.
         interpolate: factor of the trained weights, 0 to 1; the weights that the run started with
             have 1 minus the factor (WiSE-FT).
         adapters_only: write only the LoRA adapters and the projector of a vision-language model, as

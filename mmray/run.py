@@ -66,7 +66,9 @@ class Run:
         """Return a checkpoint of the run as a `ray.train.Checkpoint`, without copying it.
 
         Args:
-            step: step of the checkpoint, or `best`; None: the newest valid one.
+            step: step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot
+                accuracy if that is the task of `data.eval`; of a vision-language model lowest
+                loss); None: the newest valid one.
 
         Returns:
             The checkpoint, whose folder has the files of `checkpoints/step-N`.

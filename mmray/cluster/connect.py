@@ -63,8 +63,8 @@ def is_connected() -> bool:
 def needs_ray(cluster_config: Cluster) -> bool:
     """Return whether a run needs Ray; otherwise a process of this machine can be its worker.
 
-    It does if this process is connected to Ray, or if several workers or settings of a cluster are
-    given.
+    It does if this process is connected to Ray, if `workers` allows more than one, if `address`,
+    `resources_per_worker` or `wait_for_nodes` is set, or if RAY_ADDRESS is.
 
     Args:
         cluster_config: The `cluster` section.
@@ -75,9 +75,11 @@ def needs_ray(cluster_config: Cluster) -> bool:
 def asks_for_cluster(cluster_config: Cluster) -> bool:
     """Return whether the settings request several workers or a Ray cluster.
 
+    They do if `workers` allows more than one, if `address`, `resources_per_worker` or
+    `wait_for_nodes` is set, or if the environment variable RAY_ADDRESS is.
+
     Args:
-        cluster_config: The `cluster` section. The environment variable RAY_ADDRESS requests a
-            cluster too.
+        cluster_config: The `cluster` section.
     """
     cluster_only = (
         cluster_config.address,
@@ -89,8 +91,9 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
 @contextmanager
 def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> Iterator[None]:
-    """Context manager that connects to Ray for tasks of `mmray prepare`, if the settings ask for
-    it.
+    """Context manager that connects to Ray for tasks of `mmray prepare`, if this process is
+    connected already or the settings request several workers or a cluster (such as `address`, or
+    RAY_ADDRESS).
 
     Otherwise these tasks run in child processes.
 
@@ -334,7 +337,8 @@ def check_reachable(address: str) -> None:
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
     """Return the number of logical CPUs with which Ray is started on this machine.
 
-    It is at least enough for the workers and their decode actors, which may share cores.
+    It is the number of cores, or the CPUs of all workers and of their decode actors and one more,
+    if these are more; they then share cores.
 
     Args:
         cluster_config: The `cluster` section.

@@ -79,7 +79,8 @@ def min_decoders(config: Config) -> int:
     worker.
 
     Args:
-        config: Settings of the run; `data.workers` is divided by the largest number of workers.
+        config: Settings of the run; the smallest number of `data.workers` (1 for `auto`) is divided
+            by the largest number of workers and rounded up.
     """
     low, _ = config.data.worker_range or (1, 1)
     return math.ceil(low / config.cluster.max_workers)
@@ -119,8 +120,8 @@ def num_free_workers(config: Config) -> int:
         config: Settings of the evaluation or run.
 
     Returns:
-        At most the largest number of workers, and at least the smallest; the smallest number may
-        have to wait for resources.
+        At most the largest number of `cluster.workers`, and at least the smallest, also if fewer
+        are free after a wait of 4 s.
 
     Raises:
         ResourceError: The cluster can never have the smallest number.
@@ -141,7 +142,7 @@ def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
             checked.
 
     Raises:
-        ResourceError: It has less than the driver and Ray Train's controller need.
+        ResourceError: It has less than the 0.6 GiB that the driver and Ray Train's controller need.
     """
     if free_gib < DRIVER_GIB and not is_single_node:
         raise ResourceError(

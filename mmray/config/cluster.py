@@ -91,7 +91,7 @@ class Cluster(Section, settings_prefix="cluster"):
         """Return the number of CPUs of each training worker.
 
         It is `cpus_per_worker`; if that is `auto`, the cores of a machine divided by the largest
-        number of workers, at least 1.
+        number of workers, rounded down, at least 1.
 
         Args:
             num_cores: CPU cores of a machine.
@@ -117,8 +117,9 @@ class Cluster(Section, settings_prefix="cluster"):
         """Longest time in seconds that a rank may make no progress, by the state that it reports.
 
         A training worker reports its state each second. A longer time counts as a hang, and the
-        workers are restarted. The states are `training`, `starting`, `first_step`, `evaluating`,
-        `compiling`, `saving` and `waiting_for_data`.
+        workers are restarted. `training` and `evaluating`: `hang_timeout_s`; `saving`: 10 times as
+        long; `starting`, `first_step` and `compiling`: the longer of `hang_timeout_s` and
+        `start_timeout_s`; `waiting_for_data`: that, but at least 3600.
         """
         start_s = max(self.hang_timeout_s, self.start_timeout_s)
         return {
@@ -134,7 +135,7 @@ class Cluster(Section, settings_prefix="cluster"):
     @property
     def group_timeout_s(self) -> float:
         """Timeout in seconds to form the process group, and of its collectives until training
-        starts.
+        starts: 1.5 x `hang_timeout_s`, at least 300.
         """
         return max(300.0, 1.5 * self.hang_timeout_s)
 
@@ -143,7 +144,8 @@ class Cluster(Section, settings_prefix="cluster"):
         """Longest time in seconds to the first heartbeat (report that a worker is alive) of a
         worker.
 
-        Until then its node starts, and the worker imports torch and joins the process group.
+        Until then its node starts, and the worker imports torch and joins the process group, so it
+        is `start_timeout_s` plus the limits of these two.
         """
         return self.start_timeout_s + self.state_limits_s["starting"] + self.group_timeout_s
 

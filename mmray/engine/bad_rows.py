@@ -105,7 +105,7 @@ def append_bad_row(file: AnyPath, line: bytes) -> None:
 
     Args:
         file: The file.
-        line: The line without its line feed.
+        line: The line, a JSON object in UTF-8, without its line feed.
     """
     if isinstance(file, RemotePath):
         name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"

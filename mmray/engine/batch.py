@@ -90,7 +90,9 @@ class BatchShape:
         return self.with_micro_batch_size(ceil(self.micro_batch_size / 2))
 
     def to_settings(self, batch: Batch) -> Batch:
-        """Return the `batch` section of a run with this shape, for its config.yaml.
+        """Return a `batch` section with this shape, for config.yaml: the one given, with this
+        `global`, and as `micro` the micro-batch size, `auto` if it is searched, or None if
+        micro-batches are limited by tokens.
 
         Args:
             batch: The section from which the shape was computed.

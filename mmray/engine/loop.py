@@ -70,7 +70,7 @@ def train_loop(
         OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
             micro-batch), the driver restarts the workers with it.
         TrainingError: The rows of a step are missing or are not those of the sample order, or the
-            gradient was not finite in too many steps in a row.
+            gradient was not finite in 10 steps in a row.
     """
     return Trainer(spec, load_checkpoint).train(steps)
 
@@ -128,7 +128,7 @@ class Trainer:
             OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
                 micro-batch), the driver restarts the workers with it.
             TrainingError: The rows of a step are missing or are not those of the sample order, or
-                the gradient was not finite in too many steps in a row.
+                the gradient was not finite in 10 steps in a row.
         """
         spec = self.spec
         plan = self.spec.plan

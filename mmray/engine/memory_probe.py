@@ -421,6 +421,9 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def free_bytes(group: Group, headroom: int = 0) -> float:
     """Return the bytes of memory that this rank may use in addition to what it uses.
 
+    On a GPU it is its free memory less `headroom`; on a CPU 80 % of the free memory of the host,
+    divided among the ranks on it.
+
     Args:
         group: The ranks, which share the memory of a host, and the device.
         headroom: Bytes of a GPU to leave free.
@@ -431,7 +434,9 @@ def free_bytes(group: Group, headroom: int = 0) -> float:
 
 
 def headroom_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that `batch.micro auto` leaves free; 0 for a CPU."""
+    """Return the bytes of a GPU that `batch.micro auto` leaves free, 5 % of its memory; 0 for a
+    CPU.
+    """
     return int(HEADROOM * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 

@@ -47,7 +47,8 @@ class Lease:
     Args:
         directory: local folder or folder on a store.
         heartbeat_s: seconds between two heartbeats.
-        stale_after_s: seconds without a heartbeat after which an owner on another machine is dead.
+        stale_after_s: seconds without a heartbeat after which an owner on another machine counts as
+            dead, and its lease can be taken over.
         activity: what an owner does with the directory, for the UsageError of a second process.
         advice: what the user of the second process can do, for the same error.
 

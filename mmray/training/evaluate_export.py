@@ -67,11 +67,13 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
     Args:
         folder: Folder or URI of the run.
-        step: Step of the checkpoint, or `best` (by `best_metric`); None: the newest valid one.
+        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
+            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
+            newest valid one.
 
     Returns:
-        Config of the run, content of its tokenizer.json, and folder of the checkpoint, whose files
-        were verified.
+        Config of the run, content of its tokenizer.json ("" for a vision-language model), and
+        folder of the checkpoint, whose files were verified.
 
     Raises:
         UsageError: The folder is not a run, or has no such valid checkpoint.
@@ -137,14 +139,15 @@ def open_model(
         source: Folder or URI of a run; or a config whose `model.weights` and
             `model.inputs.tokenizer` name pretrained weights and their tokenizer, from
             `pretrained_config`.
-        step: Step of the checkpoint of a run, or `best` (by `best_metric`); None: the newest valid
-            one.
+        step: Step of the checkpoint of a run, or `best` (highest held-out recall@1, or zero-shot
+            accuracy if that is the task of `data.eval`; of a vision-language model lowest loss);
+            None: the newest valid one.
         log: Called with a warning and the word to print before it, if weights have more tokens than
             their tokenizer.
 
     Returns:
-        The config, content of tokenizer.json, and folder of the checkpoint, None for pretrained
-        weights.
+        The config, content of tokenizer.json ("" for a vision-language model), and folder of the
+        checkpoint, None for pretrained weights.
 
     Raises:
         UsageError: The folder is not a run or has no such valid checkpoint, or the tokenizer cannot
@@ -170,7 +173,9 @@ def export_model(
         source: Folder or URI of the run; or the config of pretrained weights, from
             `pretrained_config`.
         out: Folder to write, or its URI.
-        step: Step of the checkpoint, or `best`; None: the newest valid one.
+        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
+            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
+            newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
         adapters_only: Write the LoRA adapters and the fully trained layers without the weights that
@@ -278,7 +283,9 @@ def evaluate_model(
             `pretrained_config`. For weights, Ray Train writes its small files to run.storage/ray.
         data: Prepared set or raw source to evaluate on; None: the held-out rows of the run.
         split: Split of the set; None: `data.eval_split` of the run, or `test` if `data` is given.
-        step: Step of the checkpoint, or `best`; None: the newest valid one.
+        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
+            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
+            newest valid one.
         address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
         reporter: Receives progress and messages.
         settings: Settings of the evaluation; None: those of the run or the config.
@@ -437,7 +444,9 @@ def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Con
             word to print before the warning.
 
     Returns:
-        The config with the padding token, and the content of tokenizer.json.
+        The config, whose section `model` has the vocabulary size and the padding token of the
+        tokenizer, and the content of tokenizer.json. Of a vision-language model the config
+        unchanged, and "".
 
     Raises:
         UsageError: The tokenizer cannot be loaded, or only a set defines it.

@@ -372,9 +372,11 @@ class LocalWorkers(Workers):
 def num_decode_processes(config: Config, workers: int) -> int:
     """Return the number of processes that read and decode rows for all workers on this machine.
 
+    It is the largest number of `data.workers`. If that is `auto`, it is one for each worker; with
+    GPUs the cores of the machine less 2 for each worker, but at least one for each.
+
     Args:
-        config: Settings of the run. By default one for each worker; with GPUs the cores that
-            training does not use.
+        config: Settings of the run.
         workers: Number of workers.
     """
     if config.data.worker_range is not None:

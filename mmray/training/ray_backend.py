@@ -385,7 +385,8 @@ def name_in_views(folder: AnyPath) -> str:
         folder: Folder of the run.
 
     Returns:
-        The name of the folder; of a trial (SWEEP/trials/t001), after that of its sweep.
+        The name of the folder, such as `clip`; of a trial of a sweep (SWEEP/trials/t001)
+        `SWEEP-t001`.
     """
     if folder.parent.name == "trials":
         return f"{folder.parent.parent.name}-{folder.name}"

@@ -90,7 +90,8 @@ def forbidden_changes(
     Args:
         before: Settings of an existing run, nested by section as in config.yaml.
         after: Settings of this command, nested in the same way.
-        may_change: Names of settings and sections, such as `run` or `train.steps`.
+        may_change: Names of settings, such as `train.steps`, and of sections with all their
+            settings, such as `run`; by default those that may differ when a run is resumed.
 
     Returns:
         A line `setting: old -> new` for each difference.

@@ -121,9 +121,10 @@ def decide_recovery(
 
     Returns:
         The reason of a restart as a line for the log, or the error that ends the run. Running out
-        of memory leads to a restart with the batch shape that `retry_shape` returns. The run ends
-        for an error of mmray that a worker raised (wrong data, for example), an error that is
-        repeated after the same step, an error before the first logged step, and too many failures.
+        of memory leads to a restart with smaller micro-batches, unless they have one row already.
+        The run ends for an error of mmray that a worker raised (wrong data, for example), an error
+        that is repeated after the same step, an error before the first logged step, and too many
+        failures.
     """
     error = failure.error
     if retry_shape(error) is not None:

@@ -338,7 +338,8 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
 
     Returns:
         `step` and `rows_consumed` (int), `metrics` (the logged line of the step), `config` (all
-        settings), `architecture`, `world` (number of workers) and `versions`.
+        settings), `architecture` (description of the model's layers, as its method `architecture()`
+        returned it), `world` (number of workers) and `versions` (of `python` and `torch`).
 
     Raises:
         TrainingError: The file does not exist or is damaged.

@@ -155,9 +155,10 @@ def machine_load(device: torch.device) -> dict[str, float]:
         device: Device of training.
 
     Returns:
-        `host/cpu_percent` since the last call and `host/memory_gib`; on a GPU also
-        `gpu/busy_percent` and `gpu/memory_gib`. Busy percent is NaN without NVML (nvidia-ml-py) and
-        on a MIG slice, because every rank must have the same keys.
+        `host/cpu_percent` (0 to 100, of all cores, since the last call) and `host/memory_gib` (used
+        by all processes); on a GPU also `gpu/busy_percent` (0 to 100) and `gpu/memory_gib` (used by
+        all processes). Busy percent is NaN without NVML (nvidia-ml-py) and on a MIG slice, because
+        every rank must have the same keys.
     """
     load = {
         "host/cpu_percent": psutil.cpu_percent(),

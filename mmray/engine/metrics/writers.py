@@ -114,9 +114,9 @@ class MetricsLog:
 
         Args:
             step: Number of the step.
-            examples: Content of examples.json as the evaluation returns it: lists of queries by
-                direction, such as `image_to_text`, or of generated answers, and `images`,
-                thumbnails as data URIs.
+            examples: Content of examples.json as the evaluation returns it: lists of dicts, one for
+                each query, under `image_to_text` and `text_to_image`, or one for each generated
+                answer under `answers`; and `images`, thumbnails as data URIs by number of the row.
         """
         self._last = self._thread.submit(self._write_images, step, examples)
 
