@@ -133,8 +133,9 @@ def prepare(
         source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
             COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset; or
             rows in memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
-            DatasetDict, or an iterable of dicts. Until the set is complete, rows are stored as
-            Parquet files in the folder OUT.rows.
+            DatasetDict, or an iterable of dicts, with columns such as `text` and `image` (a path,
+            bytes of a file, a PIL image, or a uint8 array [H, W, C]). Until the set is complete,
+            rows are stored as Parquet files in the folder OUT.rows.
         out: folder of the set.
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.

@@ -143,7 +143,8 @@ class Group:
             rows: [B, ...], where B may differ between ranks.
 
         Returns:
-            Rows of all ranks in rank order on the device of the group, without gradient.
+            [sum of B over ranks, ...]: rows of all ranks in rank order, without padding, on the
+            device of the group, without gradient.
         """
         rows = rows.detach().to(self.device)
         if self.world_size == 1:

@@ -354,12 +354,14 @@ def gather_outputs(
         embeddings: Outputs of this rank's rows by name, [rows, ...].
         names: Names of those to gather.
         batch: This rank's micro-batches, for `valid` and the padded number of rows.
-        counts: This rank's counts of the loss over pairs of rows and of the loss that is a sum over
-            rows, and its stop request; float64 vectors.
+        counts: Three float64 vectors of this rank: the count (divisor) of the global loss (over
+            rows of all ranks), that of the local loss (a sum over rows), and its stop request, [1].
 
     Returns:
-        A GatheredOutputs: `counts` (summed over ranks), and `columns`, the outputs of all ranks [G,
-        ...] by name; with a single rank the latter is None.
+        A GatheredOutputs: `counts` (summed over ranks), and `columns`: the outputs of all ranks by
+        name, [G, ...] with G = world_size x `batch.rows` in rank order, `valid` bool [G] (False for
+        padding), and `offset` (int), the index of this rank's first row. With a single rank
+        `columns` is None.
     """
     if group.world_size == 1:
         return GatheredOutputs(counts)
@@ -499,8 +501,9 @@ def attach_negatives(
         batch: This rank's micro-batches of the step (tensors by column).
         embeddings: Outputs of this rank's rows by name, [rows, ...], and scalar outputs such as
             `logit_scale`.
-        columns: Gathered outputs by name [G, ...], `valid` bool [G] and the int `offset`, the index
-            of this rank's first row among the G; None with a single rank.
+        columns: Outputs of all ranks by name [G, ...], G = world_size x `batch.rows`, `valid` bool
+            [G] and the int `offset`, the index of this rank's first row among the G; None with a
+            single rank.
         inputs: Columns of all ranks from which negatives are copied, such as `input_ids` int64 [G,
             T].
 

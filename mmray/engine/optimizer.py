@@ -191,7 +191,8 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
     Args:
         module: The model.
         config: The `optimizer` section. A user's class in `kind`, such as `torch.optim:SGD`, is
-            called with (groups, lr=..., **settings).
+            called with (groups, lr=..., **settings), where groups are dicts with `params`,
+            `weight_decay` and `lr_scale`, and settings those of `optimizer.settings`.
 
     Returns:
         A torch optimizer; each of its parameter groups has the multiplier of the learning rate as
@@ -373,19 +374,20 @@ def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Return the learning rate of a step: linear warm-up, then the schedule.
 
-    Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last
-    would have peak x final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`:
-    Hägele et al. 2024.
+    In the warm-up it is lr x (step + 1) / (warmup_steps + 1), so step `warmup_steps` is the first
+    at the peak `lr`. Then it is lr x (final_lr_fraction + (1 - final_lr_fraction) x f), where f
+    falls from 1 to 0 at the step after the last: as `cosine` (Loshchilov & Hutter 2017, equation
+    5), `linear`, or `cooldown` (1, then linear in the last 20 % of the steps after the warm-up;
+    Hägele et al. 2024). For `constant` f is 1.
 
     Args:
         step: Number of the step, counted from 0.
         config: The `optimizer` section. A user's function in `schedule` is called with (step,
-            total_steps) and returns a factor of the learning rate.
+            total_steps) after the warm-up and returns f.
         total_steps: Number of steps of the run.
 
     Raises:
-        UsageError: A user's function cannot be imported, or returns a negative, infinite or NaN
-            factor.
+        UsageError: A user's function cannot be imported, or returns a negative, infinite or NaN f.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)

@@ -72,7 +72,8 @@ def optimizer_step(
 def accumulate_gradients(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
 ) -> GradCache:
-    """Add the gradient of the global batch to `grad` of the weights, multiplied by the loss scale.
+    """Add the gradient of the mean loss over the global batch to `grad` of the weights, multiplied
+    by the loss scale of fp16.
 
     Args:
         state: Model, objective and group; the weights do not change.
@@ -129,7 +130,8 @@ def first_pass(
     Returns:
         The outputs of the first micro-batch with their graph, for the second pass; None with hard
         negatives, because the model has not seen them yet. And the outputs that the loss over all
-        rows needs by name, of all micro-batches [rows, ...], without graph, with the scalars.
+        rows needs by name, of all micro-batches [rows, ...], and scalar outputs such as
+        `logit_scale`, both without graph.
     """
     parts = state.parts
     micro_batches = batch.micro_batches

@@ -276,14 +276,16 @@ def _from_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
-    """Call a function, with retries if the path is not on a local disk.
+    """Call a function; if the path is on an object store or HDFS, up to 5 times, with growing
+    pauses after transient errors.
 
     Args:
         path: What the function reads or writes.
         call: Called without arguments, again after a failure that may be temporary.
 
     Returns:
-        What the function returned.
+        What the function returned. Its last error is raised: as TransientStorageError after 5
+        calls.
     """
     return with_retries(call) if isinstance(path, RemotePath) else call()
 

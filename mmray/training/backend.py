@@ -131,7 +131,7 @@ class Attempt:
         fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
             no longer write.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
-        bad_rows: Numbers of the rows that earlier attempts could not read.
+        bad_rows: Indices in the training set of the rows that earlier attempts could not read.
     """
 
     resolved: ResolvedRun

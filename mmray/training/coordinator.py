@@ -20,7 +20,8 @@ class Coordinator:
     calls `drain`, which returns new messages and the last heartbeats.
 
     Args:
-        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
+        bad_rows: Indices in the training set of the rows that could not be read before the workers
+            were restarted.
     """
 
     def __init__(self, bad_rows: set[int]) -> None:

@@ -445,8 +445,9 @@ def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
     """Return how many decode actors (processes that read and decode rows) each worker has, and on
     which nodes.
 
-    With `data.workers` `auto`, their number on a single machine is limited by its cores and memory;
-    on a cluster, each further actor requests a CPU and memory from Ray.
+    A range `data.workers` is divided by the number of workers, rounded up. With `auto`, the maximum
+    on a single machine follows from its cores and memory; on a cluster it is 1024, because each
+    further actor requests a CPU and memory from Ray.
 
     Args:
         config: Settings of the run.
