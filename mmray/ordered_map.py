@@ -28,7 +28,8 @@ class Worker(Protocol[Item, Result]):  # type: ignore[misc]
     """A process that computes items in the order of their submission.
 
     A class implements `submit(item, careful)`, which returns a concurrent.futures.Future of the
-    result.
+    result. With `careful` the item may have killed another process, so the function must protect
+    this one.
 
     Attributes:
         node: ID of the node whose memory has the results.
@@ -54,10 +55,11 @@ class Pool(Protocol[Item, Result]):
     order.
 
     A class has all of its members. `workers` are the processes; `submit(item, careful)` of each
-    returns a future of the result. `max_in_flight` and `node_limit(node)` limit the items in
-    flight. `is_lost_worker(error)` and `replace(worker)` are for lost processes, and
-    `compute_here(item)` computes an item without one. `update(waited_s)` may change their number;
-    `kill()` and `close()` end them.
+    returns a future of the result, with `careful` True for an item that may have killed another
+    process. `max_in_flight` and `node_limit(node)` limit the items that are submitted and whose
+    results were not taken yet. `is_lost_worker(error)` and `replace(worker)` are for lost
+    processes, and `compute_here(item)` computes an item without one. `update(waited_s)` may change
+    their number; `kill()` and `close()` end them.
     """
 
     @property
@@ -155,8 +157,8 @@ class OrderedMap(Generic[Item, Result]):
     caller's process computes it. Iterating raises what the function raises.
 
     Args:
-        pool: The processes.
-        items: Arguments of the function.
+        pool: The processes, which compute the function; closed with the map.
+        items: Arguments of the function, one for each result; read as they are submitted.
         late_s: An item is late after this many seconds or 8 times the median time of an item,
             whichever is longer; None: items are never late.
 

@@ -184,7 +184,7 @@ class ConnectedProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Return the error for the caller to raise after the connection was lost.
+        """Return the error for the caller to raise after the connection to the process was lost.
 
         Returns:
             A ChildDied, whose message names the process and, if it is known, how it ended.
@@ -347,6 +347,10 @@ class ChildPool(Generic[Item, Result]):
             not taken yet.
         on_crash: Called with the number of processes that died so far before one is replaced;
             raises to end the map.
+
+    Attributes:
+        workers: The processes; `submit(item, careful)` of each returns a future of the result.
+        max_in_flight: As given.
     """
 
     def __init__(
@@ -376,15 +380,16 @@ class ChildPool(Generic[Item, Result]):
         it.
 
         Args:
-            error: The error of an item.
+            error: The error of a future that a process's `submit` returned.
         """
         return isinstance(error, ChildDied)
 
     def replace(self, worker: Any) -> None:
-        """Start a new process in place of one that died. Raises what `on_crash` raises.
+        """Start a new process in place of one that died. Raises what the pool's `on_crash`, which
+        is called first, raises.
 
         Args:
-            worker: The member of `workers` that died.
+            worker: The process that died, a member of the pool's `workers`.
         """
         self._crashes += 1
         self._on_crash(self._crashes)
@@ -394,7 +399,8 @@ class ChildPool(Generic[Item, Result]):
         self.workers[self.workers.index(worker)] = _Child(self._work)
 
     def compute_here(self, item: Item) -> Result:
-        """Compute an item in this process.
+        """Compute an item in this process: call `work(item, True)`, so that it protects the
+        process.
 
         Args:
             item: The argument of the pool's function.

@@ -43,7 +43,8 @@ MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 
 
 class DualEncoder(nn.Module):
-    """An image and a text branch with one embedding space and a learned temperature.
+    """An image and a text branch with one embedding space and a learned temperature. The branches
+    pool, project and normalize.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
@@ -57,7 +58,7 @@ class DualEncoder(nn.Module):
 
     Attributes:
         max_log_scale: Maximum of log(1 / temperature); None: no limit.
-        logit_bias: Learned bias of the logits of the sigmoid loss; None: none.
+        logit_bias: Learned bias of the logits of the sigmoid loss, a scalar; None: none.
     """
 
     max_log_scale: float | None = MAX_LOG_SCALE
@@ -114,12 +115,15 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the modules that embed images and captions, under `image` and `text`."""
+        """Return the modules that embed images and captions, under `image` and `text`: from pixels
+        uint8 [B, 3, S, S], and from token ids and mask int64 [B, T].
+        """
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Limit the temperature to 0.01..1 after an optimizer step; without effect if
+        """Clamp the learned log(1 / temperature) to 0..`max_log_scale`, so that the temperature is
+        in 0.01..1; called after each optimizer step. Without effect if the attribute
         `max_log_scale` is None.
         """
         if self.max_log_scale is not None:
@@ -130,6 +134,12 @@ def l2_normalize(embedding: Tensor) -> Tensor:
     """Scale the vectors of the last dimension to unit length, in at least float32.
 
     Half precision is too coarse for a softmax at `logit_scale` 100.
+
+    Args:
+        embedding: Vectors [..., D].
+
+    Returns:
+        Unit vectors [..., D]; float32 for half-precision vectors, otherwise in their dtype.
     """
     return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
@@ -141,8 +151,9 @@ class PretrainedDualEncoder(DualEncoder):
     """A dual encoder of transformers, also for other image sizes and longer texts than those of its
     weights.
 
-    Forward maps a batch of images and captions to their L2-normalized embeddings [B, D]. A subclass
-    sets `hf_class` and `hf_names`, and implements `default_hf_config`.
+    Forward maps a batch (`image` uint8 [B, 3, S, S], `input_ids` and `attention_mask` int64 [B, T])
+    to `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar `logit_scale`. A
+    subclass sets `hf_class` and `hf_names`, and implements `default_hf_config`.
 
     Attributes:
         hf_class: Name of its class in transformers, such as `CLIPModel`.
@@ -234,7 +245,8 @@ def _pretrained_network(spec: Any, model_class: Any) -> Any:
 
 
 class Clip(PretrainedDualEncoder):
-    """transformers' CLIPModel as an image and a text branch with a learned temperature.
+    """transformers' CLIPModel as an image branch (projected class token) and a text branch
+    (projected last token) with a learned temperature.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
@@ -346,8 +358,8 @@ def initialize_clip(net: Any) -> None:
 
 
 class Siglip(PretrainedDualEncoder):
-    """transformers' SiglipModel as an image and a text branch with a learned temperature, which is
-    not clamped.
+    """transformers' SiglipModel as an image branch (attention pooling) and a text branch (projected
+    last position) with a learned temperature, which is not clamped.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
@@ -480,7 +492,8 @@ class VisionBranch(nn.Module):
 
 
 class ClipText(nn.Module):
-    """CLIP's causal text transformer: the projected last token.
+    """CLIP's causal text transformer; an embedding is the projected hidden state of the last token
+    that is not padding.
 
     Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
     right-padded, and returns L2-normalized embeddings [B, D].
@@ -514,8 +527,8 @@ class ClipText(nn.Module):
 
 
 class SiglipText(nn.Module):
-    """SigLIP's text transformer: captions are padded to a fixed length and attention includes the
-    padding.
+    """SigLIP's text transformer: captions are padded to a fixed length, attention includes the
+    padding, and an embedding is the projected hidden state of the last position.
 
     Forward takes token ids and an attention mask (1 for a token, 0 for padding), both int64 [B, T],
     right-padded, and returns L2-normalized embeddings [B, D].
@@ -533,7 +546,8 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions, which are padded to the fixed length of the model first.
+        """Embed captions by the projected hidden state of the last position, after padding them to
+        the fixed length of the model.
 
         Args:
             input_ids: Token ids int64 [B, T], right-padded.

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Fusion(PairHeads, TwoTower):
-    """Two towers, cross-attention layers, and the configured heads.
+    """Two towers, cross-attention layers from text tokens to image positions, and the configured
+    heads. The embeddings come from the towers alone; the heads of matching and classification read
+    the mean over the tokens of the cross-attention, the region head the image features of a box.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
@@ -131,7 +133,8 @@ class Fusion(PairHeads, TwoTower):
             boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
         Returns:
-            Logits [B, N, C]; those of labels without a name are -1e4.
+            Logits [B, N, C], the dot products of the embeddings of a box and a label name times
+            `logit_scale`; those of labels without a name are -1e4.
         """
         return self._region_logits(self.embed_regions(image, boxes))
 

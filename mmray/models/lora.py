@@ -36,7 +36,7 @@ class FrozenBase(NamedTuple):
     """Frozen weights of a model with adapters, which its checkpoints leave out.
 
     `remove_from(state)` and `add_to(state, model)` drop and restore them in the state of a
-    checkpoint; `check(saved)` compares the digests.
+    checkpoint; `check(saved)` raises UsageError if the digest of a checkpoint differs.
 
     Attributes:
         weights: The setting `model.weights`, from which they are read.
@@ -50,7 +50,9 @@ class FrozenBase(NamedTuple):
 
     @property
     def identity(self) -> dict[str, str]:
-        """`weights` and `sha256` by these names, which meta.json of a checkpoint has as `base`."""
+        """{"weights": the setting `model.weights`, "sha256": hex digest of the frozen weights},
+        which meta.json of a checkpoint has as `base`.
+        """
         return {"weights": self.weights, "sha256": self.sha256}
 
     def check(self, saved: Mapping[str, str]) -> None:
@@ -74,7 +76,7 @@ class FrozenBase(NamedTuple):
 
         Args:
             state: Nested dicts: `model` has weights by name, and `average`, the EMA of the weights,
-                by `module.NAME`.
+                by `module.NAME`; other keys are kept.
 
         Returns:
             A copy with the same keys, without the frozen weights.
@@ -116,7 +118,9 @@ def leaves_out_base(spec: Any) -> bool:
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the frozen weights in the state dict of a model."""
+    """Return the names of the frozen weights (those without `requires_grad`) in the state dict of a
+    model.
+    """
     weights = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, weight in weights if not weight.requires_grad)
 
@@ -150,12 +154,13 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add LoRA adapters to the linear layers that match a pattern, and freeze all other weights.
 
     In a vision-language model only layers of the language model get adapters, and the projector
-    stays trainable. So do the weights that `train` names.
+    stays trainable. So do the weights that `lora.train` names.
 
     Args:
         model: Changed in place; a new adapter adds zero to the outputs of its layer.
         lora: The `model.lora` section: `rank`, `alpha`, `targets`, patterns of layer names such as
-            `*.q_proj`, and `train`, parts that are trained fully. Frozen layers get no adapter.
+            `*.q_proj`, and `train`, names of modules or patterns of weights that are trained fully,
+            separated by `|`. Frozen layers get no adapter.
 
     Raises:
         UsageError: A pattern matches no trainable layer or weight, or peft is not installed.

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class NormalizePixels(nn.Module):
-    """Normalize pixels uint8 [..., 3, S, S] to the dtype in which the first layer computes.
+    """Normalize pixels uint8, and cast them to the dtype in which the first layer computes.
 
     That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
     in the dtype of the weights.
 
-    Forward takes pixels uint8 [B, 3, S, S] and returns (pixels / 255 - mean) / std in the same
-    shape.
+    Forward takes pixels uint8 [..., 3, S, S], of images or of frames, and returns (pixels / 255 -
+    mean) / std in the same shape.
 
     Args:
         mean: Mean of each of the three channels, for pixels in 0..1.
@@ -33,11 +33,14 @@ class NormalizePixels(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return normalized pixels [B, 3, S, S] of images uint8 [B, 3, S, S]."""
+        """Return (image / 255 - mean) / std of pixels uint8 [..., 3, S, S], in the same shape and
+        the dtype of autocast; without autocast in that of the model's weights.
+        """
         return self.normalize(image)
 
     def normalize(self, image: Tensor) -> Tensor:
-        """Return (pixels - mean) / std of images uint8 [B, 3, S, S], in the dtype of autocast.
+        """Return (image / 255 - mean) / std of pixels uint8 [..., 3, S, S], in the same shape and
+        the dtype of autocast.
 
         Without autocast, the dtype is that of the model's weights.
         """
@@ -70,8 +73,9 @@ class PatchEmbeddings(NormalizePixels):
     """Module from uint8 pixels to the input hidden states of transformers' CLIP or SigLIP vision
     model.
 
-    Forward takes pixels uint8 [B, 3, S, S] and returns hidden states [B, N, W] of N positions. It
-    has the weights of their `embeddings` under the same names. Normalization is part of it, so
+    Forward takes pixels uint8 [B, 3, S, S] and returns hidden states [B, N, W] of N positions:
+    CLIP's class token, if there is one, then the patches, with position embeddings added. It has
+    the weights of their `embeddings` under the same names. Normalization is part of it, so
     torch.compile can fuse it with the cast to the dtype of the matrix product (bf16 under autocast
     to bf16): the pixels are read once.
 
@@ -130,7 +134,7 @@ def _is_patch_embedding(layer: nn.Conv2d) -> bool:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of matrix products of a tensor under autocast; its own dtype without
-    autocast.
+    autocast on its device type.
     """
     device_type = tensor.device.type
     if tensor.is_meta or not torch.is_autocast_enabled(device_type):

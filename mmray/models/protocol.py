@@ -39,8 +39,9 @@ class Model(Protocol):
 
     A class implements `forward(batch)`, from a dict of tensors by column to a dict of outputs by
     name, such as `image_embed` and `text_embed` [B, D]. The other methods are optional:
-    `embed_image` and `embed_text` for evaluation and `mmray.load`, and the rest where its docstring
-    says so.
+    `embed_image` and `embed_text` for evaluation and `mmray.load`, `head_scores` for the evaluation
+    of other heads, `use_tokenizer` for texts that the model holds, `branches` for FSDP, compile and
+    activation checkpointing by part, and `clamp_parameters` after each optimizer step.
     """
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -125,12 +126,13 @@ EMBEDDING_METHODS = ("embed_image", "embed_text")
 
 
 def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the blocks of a module, such as transformer layers.
+    """Yield the repeated layers (blocks) of a module, such as transformer layers, in order.
 
-    They are the children of its outermost ModuleList and Sequential containers.
+    They are the children of its outermost ModuleList and Sequential containers, which may be nested
+    in other modules.
 
     Args:
-        module: The module.
+        module: The module, such as an image or a text branch.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):

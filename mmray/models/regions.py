@@ -33,7 +33,8 @@ class RegionHead(nn.Module):
     RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
 
     Forward takes feature maps [B, width, H, H] and boxes [B, N, 4], (left, top, right, bottom) in
-    fractions of the image, and returns L2-normalized embeddings [B, N, embed_dim].
+    fractions of the image, and returns L2-normalized embeddings [B, N, embed_dim]: the projected
+    mean features of each box by RoIAlign.
 
     Args:
         width: Channels of the feature map.
@@ -53,7 +54,7 @@ class RegionHead(nn.Module):
             boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
 
         Returns:
-            L2-normalized embeddings [B, N, D].
+            L2-normalized embeddings [B, N, D], of the mean features of each box by RoIAlign.
         """
         return l2_normalize(self.project(region_features(grid, boxes))).unflatten(
             0, boxes.shape[:2]

@@ -31,9 +31,11 @@ class Towers(PairHeads, nn.Module):
     cross-attention from texts to audio and video.
 
     Forward takes a batch as a dict with texts (`input_ids`, `attention_mask`), `audio` int16 [B, N]
-    and `video` uint8 [B, F, 3, S, S], and returns `text_embed`, `audio_embed` and `video_embed` [B,
-    D], L2-normalized and 0 where a row lacks the modality, the scalar `logit_scale`, and the
-    outputs of the heads.
+    (mono, `model.inputs.audio_rate` samples per second), `video` uint8 [B, F, 3, S, S], their
+    lengths and `has_text`, `has_audio` and `has_video` bool [B]. It returns `text_embed`,
+    `audio_embed` and `video_embed` [B, D], L2-normalized and 0 where a row lacks the modality, the
+    scalar `logit_scale`, and the outputs of the heads. An embedding is the projected mean over
+    tokens, steps of audio or frames. A model may lack audio (`audio_rate` 0) or video (`frames` 0).
 
     Args:
         spec: The `model` section, of kind `towers`.
@@ -80,10 +82,12 @@ class Towers(PairHeads, nn.Module):
         """Embed the modalities of rows.
 
         Args:
-            batch: `input_ids` and `attention_mask` int64 [B, T]; `audio` int16 [B, N] and
-                `num_samples` int64 [B]; `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B];
-                `has_text`, `has_audio` and `has_video` bool [B]. Optional: `negative_ids` and
-                `negative_mask` int64 [B, T], texts that do not match.
+            batch: `input_ids` and `attention_mask` int64 [B, T]; `audio` int16 [B, N] (mono,
+                `model.inputs.audio_rate` samples per second) and `num_samples` int64 [B]; `video`
+                uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `has_text`, `has_audio` and
+                `has_video` bool [B]. Columns of a modality that the model does not take may be
+                absent. Optional: `negative_ids` and `negative_mask` int64 [B, T], texts that do not
+                match.
 
         Returns:
             `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized, 0 for a missing
@@ -123,8 +127,9 @@ class Towers(PairHeads, nn.Module):
         """Embed audio.
 
         Args:
-            audio: Samples int16 [B, N], zeros after those of a row.
-            num_samples: Samples of each row, int64 [B].
+            audio: Mono samples int16 [B, N], `model.inputs.audio_rate` per second, zeros after
+                those of a row.
+            num_samples: Number of samples of each row, int64 [B].
 
         Returns:
             L2-normalized embeddings [B, D].
@@ -136,8 +141,9 @@ class Towers(PairHeads, nn.Module):
         """Embed videos.
 
         Args:
-            video: Pixels uint8 [B, F, 3, S, S].
-            num_frames: Frames of each row, int64 [B].
+            video: Pixels uint8 [B, F, 3, S, S], RGB and not normalized; S is
+                `model.inputs.image_side`.
+            num_frames: Number of frames of each row, int64 [B].
 
         Returns:
             L2-normalized embeddings [B, D].
@@ -149,8 +155,9 @@ class Towers(PairHeads, nn.Module):
         """Return the features of texts with their audio and video, which the heads read.
 
         Args:
-            batch: The columns that `forward` reads, such as `input_ids` int64 [B, T], `audio` int16
-                [B, N] and `num_samples` int64 [B]; each row has a text.
+            batch: `input_ids` and `attention_mask` int64 [B, T], `audio` int16 [B, N] and
+                `num_samples` int64 [B], `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B],
+                as far as the model takes them; each row has a text.
 
         Returns:
             Features [B, W], where W is the width of the cross-attention.

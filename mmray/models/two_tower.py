@@ -34,7 +34,8 @@ class Encoded(NamedTuple):
 
 
 class Branch(nn.Module):
-    """Encode and project one modality: images, videos, audio or texts.
+    """Encode and project one modality: images, videos, audio or texts. Images are pooled by their
+    tower, others by the mean over the positions that are not padding.
 
     Forward takes (media, lengths): pixels uint8 of images [B, 3, S, S] without lengths; pixels of
     videos [B, F, 3, S, S] or samples int16 [B, N] with the number of frames or samples of each row,
@@ -63,11 +64,12 @@ class Branch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, media: Tensor, lengths: Tensor | None = None) -> Any:
-        """Embed rows: images as their tower pools them, others by the mean over their features.
+        """Embed rows: images as their tower pools them, others by the mean over the positions that
+        are not padding; then a linear projection.
 
         Args:
-            media: Pixels uint8 of images [B, 3, S, S] or videos [B, F, 3, S, S], samples int16
-                [B, N] of audio, or token ids int64 [B, T].
+            media: Pixels uint8 of images [B, 3, S, S] or videos [B, F, 3, S, S], samples int16 [B,
+                N] of audio at the rate of the tower, or token ids int64 [B, T].
             lengths: Frames or samples of each row, int64 [B], 0 for a row without; the attention
                 mask of token ids, int64 [B, T]; None for images.
 
@@ -89,11 +91,12 @@ class Branch(nn.Module):
 
 
 class TwoTower(DualEncoder):
-    """An image and a text branch with one embedding space and a learned temperature.
+    """An image and a text branch with one embedding space and a learned temperature. The image
+    tower pools images; texts are pooled by the mean over their tokens; both are projected linearly.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
-    D], L2-normalized, and the scalar `logit_scale`.
+    D], L2-normalized, the scalar `logit_scale` and, if configured, the scalar `logit_bias`.
 
     Args:
         spec: The `model` section, of kind `two_tower` or `fusion`.

@@ -39,8 +39,8 @@ def build(config: ObjectiveConfig) -> Any:
     Returns:
         An object with `count(batch)`, which returns the denominator of the loss,
         `compute_loss(outputs, batch, gathered)`, which returns (loss sum, count, sums of metrics by
-        name), and the attributes `gathered_outputs` and `scalar_output_names`. For a sum, or a
-        weight other than 1, it is a WeightedSum.
+        name) of the rows of this call, and the attributes `gathered_outputs` and
+        `scalar_output_names`. For a sum, or a weight other than 1, it is a WeightedSum.
 
     Raises:
         UsageError: A class cannot be imported, or it lacks `gathered_outputs`,
@@ -67,7 +67,8 @@ class Term(NamedTuple):
         name: Name of the objective, such as `matching`.
         weight: Factor of its loss.
         objective: The objective: `count(batch)` returns the denominator of its loss,
-            `compute_loss(outputs, batch, gathered)` the loss sum, the count and sums of metrics.
+            `compute_loss(outputs, batch, gathered)` the unweighted loss sum, the count and sums of
+            metrics by name.
     """
 
     name: str
@@ -85,9 +86,10 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
 class WeightedSum:
     """A sum of objectives such as `contrastive + 0.5 * matching`.
 
-    A step computes it in two parts, `objective_parts`: the sum of the losses over pairs of rows of
-    all ranks, and the sum of the losses that are sums over rows. Methods return vectors [K] with an
-    element for each of K objectives, because each loss has its own denominator.
+    A step computes it in two parts, `objective_parts`: the terms over pairs of rows of all ranks,
+    and the terms that are sums over rows. `count` and `compute_loss` return vectors [K] with an
+    element for each of K terms, because each loss has its own denominator: the loss of a step is
+    the sum of each weighted loss sum divided by its own count.
 
     Args:
         terms: The K objectives with their names and weights.

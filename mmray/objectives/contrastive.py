@@ -24,8 +24,8 @@ class Contrastive(RowLoss):
     loss is the mean of its two cross-entropies against all valid rows. Rows whose `valid` in the
     batch is False, such as padding, neither count nor serve as negatives.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    `compute_loss(outputs, batch, gathered)` returns the losses summed over the valid rows, the
+    number of these rows, and the sums of the two directions as metrics by name, all scalars.
 
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss.
@@ -36,11 +36,13 @@ class Contrastive(RowLoss):
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
-        """Return the rows that count, bool [B].
+        """Return the rows that have a loss and serve as negatives, bool [B]: here `valid` itself; a
+        subclass may exclude more, such as rows without audio.
 
         Args:
-            outputs: The two embeddings [B, D] by name, such as `image_embed` and `text_embed`.
-            valid: Valid rows, bool [B].
+            outputs: The two embeddings [B, D] by name, such as `image_embed` and `text_embed`; not
+                read here.
+            valid: Column `valid` of the batch, bool [B], False for padding and unreadable rows.
         """
         return valid
 
@@ -107,26 +109,30 @@ class PairContrastive(Contrastive):
     """InfoNCE between two modalities, in both directions, either of which a row may lack (Girdhar
     et al. 2023, ImageBind, arXiv:2305.05665, equation 1).
 
-    The embedding of a missing modality is 0. Rows that lack one of the two neither count nor serve
-    as negatives.
+    The embedding of a missing modality is 0. Rows that lack one of the two, and rows of padding,
+    have no loss and do not serve as negatives. A subclass sets `gathered_outputs`, the names of the
+    two embeddings.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
+    returns their sum over the valid rows with both modalities, the number of these rows, and the
+    sums of the two directions as metrics by name, all scalars.
     """
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
-        """Return the rows with both modalities, bool [B].
+        """Return the rows that have a loss and serve as negatives, bool [B]: the valid ones with
+        both modalities.
 
         Args:
             outputs: The two embeddings [B, D] by name, such as `audio_embed` and `text_embed`; 0
                 for a missing modality.
-            valid: Valid rows, bool [B].
+            valid: Column `valid` of the batch, bool [B], False for padding and unreadable rows.
         """
         first, second = (outputs[name].detach().any(dim=1) for name in self.gathered_outputs)
         return valid & first & second
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the valid rows with both modalities, bool [B].
+        """Return the valid rows with both modalities, bool [B]; their number is the denominator of
+        the loss.
 
         Args:
             batch: `valid` bool [B], and for both modalities a column such as `has_audio` bool [B].
@@ -142,8 +148,9 @@ class AudioText(PairContrastive):
     Outputs: `audio_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
+    returns their sum over the valid rows with both modalities, the number of these rows, and the
+    sums of the two directions as metrics by name, all scalars.
     """
 
     gathered_outputs = ("audio_embed", "text_embed")
@@ -156,8 +163,9 @@ class VideoText(PairContrastive):
     Outputs: `video_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
+    returns their sum over the valid rows with both modalities, the number of these rows, and the
+    sums of the two directions as metrics by name, all scalars.
     """
 
     gathered_outputs = ("video_embed", "text_embed")
@@ -170,22 +178,24 @@ class AudioVideo(PairContrastive):
     Outputs: `audio_embed`, `video_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
+    returns their sum over the valid rows with both modalities, the number of these rows, and the
+    sums of the two directions as metrics by name, all scalars.
     """
 
     gathered_outputs = ("audio_embed", "video_embed")
 
 
 class Sigmoid(RowLoss):
-    """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): summed over all pairs,
-    divided by the rows.
+    """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): binary cross-entropies of all
+    pairs of an image and a text, summed, and divided by the number of valid rows.
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
     scalars. Pairs with a row whose `valid` in the batch is False, such as padding, do not count.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    `compute_loss(outputs, batch, gathered)` returns the sum over the pairs of the local images, the
+    number of valid local rows, and the sums over positive and negative pairs as metrics by name,
+    all scalars.
 
     Args:
         chunk_rows: Number of texts of all ranks that are scored at a time, which bounds memory.
@@ -247,9 +257,10 @@ class Sigmoid(RowLoss):
         Args:
             outputs: `image_embed` [B, D], L2-normalized, and the scalars `logit_scale` and
                 `logit_bias`, for the local rows.
-            valid: bool [B], False for local rows that do not count, such as padding.
+            valid: bool [B], False for local rows of padding and unreadable ones; their pairs are
+                left out.
             remote: `text_embed` [V, D], L2-normalized.
-            remote_valid: bool [V], False for texts that do not count.
+            remote_valid: bool [V], the same of the rows of the texts.
             positive_row: Local row of each text's own image, int64 [V]; -1 or any other number
                 outside 0..B-1 if that image is on another rank.
 
@@ -274,12 +285,15 @@ class Sigmoid(RowLoss):
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Return embeddings in at least float32, with zeros for rows that do not count.
+    """Return embeddings in at least float32, with zeros for rows that are not valid.
 
     A NaN in padding can then not reach a gradient.
 
     Args:
         embed: Embeddings [B, D].
-        valid: bool [B], False for rows that do not count, such as padding.
+        valid: bool [B], False for rows whose embedding must not be used, such as padding.
+
+    Returns:
+        Embeddings [B, D].
     """
     return torch.where(valid[:, None], at_least_float32(embed), 0)

@@ -21,7 +21,8 @@ class CrossEntropy(ABC):
 
     A subclass sets `logits` and `accuracy`, and implements `targets`, from a batch (columns by
     name) to the class to predict at each position, int64 [B, ...], -100 for none. `compute_loss`
-    returns the loss sum, the number of targets, and the metric.
+    returns the loss sum, the number of targets, and the number of correct ones under the name in
+    `accuracy`.
 
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none,
@@ -48,24 +49,27 @@ class CrossEntropy(ABC):
         """
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of targets, an int64 scalar: the denominator of the loss.
+        """Return the number of targets, an int64 scalar: the denominator of the loss. Targets are
+        the rows or boxes that are valid and have a label.
 
         Args:
-            batch: The columns with the classes to predict, such as `label` int64 [B], and `valid`
-                bool [B], False for padding.
+            batch: The columns with the classes to predict, such as `label` int64 [B] (-1: no
+                label), and `valid` bool [B], False for padding.
         """
         return (self.targets(batch) != IGNORE_INDEX).sum()
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the cross-entropy summed over the targets that count.
+        """Return the cross-entropy summed over the targets: the rows or boxes that are valid and
+        have a label.
 
         Args:
             outputs: Outputs of the model, with its logits [B, ..., C] under the name in the
                 attribute `logits`: `class_logits` [B, C] or `region_logits` [B, N, C].
             batch: `valid` bool [B], False for padding, and the column with the classes to predict:
-                `label` int64 [B], or `box_labels` int64 and `box_mask` bool [B, N].
+                `label` int64 [B], or `box_labels` int64 and `box_mask` bool [B, N]; a label of -1
+                is none.
             gathered: Unused, because rows are independent of each other.
 
         Returns:
@@ -86,19 +90,21 @@ class CrossEntropy(ABC):
 
 
 class Classification(CrossEntropy):
-    """Cross-entropy of the row's class.
+    """Cross-entropy of the class of each row, divided by the number of valid rows with a label.
 
     Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    `compute_loss(outputs, batch, gathered)` returns the loss summed over the valid rows with a
+    label, the number of these rows, and the number of correct ones as `class_accuracy`, all
+    scalars.
     """
 
     logits = "class_logits"
     accuracy = "class_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the class of each row, int64 [B]; IGNORE_INDEX (-100) for rows without a label.
+        """Return the class of each row, int64 [B]; IGNORE_INDEX (-100) for rows without a label and
+        rows of padding.
 
         Args:
             batch: `label` int64 [B], -1 for a row without a label, and `valid` bool [B], False for
@@ -113,11 +119,13 @@ class RegionText(CrossEntropy):
     """Cross-entropy of each box over the texts of all labels (Gu et al. 2022, ViLD-text,
     arXiv:2104.13921, eq. 2).
 
-    Outputs: `region_logits` [B, N, C], box against label text. The batch's `box_labels` is int64
-    [B, N], -1 for a box without a label, `box_mask` bool [B, N].
+    Outputs: `region_logits` [B, N, C], the logit of each box for each of C label texts. The batch's
+    `box_labels` is int64 [B, N], -1 for a box without a label, `box_mask` bool [B, N], False for
+    padding.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of boxes that count,
-    and sums of metrics by name, all scalars.
+    `compute_loss(outputs, batch, gathered)` returns the loss summed over the boxes with a label of
+    valid rows, the number of these boxes, and the number of correct ones as `region_accuracy`, all
+    scalars.
     """
 
     scalar_output_names = ("logit_scale",)
@@ -125,8 +133,8 @@ class RegionText(CrossEntropy):
     accuracy = "region_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the label of each box, int64 [B, N]; IGNORE_INDEX (-100) for boxes that do not
-        count.
+        """Return the label of each box, int64 [B, N]; IGNORE_INDEX (-100) for boxes without a
+        label, and for padding.
 
         Args:
             batch: `box_labels` int64 [B, N], -1 for a box without a label; `box_mask` bool [B, N],

@@ -13,10 +13,10 @@ class LanguageModelling:
     """Cross-entropy of the next token, divided by the number of targets in the global batch.
 
     The model computes it in its forward, so that the logits of all positions are never in memory.
-    Outputs: the scalars `loss_sum` and `num_correct`.
+    Outputs: the scalars `loss_sum`, summed over the targets, and `num_correct`.
 
     `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of target tokens, and
-    sums of metrics by name, all scalars.
+    the number of correct ones as `token_accuracy`, all scalars.
 
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none.

@@ -23,12 +23,13 @@ class Matching(RowLoss):
     """Image-text matching with in-batch hard negatives (Li et al. 2021, ALBEF, arXiv:2107.07651,
     section 3.2).
 
-    Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary
-    cross-entropies; the second is omitted if the batch has no other caption. Negatives are sampled
-    from the softmax over the similarities of the two embeddings, excluding equal captions.
+    Outputs: `match` and `match_negative` [B], the logits that an image matches its own caption and
+    the negative one. A row's loss is the mean of two binary cross-entropies; the second is 0 if the
+    batch has no other caption. Negatives are sampled from the softmax over the similarities of the
+    two embeddings, excluding equal captions.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    `compute_loss(outputs, batch, gathered)` returns the losses summed over the valid rows, the
+    number of these rows, and half the number of correct decisions as `match_accuracy`, all scalars.
 
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss: none.
@@ -109,19 +110,22 @@ class ClipMatching(Matching):
     negative texts.
 
     Similarities are those of the text with the sum of the embeddings of audio and video, the output
-    `media_embed_sum` [B, D]. Rows without text, or with neither audio nor video, do not count.
+    `media_embed_sum` [B, D]. Rows without text, or with neither audio nor video, have no loss.
 
-    `compute_loss(outputs, batch, gathered)` returns the loss sum, the number of rows that count,
-    and sums of metrics by name, all scalars.
+    A row's loss is the mean of two binary cross-entropies, for its own text and for the negative
+    one. `compute_loss(outputs, batch, gathered)` returns the sum, the number of rows with a loss,
+    and half the number of correct decisions as `match_accuracy`, all scalars.
     """
 
     score_outputs = ("media_embed_sum", "text_embed")
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the rows that count, bool [B].
+        """Return the rows that have a loss, bool [B]: the valid ones with a text and with audio or
+        video.
 
         Args:
-            batch: `valid`, `has_text`, and `has_audio` or `has_video` or both, all bool [B].
+            batch: `valid` (False for padding and unreadable rows), `has_text`, and `has_audio` or
+                `has_video` or both, all bool [B].
         """
         media = [batch[name] for name in ("has_audio", "has_video") if name in batch]
         return batch["valid"] & batch["has_text"] & torch.stack(media).any(dim=0)

@@ -80,16 +80,19 @@ class Objective(Protocol):
 
 
 class RowLoss:
-    """Base of losses that are divided by the number of rows that count, usually the valid ones.
+    """Base of losses that are divided by a number of rows: the valid ones, or those that
+    `counted_rows` selects.
 
     Rows of padding and unreadable rows are not valid.
 
     A subclass implements `compute_loss(outputs, batch, gathered)`, which returns the loss sum, the
-    count and sums of metrics. It may override `counted_rows`, from a batch to bool [B].
+    count and sums of metrics. It may override `counted_rows`, from a batch (columns by name) to
+    bool [B], to exclude rows, such as those without audio.
     """
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the rows that count, bool [B]: the valid ones, unless a subclass needs more.
+        """Return the rows that have a loss, bool [B]: the valid ones; a subclass may exclude
+        others, such as those without audio.
 
         Args:
             batch: `valid` bool [B], False for padding and unreadable rows.
@@ -97,11 +100,12 @@ class RowLoss:
         return batch["valid"]
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of rows that count, an int64 scalar: the denominator of the loss.
+        """Return the number of rows that have a loss, an int64 scalar: the denominator of the loss.
+        These are the valid rows, unless the loss needs more, such as audio.
 
         Args:
             batch: `valid` bool [B], False for padding and unreadable rows, and the other columns
-                that the loss needs to decide which rows count, such as `has_text` bool [B].
+                that the loss needs to decide which rows have a loss, such as `has_text` bool [B].
         """
         return self.counted_rows(batch).sum()
 
@@ -179,9 +183,10 @@ class PairwiseLoss(Protocol):
         Args:
             outputs: Outputs of the B local rows by name [B, ...], and the scalars; those in
                 `remote_outputs` may be absent.
-            valid: bool [B], False for local rows that do not count, such as padding.
+            valid: bool [B], False for local rows without a loss, such as padding; their pairs are
+                left out.
             remote: The outputs in `remote_outputs` of the V remote rows [V, ...], by name.
-            remote_valid: bool [V], False for remote rows that do not count.
+            remote_valid: bool [V], the same of the remote rows.
             positive_row: For each remote row the index of the same row among the local ones, int64
                 [V]; outside 0..B-1 if it is a row of another rank.
 
@@ -192,7 +197,8 @@ class PairwiseLoss(Protocol):
 
 @dataclass(frozen=True)
 class ObjectiveParts:
-    """The global and the local loss of an objective, either of which may be None.
+    """The global loss (over pairs of rows of all ranks) and the local loss (a sum over rows) of an
+    objective, either of which may be None.
 
     Both have `count(batch)`, the denominator, and `compute_loss(outputs, batch, gathered)`, which
     returns the loss sum, the count, and sums of metrics by name; weights are applied in it.

@@ -241,7 +241,7 @@ def hf_name(model: Any, name: str) -> str:
     Args:
         model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
             transformers).
-        name: Name of the weight in the model.
+        name: Name of the weight in the model; returned unchanged if no prefix matches.
     """
     return _rename(name, model.hf_names)
 

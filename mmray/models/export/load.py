@@ -209,10 +209,10 @@ class Embedder:
         Args:
             image: A PIL image, encoded bytes or the path of a file.
             boxes: N boxes (left, top, width, height) in pixels of the image, as in COCO.
-            texts: C label names; None: those of the training, in order.
+            texts: C label names; None: those in `model.region_labels` of the training, in order.
 
         Returns:
-            Probabilities, float32 [N, C] on the CPU.
+            Probabilities of the C labels for each box (their sum is 1), float32 [N, C] on the CPU.
 
         Raises:
             UsageError: The model has no region head.

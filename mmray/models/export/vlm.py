@@ -97,8 +97,8 @@ def export_vlm(
 class Conversations:
     """Continues conversations with images, videos and audio by greedy decoding.
 
-    `answer` takes a list of messages {"role": ..., "content": ...} with their images and returns
-    the assistant's next message as text.
+    `answer` takes a list of messages {"role": ..., "content": ...} with their media (paths, or PIL
+    images), and returns the assistant's next message as text.
 
     Args:
         model: A vision-language model of mmray, the module `Vlm`, which has the processor too.
@@ -119,8 +119,8 @@ class Conversations:
             messages: A conversation: a list of {"role": ..., "content": ...} up to a message of the
                 user; content is a text, or a list of parts {"type": "image" | "video" | "audio"}
                 and {"type": "text", "text": ...}. Several conversations are a list of such lists.
-            images: The media of the parts, in order, as paths or PIL images; of several
-                conversations a list of such lists.
+            images: The media of the parts, in order: paths of images, videos and audio (the suffix
+                determines the kind), or PIL images; of several conversations a list of such lists.
             max_new_tokens: Maximum number of tokens of an answer.
 
         Returns:

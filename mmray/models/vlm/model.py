@@ -51,9 +51,11 @@ class Vlm(nn.Module):
     """A vision-language model of transformers (AutoModelForMultimodalLM) with its next-token loss.
 
     Forward takes a micro-batch that `collator` built, a dict with `input_ids` int64 ([1, T] if rows
-    are packed, otherwise [B, T]), `targets` int64 [N], the N tokens to predict, and the pixels of
-    its images. It returns the scalars `loss_sum`, the cross-entropy summed over the targets, and
-    `num_correct`.
+    are packed, otherwise [B, T]), `targets` int64 [N], the N tokens to predict, `target_index`
+    int64 [N], the index in the flattened `input_ids` that predicts each, and the pixels and other
+    inputs of the encoders of images, videos and audio. It returns the scalars `loss_sum`, the
+    cross-entropy summed over the targets, and `num_correct`, the number of targets with the largest
+    logit.
 
     Args:
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
@@ -63,8 +65,9 @@ class Vlm(nn.Module):
             the same model returned: the model has random weights, because the caller loads them.
 
     Attributes:
-        mean, std: Of the channels of the pixels of images, float [3].
-        video_mean, video_std: The same of videos.
+        mean, std: Mean and standard deviation of the channels of images, for pixels in 0..255,
+        float [3]; empty if the model takes no images. video_mean, video_std: The same of videos;
+        empty without videos.
 
     Raises:
         UsageError: The weights cannot be loaded, or are not supported.
@@ -138,8 +141,8 @@ class Vlm(nn.Module):
     def collator(self) -> RowCollator:
         """Return the collator, which builds micro-batches of this model from encoded rows.
 
-        It maps a sequence of EncodedRow (token ids, loss mask and image inputs of a row) to the
-        batch that `forward` reads.
+        It maps a sequence of EncodedRow (token ids, loss mask and inputs of the encoders of media
+        of a row) to the batch that `forward` reads.
         """
         rope_index = rope_index_of(self.net.config) if self.family.mrope else None
         return RowCollator(self.family, self.net.config, self.dummy, self.packed, rope_index)
@@ -336,11 +339,11 @@ class Vlm(nn.Module):
 
         Args:
             conversations: For each conversation its messages {role, content}, of which the last is
-                the user's. content is a text or a list of parts {"type": "image"} and
-                {"type": "text", "text": ...}.
+                the user's. content is a text or a list of parts {"type": "image" | "video" |
+                "audio"} and {"type": "text", "text": ...}.
             images: For each conversation its media, one per part in order: RGB images of PIL or
                 uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
-                seconds), and audio int16 [N] of `encoder.audio_rate`.
+                seconds), and mono audio int16 [N], `encoder.audio_rate` samples per second.
             max_new_tokens: Most tokens of an answer.
             in_lockstep: Whether all ranks of a sharded model make this call, each with its own
                 conversations or none. Then each runs the vision encoder, and the decoder until the
@@ -350,8 +353,8 @@ class Vlm(nn.Module):
             The answers as text without special tokens, one for each conversation.
 
         Raises:
-            RowError: The images of a conversation do not match its image parts, or the processor
-                rejects one.
+            RowError: The media of a conversation do not match its parts, or the processor rejects
+                one.
         """
         rows = [
             self.encoder.encode_prompt(messages, each)
