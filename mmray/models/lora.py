@@ -106,10 +106,12 @@ class FrozenBase(NamedTuple):
 def leaves_out_base(spec: Any) -> bool:
     """Return whether checkpoints of a run leave out the frozen weights.
 
-    They do if `model.weights` has all of them: not rows of a language token, which are random.
+    They do if the model has adapters (`lora.rank` is not 0) and `model.weights` names files that
+    have all frozen weights. With `inputs.language_token` they do not, because rows of its tokens
+    are random.
 
     Args:
-        spec: The `model` section: `lora` and `weights` are read.
+        spec: The `model` section: `kind`, `lora`, `weights` and `inputs.language_token` are read.
     """
     weights = getattr(spec, "weights", "none")
     if not spec.lora.rank or weights == "none" or getattr(spec.inputs, "language_token", ""):
@@ -277,7 +279,7 @@ def load_adapters(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
     Args:
         net: The model, changed in place.
-        weights: Content of adapter_model.safetensors: tensors by name.
+        weights: Content of adapter_model.safetensors, which peft wrote: tensors by name.
     """
     names = {_peft_name(name): name for name, _ in net.named_parameters()}
     net.load_state_dict({names[name]: each for name, each in weights.items()}, strict=False)

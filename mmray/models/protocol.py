@@ -23,7 +23,8 @@ class HeadScores(NamedTuple):
 
     Attributes:
         scores: Scores of each class [N, C].
-        label: Correct class, int64 [N]; numbers outside 0..C-1 are not counted.
+        label: Correct class, int64 [N]; positions with a number outside 0..C-1 are left out of the
+            metrics.
         num_classes: C.
         unit: What N counts: `rows` or `boxes`.
     """

@@ -119,7 +119,7 @@ def boxes_on_square(
 
 
 class LabelTexts(nn.Module):
-    """Token ids of the label names 0, 1, ...: settings, not weights.
+    """Token ids of the names of C labels: settings, not weights.
 
     It has no forward: `tokens` returns token ids and attention mask, int64 [C, T].
 
@@ -129,8 +129,8 @@ class LabelTexts(nn.Module):
             forward.
 
     Attributes:
-        named: Whether each label has a name, bool [C].
-        ids, mask: Token ids and attention mask, int64 [C, T].
+        named: Whether each label has a name, bool [C]. ids, mask: Token ids, right-padded, and
+            attention mask (1 is a token), int64 [C, T].
     """
 
     ids: Tensor

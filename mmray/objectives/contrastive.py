@@ -22,7 +22,7 @@ class Contrastive(RowLoss):
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's
     loss is the mean of its two cross-entropies against all valid rows. Rows whose `valid` in the
-    batch is False, such as padding, neither count nor serve as negatives.
+    batch is False, such as padding, have no loss and do not serve as negatives.
 
     `compute_loss(outputs, batch, gathered)` returns the losses summed over the valid rows, the
     number of these rows, and the sums of the two directions as metrics by name, all scalars.
@@ -58,7 +58,7 @@ class Contrastive(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar
                 `logit_scale` (1 / temperature), for the B local rows.
-            batch: `valid` bool [B], False for padding; such rows neither count nor serve as
+            batch: `valid` bool [B], False for padding; such rows have no loss and do not serve as
                 negatives.
             gathered: Rows of all ranks: `image_embed` and `text_embed` [G, D], `valid` bool [G],
                 and the int `offset`, the index of the first local row among the G. None: the local
@@ -143,7 +143,7 @@ class PairContrastive(Contrastive):
 
 
 class AudioText(PairContrastive):
-    """InfoNCE between audio and texts, in both directions; rows that lack one of them do not count.
+    """InfoNCE between audio and texts, in both directions; rows that lack one of them have no loss.
 
     Outputs: `audio_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
@@ -157,8 +157,8 @@ class AudioText(PairContrastive):
 
 
 class VideoText(PairContrastive):
-    """InfoNCE between videos and texts, in both directions; rows that lack one of them do not
-    count.
+    """InfoNCE between videos and texts, in both directions; rows that lack one of them have no
+    loss.
 
     Outputs: `video_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
@@ -172,8 +172,8 @@ class VideoText(PairContrastive):
 
 
 class AudioVideo(PairContrastive):
-    """InfoNCE between audio and videos, in both directions; rows that lack one of them do not
-    count.
+    """InfoNCE between audio and videos, in both directions; rows that lack one of them have no
+    loss.
 
     Outputs: `audio_embed`, `video_embed` [B, D], L2-normalized, 0 if missing, and the scalar
     `logit_scale`.
@@ -191,7 +191,7 @@ class Sigmoid(RowLoss):
     pairs of an image and a text, summed, and divided by the number of valid rows.
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
-    scalars. Pairs with a row whose `valid` in the batch is False, such as padding, do not count.
+    scalars. Pairs with a row whose `valid` in the batch is False, such as padding, are left out.
 
     `compute_loss(outputs, batch, gathered)` returns the sum over the pairs of the local images, the
     number of valid local rows, and the sums over positive and negative pairs as metrics by name,
@@ -222,7 +222,7 @@ class Sigmoid(RowLoss):
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalars
                 `logit_scale` and `logit_bias`, for the B local rows.
-            batch: `valid` bool [B], False for padding; pairs with such a row do not count.
+            batch: `valid` bool [B], False for padding; pairs with such a row are left out.
             gathered: Texts of all ranks: `text_embed` [G, D], `valid` bool [G], and the int
                 `offset`, the index of the first local row among the G. None: the local rows are all
                 rows.

@@ -29,8 +29,8 @@ class CrossEntropy(ABC):
             because rows are independent of each other.
         scalar_output_names: Outputs that are one number for the batch: none.
         logits: Name of the output [B, ..., C] with the logits of C classes; set by subclasses.
-        accuracy: Name of the metric: the fraction of targets whose class has the largest logit; set
-            by subclasses.
+        accuracy: Name of the metric: the number of targets whose class has the largest logit, which
+            is divided by the number of targets in the global batch too; set by subclasses.
     """
 
     gathered_outputs: tuple[str, ...] = ()

@@ -112,11 +112,12 @@ class RowLoss:
 
 @runtime_checkable
 class HardNegativeMining(Protocol):
-    """A local loss whose rows first get a hard negative, sampled among all rows of the global
-    batch.
+    """A loss that is a sum over rows (a local loss), each of which first gets a hard negative,
+    sampled among all rows of the global batch.
 
-    Besides the members of an Objective a class has `sample_hard_negatives(outputs, batch,
-    gathered)`, which returns further columns of the batch by name.
+    Besides the members of an Objective (`count`, `compute_loss`, `gathered_outputs`,
+    `scalar_output_names`) a class has `sample_hard_negatives(outputs, batch, gathered)`, which
+    returns further columns of the batch by name, such as `negative_ids`.
 
     Attributes:
         score_outputs: Names of the model's outputs that the sampling reads, such as `image_embed`.
@@ -151,16 +152,17 @@ class HardNegativeMining(Protocol):
 
 @runtime_checkable
 class PairwiseLoss(Protocol):
-    """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote
-    rows.
+    """A loss over rows of all ranks (a global loss) that is a sum over pairs, so its scores can be
+    computed in chunks of remote rows (those of all ranks).
 
-    Besides the members of an Objective a class has `pairwise_loss(outputs, valid, remote,
-    remote_valid, positive_row)`, which returns the loss sum and sums of metrics over pairs of a
-    local and a remote row.
+    Besides the members of an Objective (`count`, `compute_loss`, `gathered_outputs`,
+    `scalar_output_names`) a class has `pairwise_loss(outputs, valid, remote, remote_valid,
+    positive_row)`, which returns the loss sum and sums of metrics over pairs of a local and a
+    remote row.
 
     Attributes:
-        remote_outputs: Names of the outputs that the loss needs of remote rows (those of all
-            ranks); the others in `gathered_outputs` stay on their rank.
+        remote_outputs: Names of the outputs that the loss needs of remote rows; the others in
+            `gathered_outputs` stay on their rank.
         chunk_rows: Number of remote rows whose scores are computed at a time.
     """
 
@@ -218,7 +220,7 @@ class ObjectiveParts:
         """Whether the loss, or the choice of hard negatives, compares all rows of a step with each
         other.
 
-        Then a step embeds all rows before it computes gradients.
+        If so, a step embeds all of its rows before it computes gradients of the weights.
         """
         return self.global_loss is not None or self.mining_loss is not None
 
@@ -246,7 +248,9 @@ class ObjectiveParts:
 
     @cached_property
     def gathered_names(self) -> tuple[str, ...]:
-        """Names of the model's outputs that are gathered from all ranks, such as `image_embed`."""
+        """Names of the model's outputs that are gathered from all ranks, such as `image_embed`:
+        those that the global loss reads, and those by which hard negatives are chosen.
+        """
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
         return tuple(
             dict.fromkeys(

@@ -31,7 +31,8 @@ class SubprocessDecoder:
 
     `check` takes the encoded bytes of an image and returns its (width, height); it raises BadImage
     for a bad image, also if the process crashed. `check_media` does the same for audio and video,
-    and returns a MediaInfo.
+    and returns a MediaInfo (start, duration and sizes). `thumbnail` returns a small copy as a data
+    URI, and `request` calls any function in the child process.
 
     Attributes:
         num_crashes: How often an image has ended the child process.
@@ -50,8 +51,9 @@ class SubprocessDecoder:
             data: Encoded bytes, which may be from an untrusted source.
             max_pixels: Maximum width x height of the image.
             transform_args: (inputs, augment, uniforms): sections `model.inputs` and `augment`, and
-                the random numbers of the augmentation, float64, with which the child also resizes
-                and augments the image. None: only decode, and resize to one pixel.
+                the random numbers of the augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1) or
+                None, with which the child also resizes and augments the image. None: only decode,
+                and resize to one pixel.
 
         Returns:
             (width, height) of the upright image in pixels.

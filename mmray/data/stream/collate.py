@@ -59,10 +59,10 @@ def iter_micro_batches(
             name.
 
     Yields:
-        A list of micro-batches: `image` uint8 [B, 3, S, S]; `input_ids` and `attention_mask` int64
-        [B, T]; `key` (hash of the row's key), `label` and `pos` (position in the sample order)
-        int64 [B]; `valid` bool [B], False for padding and unreadable rows; and the columns of
-        `extra`.
+        For each step a list of micro-batches, dicts of tensors: `image` uint8 [B, 3, S, S], unless
+        the model takes clips; `input_ids` and `attention_mask` int64 [B, T]; `key` (hash of the
+        row's key), `label` (-1: none) and `pos` (position in the sample order) int64 [B]; `valid`
+        bool [B], False for padding and unreadable rows; and the columns of `extra`.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect

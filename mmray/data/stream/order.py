@@ -280,7 +280,8 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
     """Spread the rows of each set of a mixture evenly over an epoch.
 
     Args:
-        components: The sets; `per_epoch` is how many rows of an epoch are from each of them.
+        components: The sets of the mixture; `per_epoch` of each is how many rows of an epoch are
+            from it.
         positions: Places in the epoch, int64 of any shape, below the sum of `per_epoch`.
 
     Returns:
@@ -322,7 +323,8 @@ class SamplePlan:
         seed: Seed of the shuffle.
         steps: Steps of the run.
         shuffle: Whether rows are shuffled.
-        components: Sets of a mixture; their `per_epoch` add up to `num_rows`. Empty for one set.
+        components: Sets of a mixture, each with its number of rows and `per_epoch`, how many rows
+            of an epoch are from it; these add up to `num_rows`. Empty for one set.
         block_shuffle: Shuffle of blocks of adjacent rows; None: full shuffle.
     """
 

@@ -154,7 +154,8 @@ def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[Encode
 
 
 def join_media(rows: Sequence[EncodedRow]) -> Batch:
-    """Concatenate the inputs of the vision encoder, padding all dimensions but the first.
+    """Concatenate the inputs of the encoders of media along the first dimension, padding the others
+    with zeros.
 
     Args:
         rows: Encoded rows, which may lack media.
@@ -220,10 +221,11 @@ def iter_row_batches(
         collate: Builds the inputs of a micro-batch.
 
     Yields:
-        The micro-batches of one step. Each has `key` (hash of the row's key), `label` and `pos`
-        (position in the sample order) int64 [R], `valid` bool [R] and `num_tokens` int32 [R] of its
-        R rows, and the inputs of the model for the valid rows only, such as `input_ids` and
-        `pixel_values`. The iteration ends early if there are no more blocks.
+        The micro-batches of one step. Each has `key` (hash of the row's key), `label` (-1: none)
+        and `pos` (position in the sample order, -1 for padding) int64 [R], `valid` bool [R] and
+        `num_tokens` int32 [R] of its R rows, and the inputs of the model for the valid rows only,
+        such as `input_ids` and `pixel_values`. The iteration ends early if there are no more
+        blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

@@ -371,8 +371,8 @@ class ProcessorEncoder:
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated token ids, without special tokens and white space at its
-        ends.
+        """Return the text of token ids that the model generated, without special tokens and white
+        space at its ends.
         """
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
 

@@ -21,7 +21,7 @@ MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of transformers with one `model_type` represent their inputs.
+    """How a family of models of transformers (one `model_type`) represents its inputs.
 
     `media_kinds(frames, weights)` returns which of `image`, `video` and `audio` a row may have.
 

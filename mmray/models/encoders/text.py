@@ -228,8 +228,8 @@ def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
 
     Args:
         features: Features of each token [B, T, W].
-        attention_mask: int64 [B, T], 1 for a token and 0 for padding. The first position always
-            counts, so a row without tokens has a finite mean.
+        attention_mask: int64 [B, T], 1 for a token and 0 for padding. The first position is always
+            part of the mean, so that of a row without tokens is finite.
 
     Returns:
         Mean features [B, W].

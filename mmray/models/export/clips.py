@@ -28,9 +28,9 @@ class ClipEmbedder(Embedder):
     """Embeds texts, audio, video and images in one space; the dot product of two embeddings is
     their similarity.
 
-    `embed_texts`, `embed_audio`, `embed_video` and `embed_images` take lists of N inputs and return
-    L2-normalized float tensors [N, D]. `mmray.load` returns an instance for an export of a model of
-    the kind `towers`.
+    `embed_texts`, `embed_audio`, `embed_video` and `embed_images` take lists of N texts, encoded
+    files or their paths, or images, and return L2-normalized tensors float32 [N, D]. `mmray.load`
+    returns an instance for an export of a model of the kind `towers`.
     """
 
     def embed_audio(

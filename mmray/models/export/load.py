@@ -87,9 +87,10 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
 class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
-    `embed_images` and `embed_texts` take lists of N inputs and return L2-normalized tensors [N, D].
-    Images are PIL images, encoded bytes, or paths. Methods raise DataError with the index of the
-    first unreadable image or text.
+    `embed_images` and `embed_texts` take lists of N inputs and return L2-normalized tensors float32
+    [N, D]. `match`, `classify` and `classify_boxes` return probabilities of the heads of a model
+    that has them. Images are PIL images, encoded bytes, or paths. Methods raise DataError with the
+    index of the first unreadable image or text.
 
     Args:
         model: A module with `embed_image`, from pixels uint8 [B, 3, S, S], and `embed_text`, from
