@@ -88,7 +88,8 @@ def train(
 
     Args:
         recipe: name of a recipe, YAML file, or config.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         start_s: time.monotonic() at which the start-up times of result.json begin; None: now.
         **sections: settings that differ from the recipe, such as `batch={"micro": 64}`.
 
@@ -141,7 +142,8 @@ def prepare(
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         wait_for_nodes: skip the capacity check and wait for nodes to be added.
         queue_timeout_s: limit for the wait for a free CPU.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
 
     Returns:
@@ -193,7 +195,7 @@ def check_source(
     Args:
         source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
             COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset.
-        reporter: receives messages; None: they are shown.
+        reporter: receives messages by its method `log(text, label)`; None: they are shown.
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
 
     Raises:
@@ -233,7 +235,8 @@ def score(
         captions: column of the captions to use, if the set has several; None: the first.
         batch: rows that are embedded at a time.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
     Returns:
         The manifest of the set with the new columns in `columns`: a Manifest with `num_rows`,
@@ -277,9 +280,11 @@ def select(
         where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
         deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
             cosine to that of a kept row. `score` with `embeddings` writes the embeddings. If a set
-            has several columns of embeddings, name one instead of `semantic`.
+            has several columns of embeddings, name one instead of `semantic`. None: no row is left
+            out.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
     Returns:
         The manifest of the smaller set: a Manifest with `num_rows`, `num_quarantined`, `reasons`
@@ -328,7 +333,7 @@ def show(
         seed: seed of the choice of rows.
         tokenizer: file, folder or hub name of the tokenizer that counts tokens; None: the one that
             was trained on the set, if there is one.
-        reporter: receives messages; None: they are shown.
+        reporter: receives messages by its method `log(text, label)`; None: they are shown.
 
     Returns:
         A SetRecord: `page` (path of the HTML file), `table` (the random rows as dicts with `key`,
@@ -393,7 +398,8 @@ def evaluate(
             as in training.
         interpolate: factor of the trained weights, 0 to 1; the weights that the run started with
             have 1 minus the factor (WiSE-FT).
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         **settings: settings of the evaluation that differ from the run's, fields of
             `mmray.config.EvalSettings` such as `batch=64`.
 
@@ -456,7 +462,8 @@ def evaluate_weights(
         accelerator: device of the workers, `gpu`, `cpu`, or `auto` (GPUs if there are any); None:
             GPUs if there are any.
         storage: folder for small files of Ray Train, shared by all nodes; None: `runs`.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         **settings: settings of the evaluation, fields of `mmray.config.EvalSettings` such as
             `batch=64`.
 
@@ -512,7 +519,8 @@ def export(
             have 1 minus the factor (WiSE-FT).
         adapters_only: write only the LoRA adapters and the projector of a vision-language model, as
             peft does.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
     Returns:
         The folder.
@@ -537,7 +545,8 @@ def export_weights(
         weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
             `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
         out: folder to write, or its address.
-        reporter: receives messages and progress; None: they are shown.
+        reporter: receives messages and progress by its methods, those of
+            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
     Returns:
         The folder.
@@ -580,7 +589,8 @@ def tune(
         samples: configurations to sample; None: 32 if there is a range, otherwise all.
         search: how configurations are suggested: `random`, or `optuna` (extra `optuna`).
         scheduler: when trials end early: `halving`, or Ray Tune's `asha`.
-        budget: time or GPU-hours after which trials stop: `2h`, `30m`, `40gpu-hours`.
+        budget: time or GPU-hours after which trials stop: `2h`, `30m`, `40gpu-hours`; None: no
+            limit.
         concurrency: trials at a time; None: one on a single machine, as many as fit on a cluster.
         reporter: receives messages and progress; None: they are shown.
         **sections: settings of all trials that differ from the recipe. `train={"steps": N}` or

@@ -57,8 +57,8 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl by step, each with values by name, for example for
-        pandas.DataFrame.
+        """The lines of metrics.jsonl in the order of steps, each a dict with `step` and values by
+        name, such as `train/loss`; for example for pandas.DataFrame.
         """
         return RunRecord(self.path).lines
 

@@ -246,7 +246,8 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
     Args:
         group: The placement group, with a bundle for each worker.
         callbacks: Ray Train's callbacks, as its trainer creates them.
-        arguments: Further arguments of the controller, from `DataParallelTrainer.fit`.
+        arguments: Further keyword arguments of Ray Train's `TrainController`, as its
+            `DataParallelTrainer.fit` passes them.
 
     Returns:
         The ray.train.Result of the run, with `metrics`, `checkpoint` and `error`.

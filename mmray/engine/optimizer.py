@@ -467,8 +467,8 @@ class ExponentialMovingAverage:
             to_local(average).copy_(current)
 
     def state_dict(self, model_state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the averages by `module.NAME`, and the number of updates as `n_averaged`, as
-        torch's AveragedModel does.
+        """Return the averages by `module.NAME`, buffers unchanged in the same way, and the number
+        of updates as `n_averaged` (int scalar), as torch's AveragedModel does.
 
         Args:
             model_state: The model's state_dict, for its names and buffers.

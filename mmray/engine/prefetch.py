@@ -35,7 +35,7 @@ class TokenCounts(NamedTuple):
     Attributes:
         real: Tokens of the captions.
         padded: The same with padding.
-        samples: Samples of audio.
+        samples: Samples of audio, at the rate `model.inputs.audio_rate`.
         padded_samples: The same with padding.
         frames: Frames of video.
         padded_frames: The same with padding.

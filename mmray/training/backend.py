@@ -269,8 +269,8 @@ class Backend(Protocol):
         """
 
     def num_local(self, device: str) -> int | None:
-        """Return the number of cores or GPUs of this machine if all workers run on it and their
-        number is a setting; otherwise None.
+        """Return the number of cores or GPUs of this machine; None if workers may run on others, or
+        torchrun has started one process for each worker.
 
         Args:
             device: `cpu` for cores, `gpu` for GPUs.
@@ -281,7 +281,7 @@ class Backend(Protocol):
 
         Args:
             config: Settings of the run. If `cluster.workers` is a range, as many as fit now are
-                taken, and at least the minimum.
+                taken, and at least its minimum; of a number, that number.
         """
 
     def start(self, attempt: Attempt) -> Workers:

@@ -142,8 +142,8 @@ def open_model(
         step: Step of the checkpoint of a run, or `best` (highest held-out recall@1, or zero-shot
             accuracy if that is the task of `data.eval`; of a vision-language model lowest loss);
             None: the newest valid one.
-        log: Called with a warning and the word to print before it, if weights have more tokens than
-            their tokenizer.
+        log: Called with (warning, label), where the label is the word to print before the warning,
+            if weights have more tokens than their tokenizer.
 
     Returns:
         The config, content of tokenizer.json ("" for a vision-language model), and folder of the
@@ -180,7 +180,8 @@ def export_model(
             which the run started.
         adapters_only: Write the LoRA adapters and the fully trained layers without the weights that
             the run started with.
-        log: Called with a line and the word to print before it, such as `warning`.
+        log: Called with (line, label), where the label, such as `warning`, is the word to print
+            before the line.
 
     Returns:
         The folder that was written.

@@ -62,7 +62,7 @@ class ProcessGroupConfig(BackendConfig):
 
     Args:
         backend: Backend of torch.distributed, such as `gloo`.
-        timeout_s: Timeout of collectives, which neither gloo nor NCCL has by default.
+        timeout_s: Timeout of collectives in seconds, which neither gloo nor NCCL has by default.
     """
 
     backend: str = "gloo"

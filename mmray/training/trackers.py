@@ -430,7 +430,9 @@ COUNTERS = {
 class RayMetrics:
     """Metrics of one run in Ray's metrics, which Prometheus scrapes from each node of the cluster.
 
-    `update(metrics)` takes a line of metrics, values by name, and exports those that it knows.
+    `update(metrics)` takes a line of metrics, values by name, and exports some of them: `step`,
+    `train/loss`, rows per second, MFU, share of waiting for data, use of the GPU, peak memory,
+    restarts and bad rows.
 
     Args:
         run: Name of the run, the label `run`.

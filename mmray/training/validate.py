@@ -490,7 +490,9 @@ _VOCAB_SIZE = 8  # names of weights do not depend on it, and all weights have so
 
 
 def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
-    """Check that the patterns of names in the settings match weights of the model.
+    """Check that the patterns in `optimizer.freeze`, `optimizer.lr_multipliers`,
+    `optimizer.layer_decay`, `model.lora.targets` and `model.lora.train` match names of weights of
+    the model.
 
     The model is built without memory and without reading weights. If its layers are only known from
     weights that are not on this machine, the workers check it, after they have loaded them.
@@ -501,7 +503,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
             word to print before the message.
 
     Raises:
-        UsageError: A name in one of these settings matches nothing, or no weight is left to train.
+        UsageError: A pattern matches no weight, or no weight is left to train.
     """
     # Late: they import torch.
     from mmray.engine.optimizer import build_optimizer, freeze_parameters

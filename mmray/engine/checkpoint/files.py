@@ -46,7 +46,8 @@ def latest_valid_checkpoint(
 
     Args:
         folder: Folder of the checkpoints, with subfolders such as `step-100`.
-        log: Called with a message for each newer checkpoint that is invalid.
+        log: Called with a message for each newer checkpoint that is invalid; None: they are skipped
+            silently.
         rename: Rename a damaged one to `step-N.damaged`. Pass False if another process may be
             training in the folder.
         trusted_from: Checksums of checkpoints from this step on are not computed; they only must be

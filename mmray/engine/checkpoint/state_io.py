@@ -118,7 +118,8 @@ def save_async(
             buffers of this save.
         before_write: Called without arguments on rank 0 in the background thread, before any rank
             writes and again before the checksums. Every rank raises what it raises.
-        on_complete: Called on rank 0 in the same way, when the checkpoint is complete.
+        on_complete: Called without arguments on rank 0 in the background thread, when the
+            checkpoint is complete. Every rank raises what it raises.
 
     Returns:
         A future that ends with the save. Its `result()` raises errors of any rank; call it inside

@@ -57,8 +57,9 @@ def device_defaults(capability: Capability | None) -> DeviceDefaults:
         capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
 
     Returns:
-        A DeviceDefaults: `precision` (such as `bf16`), `compile` (backend of torch.compile, or
-        `none`), and `tf32` (bool).
+        A DeviceDefaults: `precision`, `compile` (backend of torch.compile, or `none`), and `tf32`
+        (bool). They are `bf16`, `inductor` and True from capability 8.0 on, `fp16`, `none` and
+        False on older GPUs, and `fp32`, `none` and False on a CPU.
     """
     if capability is None:
         return DeviceDefaults("fp32", "none", tf32=False)
@@ -75,7 +76,9 @@ def capability_of(device: torch.device) -> Capability | None:
 def resolve_auto(
     train: Train, group: Group, notify: Callable[[str, str], None] = lambda label, text: None
 ) -> Train:
-    """Replace `auto` in the `train` section by the default of the oldest device of the ranks.
+    """Replace `auto` in `precision` and `compile` of the `train` section by the fastest setting of
+    the oldest device of the ranks: bf16 or (older GPUs) fp16, fp32 on a CPU; inductor on GPUs from
+    compute capability 8.0 on, if it works there, otherwise none.
 
     Args:
         train: The `train` section.

@@ -222,8 +222,8 @@ def shard(
 ) -> nn.Module:
     """Shard a module in place with FSDP2 (Zhao et al. 2023).
 
-    Each block (such as a transformer layer) is a unit of its own, then each branch (such as the
-    image encoder), and the rest.
+    The weights of each block (such as a transformer layer) are gathered and freed together, then
+    those of the rest of each branch (such as the image encoder), and the rest of the model.
 
     The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
     device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into.
