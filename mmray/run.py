@@ -40,7 +40,8 @@ class Run:
         """Content of result.json; empty before the run ends.
 
         It has `status` (`finished`, `stopped` or `failed`), `steps`, `scores` (metrics of the last
-        evaluation by name), `best` (step, metric and score of the best checkpoint) and more.
+        evaluation by name), `best` (the dict `step`, `metric` and `score` of the best checkpoint;
+        None: no checkpoint was evaluated) and more.
         """
         return RunRecord(self.path).result
 

@@ -158,7 +158,8 @@ def check_upload_size(folder: Path, files: Sequence[str]) -> None:
 
 
 def find_job(client: JobSubmissionClient, name: str) -> Job:
-    """Return the newest job with a submission ID, or whose run has a name.
+    """Return the job with a submission ID; if there is none, the newest job of the run with this
+    name or folder.
 
     Args:
         client: Client of the cluster.

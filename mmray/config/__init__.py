@@ -156,7 +156,8 @@ def from_yaml(
     Args:
         text: YAML with `section: {field: value}`; bytes must be UTF-8.
         where: Path of the file, for errors.
-        recipes: Functions that return a config, by name of the recipe.
+        recipes: By name of the recipe, a function without arguments that returns its config; {}: no
+            recipe is known, and missing settings have their defaults.
 
     Raises:
         UsageError: The YAML, a setting or the name of the recipe is invalid.

@@ -406,7 +406,9 @@ class HfModel(Model):
 
     @property
     def is_checkpoint_file(self) -> bool:
-        """Whether `weights` is a checkpoint file, not a folder or a name."""
+        """Whether `weights` is a checkpoint file (`.pt`, `.pth`, `.bin` or `.safetensors`), not a
+        folder or a name.
+        """
         file = Path(self.weights).expanduser()
         return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
 

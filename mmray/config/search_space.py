@@ -53,7 +53,8 @@ class Space:
     """Settings that a sweep searches.
 
     Attributes:
-        axes: By setting, in the order given: its listed values, or a range.
+        axes: By setting, in the order given: its listed values, or a Range (`low`, `high`, `log`).
+            An example is {"batch.micro": (8, 16)}.
         num_samples: Configurations to sample; None: the grid of the listed values.
         seed: Seed of the random choice of configurations.
     """

@@ -200,7 +200,8 @@ class Prefetcher:
         rank: Rank of this worker.
         device: Device of training.
         timers: Receive the time of copies, as phase `transfer`.
-        group_by_length: Whether the rows of a step are sorted by length.
+        group_by_length: Whether `steps` has the rows of a step sorted by length; the order of their
+            positions is then not checked.
         interrupt_stream: Called without arguments; ends `steps`, also for a thread that waits for
             its next rows.
     """

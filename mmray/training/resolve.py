@@ -416,11 +416,15 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 def training_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that the run trains on, with the captions that it uses.
+    """Return a PreparedSet with the rows of a set that the run trains on, and the captions that it
+    uses.
+
+    These are the rows that `data.where` selects; None: all. `data.captions` sets how often captions
+    of each column are drawn; None: all alike.
 
     Args:
         prepared: The set.
-        config: Settings of the run: `data.where` and `data.captions`.
+        config: Settings of the run.
         folder: Folder that all nodes can read, for the list of the selected rows.
         reporter: Receives progress, the number of selected rows and the shares of captions.
 
@@ -443,7 +447,7 @@ def training_rows(
 def held_out_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that a run evaluates.
+    """Return a PreparedSet with the rows of a set that a run evaluates.
 
     These are the rows that `data.eval_where` selects; None: all. If the set stores captions from
     several columns of its source, only those of `data.eval_captions` are used; None: of the first

@@ -159,7 +159,8 @@ class RunSelection:
     Args:
         action: `start` a new run, `resume` an existing one, or `done`: it has finished.
         path: The folder.
-        skipped: Existing runs that a run without a name does not resume, each with the reason.
+        skipped: A text for each existing folder that a run without a name does not resume, such as
+            `runs/clip has finished`.
     """
 
     action: Literal["start", "resume", "done"]

@@ -376,7 +376,8 @@ class CheckpointWriter(HuggingFaceStorageWriter):
 
         Args:
             plan: Tensors that this rank writes.
-            planner: Returns the data of each.
+            planner: DCP's planner, whose `resolve_data` returns the tensor of each item of the
+                plan.
 
         Returns:
             A completed future with one result: name of the file, its size in bytes, and its SHA-256

@@ -67,7 +67,7 @@ class Throughput:
         Args:
             wait_s: Seconds that the step waited for its rows.
             rows: Rows of the global batch.
-            tokens: Tokens of the rows of this rank.
+            tokens: Tokens of the captions or conversations of this rank's rows, without padding.
         """
         step_s = self.lap()
         if self.first_step_s == 0:
@@ -170,10 +170,13 @@ class IdleTimer:
             self._step = self._update_end, record_event(self._device), wait_s
 
     def end_launches(self, backward_end: Any) -> None:
-        """Check whether the step is launch-bound, when the host is about to wait for the device.
+        """Record whether the step is launch-bound: whether the GPU has finished the backward
+        although the host launches the norm and the update only now. Call it when the host is about
+        to wait for the GPU.
 
         Args:
-            backward_end: Event after the last kernel of the backward; on a CPU unused.
+            backward_end: torch.cuda.Event that was recorded after the last kernel of the backward;
+                on a CPU unused.
         """
         if self._device.type == "cuda":
             self._launched = backward_end if backward_end.query() else None
