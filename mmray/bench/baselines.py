@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
     """A block (several rows read together) that a consumer received.
 
     Attributes:
-        at_s: Wall time in seconds.
+        at_s: When it arrived, in seconds since the epoch (time.time()).
         rows: Number of rows.
     """
 
@@ -54,7 +54,7 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
 
     Args:
         consumers: For each consumer its Arrivals in order of time, at least one, each with `at_s`
-            (wall time in seconds) and `rows` (number of rows of a block).
+            (seconds since the epoch) and `rows` (number of rows of a block).
     """
     total = 0.0
     for arrivals in consumers:

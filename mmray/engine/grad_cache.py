@@ -50,9 +50,9 @@ class GradCache:
             `local_counts`, times the loss scale of fp16, so that DDP's average over ranks is the
             gradient of the mean.
         stop_requests: float64 [1], how many ranks request a stop.
-        gradients: For each micro-batch, by name, gradients at its outputs [B, ...] and scalar
-            outputs, of the sum of the global loss times such factors (world size / count, times the
-            loss scale).
+        gradients: For each micro-batch, by name, gradients at its outputs [B, ...] and at scalar
+            outputs, of the global loss as a mean over the global batch, times world size and loss
+            scale.
         means: `loss` and the objective's metrics: this rank's part of the mean over the global
             batch, so that the mean is the sum over ranks.
         scalars: Scalar outputs of the last micro-batch by name, without graph.

@@ -112,7 +112,8 @@ def dry_run(
 
 
 class UnusedParametersError(Exception):
-    """Trainable parameters get no gradient; DDP would wait for it forever.
+    """Error: trainable parameters get no gradient from the objective. DDP would wait for it
+    forever.
 
     Args:
         names: Names of the parameters.

@@ -55,7 +55,7 @@ class LocalBatch:
     other rank.
 
     A row is invalid if it is padding or could not be read. A micro-batch without valid rows has one
-    dummy row, because all ranks must run equally many forwards.
+    dummy row (with `valid` False), because all ranks must run equally many forwards.
 
     Attributes:
         micro_batches: Tensors [B, ...] by column, such as `image` and `input_ids`.

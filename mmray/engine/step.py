@@ -162,14 +162,16 @@ def first_pass(
 def forward_micro_batch(
     state: TrainState, model: nn.Module, micro_batch: Batch, seed: int, is_dummy: bool
 ) -> Outputs:
-    """Return the outputs of one micro-batch by name, [B, ...] or scalars.
+    """Run the model on one micro-batch, with autocast, and return its outputs by name: tensors [B,
+    ...] such as `image_embed`, or scalars such as `logit_scale`.
 
     Args:
         state: Precision, device and timers.
         model: The model, wrapped or not.
         micro_batch: Tensors [B, ...] by column, on the device of the model.
         seed: Seed of the random numbers of this forward.
-        is_dummy: Whether it has only a dummy row, which leaves running statistics unchanged.
+        is_dummy: Whether its only row is invalid (padding or unreadable), kept because every rank
+            must run the forward; running statistics of BatchNorm are then unchanged.
     """
     statistics = strategy.preserve_buffers(strategy.unwrap(model)) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)

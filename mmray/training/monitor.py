@@ -246,7 +246,7 @@ class HangDetector:
         )
 
     def missing_ranks(self, world: int) -> list[int]:
-        """Return the ranks that have sent no heartbeat yet.
+        """Return the ranks of which no call of `check` has had a heartbeat yet.
 
         Args:
             world: Number of ranks.

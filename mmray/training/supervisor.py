@@ -68,7 +68,7 @@ class Failure:
         kind: One of these kinds.
         error: The error.
         step: The last logged step, otherwise the step from which the workers resumed.
-        logged: Whether the run has logged a step.
+        logged: Whether the run has logged the metrics of any step.
     """
 
     kind: str
