@@ -55,24 +55,24 @@ class MmrayError(Exception):
 
 
 class ForceExit(KeyboardInterrupt):
-    """Second Ctrl-C: exit immediately, without report and trackers."""
+    """Raised by a second Ctrl-C, to exit immediately, without report and trackers."""
 
 
 class UsageError(MmrayError):
-    """Invalid command, setting or path."""
+    """A command, setting, argument or path is invalid; exit code 2."""
 
     exit_code = 2
 
 
 class TrainingError(MmrayError):
-    """Training failed after it started."""
+    """Training or evaluation failed after it started; exit code 3."""
 
     exit_code = 3
 
 
 class StorageError(TrainingError):
     """A checkpoint could not be written or storage does not respond; complete checkpoints are
-    intact.
+    intact. Exit code 3.
     """
 
 
@@ -117,13 +117,15 @@ class DeviceError(TrainingError):
 
 
 class ResourceError(MmrayError):
-    """The cluster or this machine cannot provide the requested resources."""
+    """The cluster or this machine cannot provide the requested resources; exit code 4."""
 
     exit_code = 4
 
 
 class DataError(MmrayError):
-    """The data cannot be used, or is over the bad-row limit."""
+    """The data cannot be used, or has more bad rows than `prepare.max_bad_fraction` or a run (16)
+    allows; exit code 5.
+    """
 
     exit_code = 5
 

@@ -388,11 +388,13 @@ class Towers(PairModel):
 
 
 class ClipImage(VisionTransformer, settings_prefix="model.image"):
-    """Shape of the image encoder of CLIP or SigLIP, without pretrained weights; those define it."""
+    """Shape of the image encoder of CLIP or SigLIP; unused with `model.weights`, which define
+    it.
+    """
 
 
 class ClipText(Transformer, settings_prefix="model.text"):
-    """Shape of the text encoder of CLIP or SigLIP, without pretrained weights; those define it."""
+    """Shape of the text encoder of CLIP or SigLIP; unused with `model.weights`, which define it."""
 
 
 class HfModel(Model):
