@@ -65,7 +65,7 @@ def bench_strategies(
 
     Returns:
         `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
-        `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts about failures). A row has `strategy`,
+        `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts on columns, failures). A row has `strategy`,
         `workers`, `samples_per_s`, `p50_s` and `p95_s` of a step, `comm_share` (0 to 1, of the time
         in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
         difference) and `error`. If the strategy failed, `error` is the reason and there are no
@@ -101,7 +101,8 @@ def bench_strategies(
     machine = describe_machine(torch.device(device_type))
     # the upper limit of `batch.micro auto`, because no row is probed
     batch = str(replace(shape, auto=False))
-    notes = [f"{row['strategy']}: {row['error']}" for row in rows if row["error"]]
+    notes = ["comm share: share of the time in collectives; loss: after the last step"]
+    notes += [f"{row['strategy']}: {row['error']}" for row in rows if row["error"]]
     return {"machine": machine, "batch": batch, "ratios": ratios, "rows": rows, "notes": notes}
 
 

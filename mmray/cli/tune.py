@@ -35,8 +35,8 @@ For loss and recall, trials are compared by the held-out metric at rungs: the be
 continues with four times the samples. A full trial has --train.samples N, default: the length of
 the recipe. For throughput it has --train.steps N of the largest global batch (default 40). If
 micro-batch and accumulation are searched, the global batch is micro x accumulation x workers;
-otherwise accumulation follows from --batch.global. --print-config prints the base settings of the
-trials and exits.
+otherwise accumulation follows from --batch.global, so search batch.micro with it.
+--print-config prints the base settings of the trials and exits.
 """
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from mmray.evaluation import main_scores
 from mmray.report.run import (
@@ -17,6 +19,7 @@ from mmray.report.run import (
 )
 
 MIN_WIDTH = 12  # of a column of text in a narrow terminal
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]?\d+)?%?|[-–]")
 COMPACT = "compact"  # style of a column: about three digits
 
 
@@ -63,12 +66,16 @@ def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
 
 
 def text_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table of texts.
+    """Return a table of texts; columns of numbers are aligned to the right.
 
     Args:
         rows: the texts of each line by the title of their column; the first line has all columns.
     """
-    return rows_table(rows, {title: (title, "") for title in (rows[0] if rows else ())})
+    columns = {}
+    for title in rows[0] if rows else ():
+        is_numeric = all(_NUMBER.fullmatch(row.get(title, "-")) for row in rows)
+        columns[title] = (title, ">" if is_numeric else "")
+    return rows_table(rows, columns)
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
@@ -94,12 +101,12 @@ def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, 
         table.add_column(
             title,
             justify=justify,
-            no_wrap=bool(style),
+            no_wrap=style not in ("", ">"),  # long titles of texts continue on further lines
             overflow="fold",
             min_width=min(MIN_WIDTH, longest),
         )
     for row_cells in zip(*cells, strict=True):
-        table.add_row(*row_cells)
+        table.add_row(*map(Text, row_cells))  # brackets in a text are not markup
     return table
 
 

@@ -29,17 +29,21 @@ def set_figures(statistics: SetStatistics) -> list[Figure]:
     """
     sides = {"width": statistics.widths, "height": statistics.heights}
     sizes = np.array([statistics.widths, statistics.heights], float)
-    ratios = {"width / height": np.log2(sizes[0] / sizes[1])}
-    ticks = {
+    ratios = np.log2(sizes[0] / sizes[1])
+    axis: dict[str, Any] = {
         "tickvals": [float(np.log2(width / height)) for width, height in RATIOS],
         "ticktext": [f"{width}:{height}" for width, height in RATIOS],
     }
+    if len(ratios):  # wide enough for a tick also if all images have nearly one ratio
+        axis["range"] = [float(ratios.min()) - 0.6, float(ratios.max()) + 0.6]
     durations = {"duration": statistics.durations_s}
     lengths = {"length": statistics.text_lengths}
     tokens = {"length": statistics.token_counts}
     figures = [
         _histogram("sizes", "image sizes", "pixels", sides),
-        _histogram("ratios", "aspect ratios", "width : height", ratios, **ticks),
+        _histogram(
+            "ratios", "aspect ratios", "width : height", {"width / height": ratios}, 0.125, **axis
+        ),
         _histogram("durations", "durations of audio and video", "seconds", durations),
         _histogram("lengths", "text lengths in characters", "characters", lengths),
         _histogram("tokens", "text lengths in tokens", "tokens", tokens),
@@ -48,23 +52,32 @@ def set_figures(statistics: SetStatistics) -> list[Figure]:
 
 
 def _histogram(
-    name: str, title: str, unit: str, values: Mapping[str, Sequence[float]], **xaxis: Any
+    name: str,
+    title: str,
+    unit: str,
+    values: Mapping[str, Sequence[float]],
+    bin_size: float | None = None,
+    **xaxis: Any,
 ) -> Figure | None:
     """Return a histogram of one or two properties in the same bins; None without values."""
     together = np.concatenate([np.asarray(each, float) for each in values.values()])
     if not len(together):
         return None
+    low, middle, high = np.quantile(together, (0, 0.5, 1))
+    num_bars = NUM_BARS
+    if (together == together.round()).all():  # no more bars than whole numbers
+        num_bars = min(NUM_BARS, int(high - low) + 1)
     traces = [
         go.Histogram(
             x=np.asarray(each),
             name=label,
-            nbinsx=NUM_BARS,
+            nbinsx=num_bars,
+            xbins={"size": bin_size},
             bingroup=name,
             marker={"color": color, "opacity": 0.6},
         )
         for (label, each), color in zip(values.items(), (BLUE, ORANGE), strict=False)
     ]
-    low, middle, high = np.quantile(together, (0, 0.5, 1))
     return make_figure(
         name,
         title,

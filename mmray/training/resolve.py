@@ -299,10 +299,13 @@ def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
         is_used = bool(taken & kinds) if isinstance(model, Towers) else kinds <= taken
         if not is_used:
             unused[text.replace(" ", " and ")] = rows
+    by_number = prepared.rows_by_num_images
+    without_image = sum(rows for text, rows in by_kinds.items() if "image" not in text.split())
+    without_media = by_number.get(0, 0) - without_image
+    if isinstance(model, Towers):
+        unused["text alone"] = without_media
     if _takes_one_image(model):
-        by_number = prepared.rows_by_num_images
-        without = sum(rows for text, rows in by_kinds.items() if "image" not in text.split())
-        unused["no image"] = by_number.get(0, 0) - without
+        unused["no image"] = without_media
         unused["several images"] = sum(rows for number, rows in by_number.items() if number > 1)
     return {text: rows for text, rows in unused.items() if rows > 0}
 

@@ -55,6 +55,11 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
     """
+    if base.model.generates_text:
+        raise UsageError(
+            "batches of conversations are not timed on synthetic rows: search "
+            "--space batch.tokens=4096,8192 or batch.micro=4,8"
+        )
     listed = space.axes[GLOBAL] if space else (own_global_rows(base),)
     if isinstance(listed, Range):
         raise UsageError(
@@ -130,13 +135,18 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
 def _with_scaled_steps(
     recommendation: Recommendation, base: Config, recipe: Config
 ) -> Recommendation:
-    """Add to the reason that the recipe has another number of steps, if it has."""
-    if recipe.train.steps == base.train.steps:
+    """Add to the reason what follows from another global batch."""
+    changes = [
+        f"{name} is {after} instead of {before}"
+        for name, after, before in (
+            ("train.steps", recipe.train.steps, base.train.steps),
+            ("optimizer.warmup_steps", recipe.optimizer.warmup_steps, base.optimizer.warmup_steps),
+        )
+        if after != before
+    ]
+    if not changes:
         return recommendation
-    why = (
-        f"{recommendation.why} train.steps is {recipe.train.steps} instead of {base.train.steps} "
-        "for as many samples; the warm-up is scaled too."
-    )
+    why = f"{recommendation.why} {' and '.join(changes)}, for as many samples."
     return replace(recommendation, why=why)
 
 

@@ -299,7 +299,11 @@ def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     ("size", "text"),
     [
         (128, None),
-        (512, " train.steps is 75 instead of 300 for as many samples; the warm-up is scaled too."),
+        (
+            512,
+            " train.steps is 75 instead of 300 and optimizer.warmup_steps is 8 instead of 30, for "
+            "as many samples.",
+        ),
     ],
 )
 def test_changed_number_of_steps_is_in_the_recommendation(

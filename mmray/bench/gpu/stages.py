@@ -7,6 +7,7 @@ On a CPU the same code runs with tiny models.
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import os
 import platform
@@ -60,7 +61,8 @@ def environment(device: torch.device) -> Iterator[Case]:
         row |= {"free_memory_gib": free_bytes / 2**30}
         if is_gpu:
             row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-            row |= {"triton": version("triton")}
+            # Its distribution has another name in some builds.
+            row |= {"triton": importlib.import_module("triton").__version__}
             gpus = range(torch.cuda.device_count())
             row |= {f"gpu {index}": str(torch.cuda.get_device_properties(index)) for index in gpus}
         settings = [name for name in os.environ if name.startswith(("PYTORCH_", "NCCL_"))]
