@@ -29,21 +29,13 @@ def set_figures(statistics: SetStatistics) -> list[Figure]:
     """
     sides = {"width": statistics.widths, "height": statistics.heights}
     sizes = np.array([statistics.widths, statistics.heights], float)
-    ratios = np.log2(sizes[0] / sizes[1])
-    axis: dict[str, Any] = {
-        "tickvals": [float(np.log2(width / height)) for width, height in RATIOS],
-        "ticktext": [f"{width}:{height}" for width, height in RATIOS],
-    }
-    if len(ratios):  # wide enough for a tick also if all images have nearly one ratio
-        axis["range"] = [float(ratios.min()) - 0.6, float(ratios.max()) + 0.6]
+    ratios = {"width / height": sizes[0] / sizes[1]}
     durations = {"duration": statistics.durations_s}
     lengths = {"length": statistics.text_lengths}
     tokens = {"length": statistics.token_counts}
     figures = [
         _histogram("sizes", "image sizes", "pixels", sides),
-        _histogram(
-            "ratios", "aspect ratios", "width : height", {"width / height": ratios}, 0.125, **axis
-        ),
+        _histogram("ratios", "aspect ratios", "width : height", ratios, is_ratio=True),
         _histogram("durations", "durations of audio and video", "seconds", durations),
         _histogram("lengths", "text lengths in characters", "characters", lengths),
         _histogram("tokens", "text lengths in tokens", "tokens", tokens),
@@ -56,10 +48,12 @@ def _histogram(
     title: str,
     unit: str,
     values: Mapping[str, Sequence[float]],
-    bin_size: float | None = None,
-    **xaxis: Any,
+    is_ratio: bool = False,
 ) -> Figure | None:
-    """Return a histogram of one or two properties in the same bins; None without values."""
+    """Return a histogram of one or two properties in the same bins; None without values.
+
+    The axis of ratios is logarithmic.
+    """
     together = np.concatenate([np.asarray(each, float) for each in values.values()])
     if not len(together):
         return None
@@ -67,12 +61,20 @@ def _histogram(
     num_bars = NUM_BARS
     if (together == together.round()).all():  # no more bars than whole numbers
         num_bars = min(NUM_BARS, int(high - low) + 1)
+    xaxis: dict[str, Any] = {"title": {"text": unit, "standoff": 6}, "nticks": MAX_TICKS}
+    if is_ratio:
+        xaxis |= {
+            "tickvals": [float(np.log2(width / height)) for width, height in RATIOS],
+            "ticktext": [f"{width}:{height}" for width, height in RATIOS],
+            # Wide enough for a tick also if all images have one ratio.
+            "range": [float(np.log2(low)) - 0.6, float(np.log2(high)) + 0.6],
+        }
     traces = [
         go.Histogram(
-            x=np.asarray(each),
+            x=np.log2(each) if is_ratio else np.asarray(each),
             name=label,
             nbinsx=num_bars,
-            xbins={"size": bin_size},
+            xbins={"size": 0.125} if is_ratio else None,
             bingroup=name,
             marker={"color": color, "opacity": 0.6},
         )
@@ -84,6 +86,6 @@ def _histogram(
         f"from {low:.4g} to {high:.4g}, median {middle:.4g} {unit}",
         traces,
         barmode="overlay",
-        xaxis={"title": {"text": unit, "standoff": 6}, "nticks": MAX_TICKS, **xaxis},
+        xaxis=xaxis,
         yaxis={"title": {"text": "number"}, "rangemode": "tozero"},
     )
