@@ -19,6 +19,7 @@ from tests.engine import ranks, toy
 from tests.engine.conftest import spawn_ranks
 
 OBJECTIVES = tuple(ranks.OBJECTIVES)
+HAS_COMPILER = shutil.which("g++") is not None
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +45,28 @@ def test_ranks_under_any_strategy_equal_one_process(two, single, name):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Results of two ranks that compile, by rank."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return spawn_ranks(ranks.main_compiled, folder, 2, HAS_COMPILER)
+
+
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ranks.COMPILED)
-def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(two, name):
-    for result in two:
-        result = result["compiled"][name]
+def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(compiled, name):
+    for result in compiled:
+        result = result["branches"][name]
         # per block and training forward
         assert result["graphs"] >= (2 if "row-wise" in name else 4)
         toy.assert_equal_weights(result["weights"], result["eager"], result["start"])
 
 
 @pytest.mark.inductor
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout(tmp_path):
-    for result in spawn_ranks(ranks.main_inductor, tmp_path, 2):
+@pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
+def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout(compiled):
+    for result in compiled:
+        result = result["inductor"]
         eager, start = result["eager"]["weights"], result["start"]["weights"]
         toy.assert_equal_weights(result["compiled"]["weights"], eager, start)
         assert (result["own"]["weights"] - eager).abs().max() > 1e-4  # other masks
