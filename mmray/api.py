@@ -573,8 +573,7 @@ def tune(
     reporter: SweepReporter | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
-    """Find the fastest batch shape (global batch and micro-batch), or compare settings in short
-    runs.
+    """Find the fastest batch shape (global batch and micro-batch), or compare settings in runs.
 
     Goal `throughput` without other settings in `space` than `batch.global` measures batch shapes on
     synthetic batches; of a vision-language model it compares values of `batch.tokens` in short
@@ -589,17 +588,15 @@ def tune(
         samples: configurations to sample; None: 32 if there is a range, otherwise all.
         search: how configurations are suggested: `random`, or `optuna` (extra `optuna`).
         scheduler: when trials end early: `halving`, or Ray Tune's `asha`.
-        budget: time or GPU-hours after which trials stop: `2h`, `30m`, `40gpu-hours`; None: no
-            limit.
+        budget: after which trials stop, as `2h`, `30m` or `40gpu-hours`; None: no limit.
         concurrency: trials at a time; None: one on a single machine, as many as fit on a cluster.
         reporter: receives messages and progress; None: they are shown.
         **sections: settings of all trials that differ from the recipe. `train={"steps": N}` or
             `{"samples": N}` is the length of a full trial.
 
     Returns:
-        The sweep, a SweepRecord: `folder`, `trials` (a TrialRow each), `best` (the recommended one)
-        and `status`. `best.yaml` in its folder is a recipe for `train`; `status` is `stopped` or
-        `budget` if it ended early, and the same call continues it.
+        A SweepRecord: `folder`, `trials`, `best` (the recommended one) and `status`: `stopped` or
+        `budget` if the same call continues it. `best.yaml` in the folder is a recipe.
 
     Raises:
         UsageError: an argument is unknown, invalid or without effect.

@@ -192,10 +192,10 @@ class OrderedMap(Generic[Item, Result]):
             return self._wait_for_next()
 
     def update_pool(self) -> None:
-        """Start or end processes while the caller does other work; may be called from another
-        thread.
+        """Let the pool start or end processes, by how long the caller has waited for results.
 
-        Without effect while a thread requests the next result, because that does the same.
+        Call it from time to time, also from another thread, while no result is requested: a request
+        does the same, so the call has no effect during one.
         """
         if self._lock.acquire(blocking=False):
             try:

@@ -157,8 +157,10 @@ class PairwiseLoss(Protocol):
 
     Besides the members of an Objective (`count`, `compute_loss`, `gathered_outputs`,
     `scalar_output_names`) a class has `pairwise_loss(outputs, valid, remote, remote_valid,
-    positive_row)`, which returns the loss sum and sums of metrics over pairs of a local and a
-    remote row.
+    positive_row)`, which returns (loss sum, dict of sums of metrics), scalars over all pairs of B
+    local rows and a chunk of V remote rows. `valid` is bool [B], `remote_valid` bool [V];
+    `positive_row`, int64 [V], is the number of each remote row among the local ones, outside 0..B-1
+    if it is of another rank.
 
     Attributes:
         remote_outputs: Names of the outputs that the loss needs of remote rows; the others in

@@ -392,8 +392,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     Args:
         arguments: `context` (WorkerContext: settings, folder and data of the run), `resume_point`
             (ResumePoint: first step and checkpoint), `coordinator` (handle of the actor that passes
-            messages to the driver) and `decoders` (DecoderLimits: how many processes may read and
-            decode rows for a rank).
+            messages to the driver) and `decoders` (DecoderLimits: processes that decode rows).
 
     Returns:
         Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,

@@ -86,7 +86,13 @@ def store_rows(
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether a value is a dataset, not the address or the settings of one."""
+    """Return whether a value is a dataset in memory, not the address or the settings of one.
+
+    Args:
+        value: A dataset of Ray Data, pandas, pyarrow or Hugging Face, a list, a generator or
+            another iterable of rows (True); text, a Path, a dict such as the settings of a mixture,
+            or None (False).
+    """
     return not isinstance(value, (str, Path, type(None))) and (
         _package(value) in ("datasets", "pandas", "pyarrow", "ray")
         or (isinstance(value, Iterable) and not isinstance(value, Mapping))

@@ -206,8 +206,9 @@ def to_row(values: dict[str, Any]) -> Row:
     """Convert the values of a row as a shard stores them to a Row.
 
     Args:
-        values: The fields of Row by name, with `media` as a list of dicts (fields of Media by
-            name).
+        values: The columns of a shard: `key`, `texts`, `label`, `split` and the other fields of Row
+            by name, and `media`, a list of dicts with `kind`, `data`, `sha256`, `width`, `height`
+            and the other fields of Media.
 
     Returns:
         A Row, with a Media for each item of `media`.
