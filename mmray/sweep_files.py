@@ -81,7 +81,10 @@ class TrialRow:
 
     Attributes:
         trial: Name of the trial such as `t001`, or of a batch shape such as `s001`.
-        status: Such as `running`, `finished` or `failed`.
+        status: `waiting`, `running`, `paused` (waits for the decision whether it continues),
+            `finished`, `pruned` (ended early, because others were better), `stopped` (by the user
+            or the budget), `failed`, `out_of_memory` or `infeasible` (its settings contradict each
+            other or need too many resources).
         settings: The searched settings and their values, such as {"optimizer.lr": 0.001}.
         error: Why the trial did not finish.
         micro: Rows of a micro-batch.
@@ -94,7 +97,8 @@ class TrialRow:
         elapsed_s: Seconds with workers, over all starts of the trial.
         run: Folder of the run, relative to the folder of the sweep.
         is_recipe: Whether the settings are the recipe's own.
-        rungs: The reached rungs, ascending.
+        rungs: Its values at the rungs that it reached (numbers of samples after which trials are
+            compared), ascending.
         curve: The held-out values of all evaluations.
     """
 

@@ -93,7 +93,15 @@ class CaptionDataset(Dataset[Any]):
         return tokenizer
 
     def encode(self, text: str) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask` of a caption, int64 [T]."""
+        """Return the tokens of a caption.
+
+        Args:
+            text: The caption.
+
+        Returns:
+            `input_ids` and `attention_mask` (0 for padding), int64 [T]. T is `max_tokens` if the
+            dataset was made with `pad`, otherwise the number of tokens, at most `max_tokens`.
+        """
         encoded = self.tokenizer.encode(text)
         return {
             "input_ids": torch.tensor(encoded.ids),
@@ -292,12 +300,13 @@ class LoaderWorker:
 
 
 def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
-    """Return the arrivals of the warm-up and of `window_s` seconds after it.
+    """Return the arrivals of the warm-up, the first WARMUP_ARRIVALS (6), and of `window_s` seconds
+    after it.
 
     Args:
         arrivals: Arrivals, each with `at_s` (wall time in seconds) and `rows` (number of rows of a
             block), as they arrive; not read further afterwards.
-        window_s: Seconds to collect after the warm-up.
+        window_s: Seconds to collect, from the first arrival after the warm-up.
 
     Returns:
         The same Arrivals until then.

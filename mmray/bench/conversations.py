@@ -54,10 +54,11 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
         window_s: Approximate seconds of each timing.
 
     Returns:
-        `machine` (dict), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the
-        loop by hand, the median over the rounds), `spread` ({min, max, pairs} by ratio), `rows` (a
-        dict per loop with its name as `arm`, and medians: `samples_per_s`, `tokens_per_s` and its
-        last `loss`) and `notes` (texts).
+        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
+        `torch`), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the loop by
+        hand, the median over the rounds), `spread` ({min, max, pairs} by ratio), `rows` (a dict per
+        loop with its name as `arm`, and medians: `samples_per_s`, `tokens_per_s` and its last
+        `loss`) and `notes` (texts).
 
     Raises:
         UsageError: The model cannot be built.

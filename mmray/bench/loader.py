@@ -93,10 +93,12 @@ def bench_loader(
         modality: `image`; `audio` or `video` for clips of synthetic files.
 
     Returns:
-        `machine` (dict), `ratios` (of the rates of two loaders, such as `stream_vs_tuned`,
-        medians), `spread` ({min, max, pairs} by ratio), `rows` (per loader: `arm`, its name,
-        `images_per_s` (of clips `clips_per_s` and `hours_per_s`) with its `lowest` and `highest`,
-        and `first_batch_s`, medians) and `notes` (texts about the bottleneck of images).
+        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and `torch`;
+        `data_workers`, the used number), `ratios` (of the rates of two loaders, such as
+        `stream_vs_tuned`, medians), `spread` ({min, max, pairs} by ratio), `rows` (per loader:
+        `arm`, its name, `images_per_s` (of clips `clips_per_s` and `hours_per_s`) with its `lowest`
+        and `highest`, and `first_batch_s`, medians) and `notes` (texts about the bottleneck of
+        images).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.

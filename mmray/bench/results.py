@@ -48,7 +48,8 @@ def compare(
     ratios: Mapping[str, tuple[str, str]],
     notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure each arm (what is compared, such as a loop) once per round, in ABBA order.
+    """Measure each arm (what is compared, such as a loop) once per round; every second round in
+    reversed order.
 
     Args:
         arms: By name a function without arguments that measures an arm once and returns its values

@@ -76,11 +76,12 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         window_s: Approximate seconds of each timing.
 
     Returns:
-        `machine` (dict), `batch` (text), `ratios` (samples/s of mmray's loop relative to the
-        others: `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max,
-        pairs} by ratio), and `rows`: a dict per loop with its name as `arm`, medians of
-        `samples_per_s` (with `lowest` and `highest`) and of the last `loss`, `tflops` (model
-        TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
+        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
+        `torch`), `batch` (text), `ratios` (samples/s of mmray's loop relative to the others:
+        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max, pairs} by
+        ratio), and `rows`: a dict per loop with its name as `arm`, medians of `samples_per_s` (with
+        `lowest` and `highest`) and of the last `loss`, `tflops` (model TFLOP/s per device), and
+        `mfu` (its share of the peak, if that is known).
 
     Raises:
         UsageError: The objective or the settings are not supported.

@@ -64,12 +64,12 @@ def bench_strategies(
         notify: Called with one line of text after each strategy.
 
     Returns:
-        `machine` (dict), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
+        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
+        `torch`), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
         `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts on columns, failures). A row has `strategy`,
         `workers`, `samples_per_s`, `p50_s` and `p95_s` of a step, `comm_share` (0 to 1, of the time
-        in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
-        difference) and `error`. If the strategy failed, `error` is the reason and there are no
-        measurements.
+        in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative difference)
+        and `error`. If the strategy failed, `error` is the reason and there are no measurements.
 
     Raises:
         UsageError: A name in `only` is unknown.

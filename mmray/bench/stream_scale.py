@@ -49,7 +49,8 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
             read together).
 
     Returns:
-        `machine` (dict), `rows` with one dict, and `notes` (texts). The row has `consumers`,
+        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
+        `torch`), `rows` with one dict, and `notes` (texts). The row has `consumers`,
         `images_per_s`, `expected` (images/s that the sleep allows), `first_s` (seconds to the first
         blocks), CPU milliseconds per block in each kind of process (`decoder_ms`, `rank_ms`,
         `head_ms`, `raylet_ms`), and `head_cores` (CPU cores that the head uses).

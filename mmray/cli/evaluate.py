@@ -119,7 +119,10 @@ def parse_shares(text: str) -> list[float]:
     """Parse the value of `--interpolate`, the factors of the trained weights.
 
     Args:
-        text: Such as `0,0.5,1`.
+        text: Numbers separated by commas, such as `0,0.5,1`.
+
+    Returns:
+        The numbers in the given order; whether they are from 0 to 1 is not checked.
 
     Raises:
         UsageError: A part is no number, or is given twice.

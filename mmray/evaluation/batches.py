@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 class EvalReader:
     """Reads every held-out row once, in batches; base class of the evaluators.
 
-    A subclass implements `score(model, group, objective, global_rows)`, which returns metrics by
-    name. `batches()` yields the batches.
+    A subclass implements `score(model, group, objective, global_rows)`, which gets the model, the
+    Group of all ranks, the objective and the rows of a step, and returns metrics by name.
+    `batches()` yields batches, in the form that the subclass defines.
 
     Args:
         prepared: The set with the held-out rows.
@@ -69,12 +70,19 @@ class EvalReader:
 
         The ranks get contiguous parts of the set, whose sizes differ by at most one. Unreadable
         rows are added to `skipped`, which is cleared first. A batch without readable rows is
-        omitted. Raises OSError if an object store fails.
+        omitted.
 
         Args:
             rank: The rank.
             world_size: Number of ranks, which divide the rows.
             limit: Only the first `limit` rows of the set are divided; None: all.
+
+        Yields:
+            A batch in the form of the subclass: a dict of tensors by column for models that embed,
+            a list with an entry per row for conversations.
+
+        Raises:
+            OSError: An object store fails.
         """
         self.skipped.clear()
         num_rows = min(self.prepared.num_rows, limit or self.prepared.num_rows)
@@ -111,11 +119,12 @@ class EvalReader:
             logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
 
     def count_bad_rows(self, num_rows: int, group: Any) -> int:
-        """Return the number of unreadable rows of all ranks; a collective call.
+        """Return the number of rows in `skipped` on all ranks, the unreadable ones; a collective
+        call.
 
         Args:
             num_rows: Number of readable rows of all ranks.
-            group: The ranks.
+            group: The Group of all ranks, which add their numbers.
 
         Raises:
             DataError: No row is readable; raised on every rank.
@@ -234,11 +243,15 @@ class EvalDataset(EvalReader):
             raise error
 
     def extra_inputs(self, row: Row, image_size: Any) -> Block:
-        """Return the further inputs of the model, such as boxes or frames, each [1, ...].
+        """Return the further inputs of the model for a row, such as boxes or frames.
 
         Args:
             row: The stored row.
-            image_size: Size of its image before and after the transform, for boxes.
+            image_size: (width, height) of its upright image in pixels before the transform, to
+                which boxes refer; (0, 0) for audio and video.
+
+        Returns:
+            Arrays [1, ...] by column; empty if the model has no further inputs.
 
         Raises:
             BadImage: Audio or video cannot be decoded.
@@ -253,11 +266,13 @@ class EvalDataset(EvalReader):
         """Return the tokens of texts, and the further inputs of items.
 
         Args:
-            items: Items with `columns`, the result of `extra_inputs`.
+            items: At least one object with an attribute `columns`, the arrays by name that
+                `extra_inputs` returned for it.
             texts: The C texts.
 
         Returns:
-            `input_ids` and `attention_mask` int64 [C, T], and the columns by name.
+            `input_ids` and `attention_mask` int64 [C, T], and the columns by name as tensors
+            [number of items, ...].
         """
         columns = {
             name: np.concatenate([item.columns[name] for item in items])

@@ -76,11 +76,11 @@ class ClipEvaluator(EvalDataset):
                 examples.json; given on one rank or none.
 
         Returns:
-            Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION`
-            for each direction such as `audio_to_text`, `recall_at_1/mean`, `rows` (number of
-            clips) and `bad_rows`; with a classification head `classification/top_1`, `/top_5` and
-            `/rows`. A clip that lacks a modality is left out of its directions. A clip with an
-            identical text counts as correct where a text is searched, or searches.
+            Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` for
+            each direction such as `audio_to_text`, `recall_at_1/mean`, `rows` (number of clips) and
+            `bad_rows`; with a classification head `classification/top_1`, `/top_5` and `/rows`. A
+            clip that lacks a modality is left out of its directions. Recall and accuracy are 0 to
+            1. In directions from or to text, all clips with the same text are correct results.
 
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.

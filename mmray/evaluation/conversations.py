@@ -93,8 +93,8 @@ class ConversationEvaluator(EvalReader):
 
         Args:
             model: The vision-language model, not wrapped by DDP. It may be sharded by FSDP, whose
-                ranks must make the same calls; ranks with fewer readable rows then call it with the
-                dummy row.
+                ranks must make the same calls; ranks with fewer readable rows then call it with a
+                synthetic row, which is not counted.
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.

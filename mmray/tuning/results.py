@@ -26,7 +26,8 @@ class TrialOutcome(NamedTuple):
     """How a trial ended.
 
     Attributes:
-        status: Such as `finished`, `paused` or `failed`.
+        status: `finished`, `paused` (may continue), `pruned` (ended early), `stopped`, `failed`,
+            `out_of_memory` or `infeasible`.
         error: The reason, if it did not finish.
     """
 

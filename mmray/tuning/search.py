@@ -190,7 +190,9 @@ def _add_data(
 def run_without_ray_train(configs: Sequence[Config]) -> bool:
     """Return whether `mmray train` would run all these configs in a process of this machine.
 
-    That needs neither a cluster nor a GPU: Ray hides GPUs from the driver of a trial.
+    False if a config asks for several workers or a cluster, if the cluster has or can get several
+    machines, or if this machine has a GPU, because Ray hides GPUs from the process that would
+    train.
 
     Args:
         configs: Configs of the trials.

@@ -343,7 +343,8 @@ def recommend(
     Args:
         rows: Rows of trials.jsonl, one for each measured batch shape.
         measurements: Step times and memory, from which the rows were built.
-        own_global: Rows of the recipe's global batch, which its learning rate is for.
+        own_global: Rows of the global batch for which the recipe's learning rate is set. If another
+            one is best, `why` says so. None: nothing is said.
 
     Returns:
         A Recommendation: `best` (name of the row, such as `s001`), `why` (sentences for the user)

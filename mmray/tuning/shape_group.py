@@ -32,7 +32,8 @@ class ShapeGroup:
         reporter: Receives log lines.
 
     Raises:
-        ResourceError: Fewer workers than the minimum can ever start.
+        ResourceError: The cluster can never start the smallest number of workers that
+            `cluster.workers` allows, such as 1 of `1-4`.
     """
 
     def __init__(self, config: Config, scratch: AnyPath, reporter: RunReporter) -> None:

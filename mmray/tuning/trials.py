@@ -283,8 +283,9 @@ class SweepPlan:
 
     @property
     def recipe_rows(self) -> int:
-        """Rows of the recipe's global batch: the unit of its warm-up, and the number of rows among
-        which the held-out loss is computed.
+        """Rows of the recipe's global batch: its warm-up is so many steps of this size, and the
+        held-out loss of all trials is computed within groups of this many rows unless
+        `evaluate.loss_batch` is set.
         """
         return own_global_rows(self.request.base)
 
@@ -325,12 +326,16 @@ class SweepPlan:
     def run_config(self, trial: Trial, samples: int) -> Config:
         """Return the config with which a trial trains up to a number of samples.
 
-        It has the largest number of workers. If a node is lost the workers are restarted once. On
-        one machine a lost worker ends the run, because the trial is then the likely cause.
+        It has the largest number of workers that `cluster.workers` allows, such as 4 of `1-4`. If a
+        node is lost the workers are restarted once (not if `cluster.max_failures` is 0); on one
+        machine a lost worker ends the run, because the trial is then the likely cause. For the
+        goals `loss` and `recall` the learning rate is constant after the warm-up, and the run is
+        evaluated at least once up to the first rung.
 
         Args:
             trial: A feasible trial.
-            samples: Samples after which the run ends, and trials are compared.
+            samples: Samples (rows) from the start of the run after which it ends, a rung at which
+                trials are compared.
         """
         assert trial.shape is not None
         config = trial.config
@@ -388,8 +393,9 @@ class SweepPlan:
         return min(every, first_rung_steps)
 
     def best_recipe(self, trial: Trial) -> Config:
-        """Return the recipe of the sweep with the settings of a trial, trained for as many samples
-        as before.
+        """Return the recipe of the sweep with the settings of a trial, which trains on as many
+        samples as the recipe without them. For the goals `loss` and `recall` its learning rate
+        schedule is `cooldown`.
 
         Args:
             trial: A feasible trial.
@@ -405,8 +411,8 @@ def own_global_rows(recipe: Config) -> int:
     """Return the rows of the global batch of a recipe.
 
     Args:
-        recipe: Settings of a run, from which the batch is resolved for the largest number of
-            workers.
+        recipe: Settings of a run. Where `batch.global` is not given it is computed for the largest
+            number of workers that `cluster.workers` allows, such as 4 of `1-4`.
     """
     return resolve_batch_shape(recipe.batch, recipe.cluster.max_workers).global_batch_size
 

@@ -68,7 +68,7 @@ def bench_of(kind: str, device: torch.device, double: bool = True, **settings: A
     """Build a tiny model with the same initial weights on each device, and synthetic batches.
 
     Args:
-        kind: Name of the tiny model, a key of MODELS such as `clip`.
+        kind: Name of the tiny model, such as `clip`, `siglip` or `fusion`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         settings: Fields of the section `train`, such as `precision="bf16"`.
@@ -95,7 +95,7 @@ def train(
 
     Args:
         bench: Model and batches.
-        shape: Global batch and micro-batch in rows.
+        shape: Global batch and micro-batch in rows; by default 8, in micro-batches of 3.
         steps: Number of steps.
         options: Other arguments of Bench.train, such as `num_rows`.
     """

@@ -93,15 +93,16 @@ def environment(device: torch.device) -> Iterator[Case]:
 
 
 def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]:
-    """Measure the work of a function in a second, with queued kernels awaited.
+    """Measure how much work a function does per second, including the kernels that it queues.
 
     Args:
-        name: Name of the rate.
-        work: Work of a call, such as the number of 10^12 operations.
+        name: Name of the rate, a key of the result.
+        work: Work of one call, in any unit, such as the number of 10^12 operations.
         function: Called without arguments, several times.
 
     Returns:
-        The median by `name`, and `lowest` and `highest` of several measurements.
+        Work per second: the median of several measurements under `name`, and their `lowest` and
+        `highest`.
     """
     measured = Timer("function()", globals={"function": function}).blocked_autorange()
     return {
