@@ -61,12 +61,15 @@ def parse_messages(
         kinds: Kinds of media that may be marked in a text, `<video>` only if `video` is one.
 
     Returns:
-        The messages {"role": "system" | "user" | "assistant", "content": parts}, and in order a
-        PartMedium for each image, video or audio part or mark: `kind`, and `value` (such as its
+        The messages {"role": "system" | "user" | "assistant", "content": parts}, where parts is a
+        list of {"type": "text", "text": "..."} and {"type": "image" | "video" | "audio", "text":
+        None}. And in order a PartMedium for each part of a medium: `kind`, and `value` (such as its
         path; None if it has none of its own).
 
     Raises:
-        ValueError: It is not a conversation from which an assistant can learn.
+        ValueError: It is not a conversation from which an assistant can learn: it has no message of
+            the assistant, does not begin with the user (after a message of the system), or has an
+            empty message, one of over 64 KiB, or one of another form.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
@@ -90,7 +93,12 @@ def parse_messages(
 
 
 def message_text(message: Message) -> str:
-    """Return the text parts of a message, joined by line breaks."""
+    """Return the text parts of a message, joined by line breaks.
+
+    Args:
+        message: {"role": ..., "content": parts}, where parts is a list of {"type": "text", "text":
+            "..."} and of parts of media, which are left out.
+    """
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
@@ -100,11 +108,13 @@ def answer_question(question: str, answer: str, kinds: Sequence[str]) -> list[Me
     Args:
         question: Text of the user.
         answer: Text of the assistant.
-        kinds: The type of each medium, whose parts come before the question.
+        kinds: The type of each medium (`image`, `video` or `audio`), whose parts come before the
+            question.
 
     Returns:
-        Two messages, {"role": "user", "content": parts} and {"role": "assistant", "content":
-        parts}.
+        Two messages. The first is {"role": "user", "content": parts}: a part {"type": kind, "text":
+        None} for each medium, then {"type": "text", "text": question}. The second is {"role":
+        "assistant", "content": [{"type": "text", "text": answer}]}.
     """
     asked: Message = {"role": "user", "content": [_text_part(question)]}
     return insert_media([asked, {"role": "assistant", "content": [_text_part(answer)]}], kinds)
@@ -114,8 +124,10 @@ def insert_media(messages: list[Message], kinds: Sequence[str]) -> list[Message]
     """Insert parts for media before the content of the first user message.
 
     Args:
-        messages: A conversation with at least one user message; not changed.
-        kinds: The type of each part to insert: `image`, `video` or `audio`.
+        messages: A conversation, a list of {"role", "content"} whose contents are lists of parts,
+            with at least one user message; not changed.
+        kinds: The type of each part to insert: `image`, `video` or `audio`. The parts are {"type":
+            kind, "text": None}.
 
     Returns:
         A new list; messages other than the first user message are shared with the argument.

@@ -107,7 +107,8 @@ class SourceRow(Row):
     Attributes:
         images: Its images in order, then its audio and its video; without `messages` at least one.
             With `messages` in the order of their parts.
-        image_size: Width and height of the image in whose pixels the boxes are; None: upright.
+        image_size: Width and height that the source states for the image, in whose pixels the boxes
+            are; None: not stated, the boxes are in pixels of the upright image.
         columns: Value by name of each column that `prepare.keep` names, such as {"width": 640}.
     """
 
@@ -343,7 +344,8 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
     Returns:
         The same values by mmray's names. Columns without an entry keep their name. If several
-        columns have texts, `texts` is a list of dicts with the text and the name of its column.
+        columns have texts ({"text": "alt,synthetic"}), the value of `text` is a list of their texts
+        as dicts {"text": "a dog", "column of the text": "alt"}, without missing and blank ones.
     """
     if not columns:
         return values
@@ -399,6 +401,10 @@ def to_utf8(text: str) -> str:
 
     Args:
         text: Such as the name of a file.
+
+    Returns:
+        The text, in which a backslash and five characters, such as `udcff`, replace a lone
+        surrogate.
     """
     return text.encode(errors="backslashreplace").decode()
 

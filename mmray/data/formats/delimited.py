@@ -205,8 +205,10 @@ class CsvSource(JsonlSource):
             chunk: A part of one file, as `scan` yielded it.
 
         Yields:
-            (line number, `file:line`, record), with a record as `parse` reads it: the columns of
-            the file and the fields of the row.
+            (line number, `file:line`, record). The line number counts from 1. A record is the
+            tuple (layout, fields) that `parse` takes: the layout of the file (names of its columns
+            and its delimiter), and the texts of the row as a list, or a BadRow for a row with
+            invalid quoting.
 
         Raises:
             DataError: The file changed after it was scanned.
@@ -222,8 +224,12 @@ class CsvSource(JsonlSource):
         notation. A numeric `label` becomes a number.
 
         Args:
-            record: Columns and delimiter of the file, and the fields of the row, in which each
-                UTF-8 byte is one character (Latin-1).
+            record: (layout, fields), as `records` yields it: the layout of the file (names of its
+                columns and its delimiter), and the texts of the row as a list, in which each UTF-8
+                byte is one character (Latin-1), or a BadRow, which is raised.
+
+        Returns:
+            Values by the column names of the source, such as {"image": "a.jpg", "label": 3}.
 
         Raises:
             BadRow: The record is invalid, or has another number of fields than the header.

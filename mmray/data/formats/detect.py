@@ -73,7 +73,8 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
     Returns:
         A SourceSpec: `format` (name), `address` (path or URI of the folder), `name` (file in the
-        folder; empty: the whole folder) and `files` (iterator over its visible files, or None).
+        folder; empty: the whole folder) and `files` (iterator over its visible files; empty
+        if the folder was not listed).
 
     Raises:
         DataError: The source does not exist, or its format is unknown.

@@ -86,7 +86,9 @@ class GroupedSource(ListingSource):
         """Return the values of a row that the driver has listed.
 
         Args:
-            record: Values of the row by column name, such as `image` and `texts`, or its error.
+            record: Values of the row by column name, such as `image` and `texts`. If the other
+                source could not parse the row, only {"bad row": (stage, reason, detail)}, the
+                arguments of BadRow.
 
         Returns:
             Values by mmray's column names: `image`, `texts` (all captions of the image) and the

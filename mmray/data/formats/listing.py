@@ -178,7 +178,9 @@ def _skip_repeated(folder: list[str]) -> list[str]:
 class ClassFolders(ListingSource):
     """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image.
 
-    The label is the class, and the caption is `caption_template` with the name of the class.
+    The label is the number of the class in sorted order, from 0, and the caption is
+    `caption_template` with the name of the class in place of `{}`. An image outside the folders of
+    classes has neither, so it is an incomplete row.
 
     `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
     and values by column name or a BadRow.
@@ -301,7 +303,11 @@ class JsonArraySource(ListingSource):
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a file starts with `[`; one that should have JSON lines with `[{`.
+        """Return whether a file is one JSON array.
+
+        A .json file is, if its first character is `[`. A .jsonl or .ndjson file is only if the
+        first item is an object (`[{`), because a line of such a file may be a list. White space
+        is ignored.
 
         Args:
             folder: Folder of the source.

@@ -115,7 +115,7 @@ class ParquetSource(Source):
             name: Path of the file, relative to the folder of the source.
             start: Number of the first row in the file.
             stop: Number after the last row.
-            only: Columns to read; None: all columns that mmray knows.
+            only: Columns to read; None: the columns that mmray reads and those of `prepare.keep`.
         """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
@@ -131,8 +131,11 @@ class ParquetSource(Source):
     ) -> Iterator[SourceChunk]:
         """Yield chunks in order, each a range of rows of one file that one task reads.
 
-        A chunk has several small row groups, or a part of a large one. `class_names` is set if the
-        metadata of `datasets` has them.
+        A chunk has several small row groups, or a part of a large one. If Hugging Face `datasets`
+        stored the column `label` (or the one that `columns` names for it) as a ClassLabel, the
+        attribute `class_names` of this source is set before the first chunk of that file is
+        yielded: a tuple with the name of label n at index n, with spaces instead of underscores.
+        Otherwise it stays ().
 
         Args:
             rows_per_chunk: Approximate number of rows of a chunk. A row group is split into at most
@@ -213,7 +216,8 @@ class ParquetSource(Source):
             chunk: A part of one file, as `scan` yielded it.
 
         Yields:
-            (line number, `file:line`, record batch of one row).
+            (row number, `file:row`, record batch of one row), with rows numbered from 1 in the
+            file; a BadRow instead of the record batch if the row cannot be read.
 
         Raises:
             DataError: The file changed after it was scanned.
@@ -353,7 +357,8 @@ class HFSavedSource(ParquetSource):
         store.
 
         One task reads a chunk. An Arrow stream has no index, so counting its rows on an object
-        store would read it completely.
+        store would read it completely. The attribute `class_names` of this source is set to the
+        names of the labels 0, 1, ..., a tuple, if the column of labels is a ClassLabel.
 
         Args:
             rows_per_chunk: Approximate number of rows of a chunk of a local file.
@@ -392,13 +397,13 @@ class HFSavedSource(ParquetSource):
     def batches(
         self, name: str, start: int, stop: int, only: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield a range of rows of an Arrow file as record batches.
+        """Yield a range of rows of an Arrow file as record batches, at most as large as its own.
 
         Args:
             name: Path of the file, relative to the folder of the source.
             start: Number of the first row in the file.
             stop: Number after the last row.
-            only: Columns to read; None: all columns that mmray knows.
+            only: Columns to read; None: the columns that mmray reads and those of `prepare.keep`.
         """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,

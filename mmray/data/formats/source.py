@@ -56,7 +56,7 @@ class SourceChunk:
         start: First byte of a text file, or first row of a Parquet or Arrow file; a tar is read
             completely.
         stop: The byte or row after the last.
-        first_line: Number of its first line or row in the file, for messages.
+        first_line: Number of its first line or row in the file, from 1, for messages.
         num_rows: Number of rows; None: only known after reading, as of a tar.
         signature: Hex digest that shows whether the source changed: of the bytes of a text file,
             otherwise of name, size and time.
@@ -77,7 +77,7 @@ class RawRow(NamedTuple):
     """A parsed row of a source before validation.
 
     Attributes:
-        line: Number of the row in its file, which orders the rows of a chunk.
+        line: Number of the row in its file, from 1, which orders the rows of a chunk.
         location: `file:line`, for messages.
         values: Values by mmray's column names, or a BadRow if the row could not be parsed.
     """
@@ -93,9 +93,11 @@ class Source(ABC):
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; a user's own
     subclass is named as `--format package.module:Class`.
 
-    `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ... (`class_names`),
-    if known. For listed files it also sets `split_rows`, the number of rows by the split that the
-    layout defines, and `ignored`, the number of files that are no part of a row, by suffix.
+    While it is iterated, `scan` sets attributes of this object, as far as the source defines them:
+    `class_names`, a tuple of the names of the labels 0, 1, ..., and `box_names`, the names of box
+    labels by number as text, such as {"3": "dog"}. If it lists files, it also sets two Counters:
+    `split_rows`, the number of rows by the split that the layout defines, and `ignored`, the number
+    of files that are no part of a row, by suffix.
 
     `read` yields the rows of a chunk as RawRow (line, location, values by column name). A chunk is
     a SourceChunk: a part of one file that one task reads. `scan(rows_per_chunk,
@@ -169,8 +171,8 @@ class Source(ABC):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether a folder has this format. Formats are tried in a fixed order, and the
-        first that matches is used.
+        """Return whether a folder has this format; False by default. Formats are tried in a fixed
+        order, and the first that matches is used.
 
         Args:
             names: Visible files of the folder, as relative paths.
@@ -196,8 +198,10 @@ class Source(ABC):
         """
 
     def visible_files(self) -> list[str]:
-        """Return the visible files of the folder as relative paths; the first call reuses the
-        listing of format detection.
+        """Return the files of the folder and its subfolders as relative paths.
+
+        Hidden files, and those that an operating system adds, are left out. The first call reuses
+        the listing of format detection, if there was one.
         """
         return list(self._files) or list_visible_files(self.folder)
 
@@ -206,13 +210,14 @@ class Source(ABC):
         return self.title
 
     def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
-        """Return the file of the source, or the files of its folder with a suffix.
+        """Return the files of the source.
 
         Args:
-            suffix: Suffix or suffixes in lower case, such as `.tar`; the case of names is ignored.
+            suffix: Suffix or suffixes in lower case, such as `.tar`, of the files of a folder; the
+                case of names is ignored. Not used if the source is a single file.
 
         Returns:
-            Relative paths, sorted.
+            Relative paths, sorted; of a source that is a single file only this one.
 
         Raises:
             DataError: A name is not plain UTF-8.
@@ -320,7 +325,10 @@ class Source(ABC):
         return RawRow(line, location, values)
 
     def keeps(self, name: str) -> bool:
-        """Return whether `prepare.keep` stores a column of the source.
+        """Return whether a column of the source is stored with the set, as a kept column.
+
+        It is if `prepare.keep` (the attribute `keep`) names it, or is `all` and mmray does not read
+        the column itself.
 
         Args:
             name: Name of the column in the source.
@@ -345,8 +353,9 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
 def check_named(
     names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], place: str
 ) -> None:
-    """Raise UsageError if a source has no column of a name in `prepare.keep`, or of one of several
-    columns of texts.
+    """Raise UsageError if a column that the user named does not exist in the source.
+
+    The names are those of `prepare.keep`, and those of `columns` if several columns have texts.
 
     Args:
         names: Names of all columns of the source.
@@ -484,6 +493,9 @@ def is_hidden(path: str) -> bool:
 
 
 def is_about_the_data(path: str) -> bool:
-    """Return whether a path is that of a README or a license, which is not an image."""
+    """Return whether the file name of a path starts with `readme` or `license`.
+
+    Also with `licence`; upper and lower case are the same. False for an image with such a name.
+    """
     name = path.rpartition("/")[2].lower()
     return name.startswith(("readme", "license", "licence")) and not name.endswith(IMAGE_SUFFIXES)

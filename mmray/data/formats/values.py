@@ -67,7 +67,7 @@ def normalize_values(
 
 
 def is_class(label: str) -> bool:
-    """Return whether a label is the name of a class and not a number."""
+    """Return whether a label is the name of a class: any text but an integer such as `-1`."""
     digits = label.strip().removeprefix("-")
     return not (digits.isascii() and digits.isdigit())
 

@@ -93,9 +93,11 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield one chunk (what one task reads) for each tar, and set `class_names`.
+        """Yield one chunk (what one task reads) for each tar.
 
-        The names are from classnames.txt or classes.txt, if there is such a file.
+        If the folder has a file classnames.txt or classes.txt, the attribute `class_names` of this
+        source is set before the first chunk: a tuple of its non-blank lines, the names of the
+        labels 0, 1, ..., with spaces instead of underscores.
 
         Args:
             rows_per_chunk: Not used, because the rows of a tar are known only after reading it.
@@ -127,7 +129,10 @@ class WebDatasetSource(Source):
             chunk: The tar, as `scan` yielded it.
 
         Yields:
-            (number of the sample, `tar/base name`, members by extension).
+            (number, location, sample): the number of the sample in the tar, from 1; the path of the
+            tar and the name of the sample, such as `0.tar/0001`; and its members by extension, a
+            dict such as {"jpg": ..., "txt": ...} of ImageRefs, whose `data` are the bytes, or a
+            BadRow for a member that cannot be read.
 
         Raises:
             DataError: The tar changed after it was scanned, or the files of a sample are not
@@ -175,7 +180,8 @@ class WebDatasetSource(Source):
 
         Args:
             record: Members by extension without the first dot, such as `jpg`, `0.jpg`, `txt`,
-                `json` or `cls`. A BadRow as a member rejects the sample.
+                `json` or `cls`: an ImageRef, also of a text, whose `data` are the bytes. A BadRow
+                as a member rejects the sample.
 
         Returns:
             `images`, a list of ImageRef with the bytes, `audio` and `video`, ImageRef with the

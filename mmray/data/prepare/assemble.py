@@ -61,7 +61,7 @@ def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[in
     Yields:
         The number of the first row of the chunk among all rows of these chunks, and its record: a
         dict with `shards` (their manifest entries), `rows` (lists of values by column), `bad_rows`
-        and more.
+        (a dict with `key`, `source`, `stage`, `reason` and `detail` of each) and more.
 
     Raises:
         DataError: A record was deleted.
@@ -168,11 +168,14 @@ class DedupResult:
     Attributes:
         duplicate_of: Number of the kept row that each row repeats, int32 [N] (int64 above 2^31
             rows); -1: not a duplicate.
-        reason: uint8 [N], why it is a duplicate: 1 (same key), 2 (same images, or same images and
-            captions, by the rule), 3 (same captions); 0: it is none.
-        num_same_text: Number of kept rows that have the captions of an earlier row.
+        reason: uint8 [N], why each row is a duplicate; 0: it is none. 1: it has the same key within
+            its split. 2: it has the same images, audio and video; under `prepare.duplicates` = row
+            also the same captions, and a conversation always also the same messages. 3: it has the
+            same captions, only under `prepare.duplicates` = text.
+        num_same_text: Number of rows that are no duplicates and have the captions of an earlier
+            such row.
         contaminated: By number of a contaminated row a sentence for quarantine.jsonl, such as which
-            image of which set it repeats.
+            image of which set it repeats. `dropped`, a mask bool [N], has these rows too.
     """
 
     duplicate_of: np.ndarray
@@ -182,10 +185,10 @@ class DedupResult:
 
     @property
     def dropped(self) -> np.ndarray:
-        """Whether each row is left out of the set: bool [N].
+        """Mask of the rows that are left out of the set, bool [N], a new array.
 
-        That is so for a duplicate, and for a contaminated row, whose image is also in another set
-        or split.
+        True for a duplicate, and for a contaminated row, whose image is also in another set or
+        split.
         """
         dropped = self.duplicate_of != NO_ROW
         dropped[list(self.contaminated)] = True
@@ -202,8 +205,8 @@ class PackedRows:
     Attributes:
         keys: Digests uint64 [N, 2] of the split and the key, because keys are unique within a
             split.
-        contents: Digests uint64 [N, 2] of the images, or under the rule `row` of images and
-            captions.
+        contents: Digests uint64 [N, 2] of the images, with `prepare.duplicates` `row` of images and
+            captions; of a conversation always of images and messages.
         texts: Digests uint64 [N, 2] of the captions.
         shard_of: int32 [N], index in `shards` of the file that stores each row.
         shards: The shards (files) of all chunks.
@@ -219,8 +222,8 @@ class PackedRows:
 
     @cached_property
     def by_shard(self) -> np.ndarray:
-        """The numbers of the N rows, in the order in which the shards (files of the set) store
-        them.
+        """The numbers of the N rows, int64 [N], in the order in which the shards (files of the set)
+        store them: by shard, and within a shard in source order.
         """
         return np.argsort(self.shard_of, kind="stable")
 
@@ -305,8 +308,8 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
     Returns:
         A DedupResult: `duplicate_of` (int [N], number of the row that is kept for each row; -1: no
-        duplicate), `reason` (uint8 [N]: 1 same key, 2 same images, 3 same captions, 0 none) and
-        `num_same_text`.
+        duplicate), `reason` (uint8 [N]: 1 same key; 2 same images, with `row` also same captions; 3
+        same captions, only with `text`; 0 none) and `num_same_text`. No row is contaminated in it.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of

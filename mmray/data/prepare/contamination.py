@@ -298,10 +298,10 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 
     Args:
         hashes: 256-bit hashes, uint64 [N, 4].
-        count: Number of bands.
+        count: Number of bands, 1 to 256; bit i of a hash is in band i modulo `count`.
 
     Returns:
-        Up to 64 bits of each band, uint64 [count, N].
+        uint64 [count, N], the first up to 64 bits of each band; unused bits are 0.
     """
     bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
     out = np.zeros((count, len(hashes)), np.uint64)
@@ -322,8 +322,10 @@ def nearest(
     pages cost as much as one.
 
     Args:
-        queries: N records of IMAGE_HASH_DTYPE, a structured dtype: `sha256`, `phash` and `colors`
-            of an image (its digest, perceptual hash and mean colors), and its row.
+        queries: N records of IMAGE_HASH_DTYPE, a structured dtype with a record per image: `sha256`
+            (first 128 bits, uint64 [2]), `phash` (uint64 [4]), `colors` (means of 4 x 4 cells,
+            uint8 [48]), `has_phash` (bool, False: only the digest is known), `row` and `image` (its
+            number in the row).
         references: Such records to search in.
         max_distance: Maximum Hamming distance in bits.
 

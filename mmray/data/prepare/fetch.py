@@ -44,7 +44,8 @@ class Fetcher:
     they cannot be fetched.
 
     Args:
-        hosts: Hosts that may be contacted, such as `images.example.org`.
+        hosts: Hosts that may be contacted, in lower case and without wildcards, such as
+            `images.example.org`, or `images.example.org:8443` for a port other than 443.
     """
 
     def __init__(self, hosts: tuple[str, ...]) -> None:

@@ -72,11 +72,12 @@ class KeptColumns:
         self._rows.setdefault(split, []).append(row)
 
     def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:
-        """Write the columns of each shard.
+        """Write the columns of each shard to a file of its own, in `columns/kept` of the set.
 
         Args:
             folder: Folder of the set.
-            shard_files: Path of the shard with the rows of each split.
+            shard_files: By split, the path of the shard that has its rows, relative to `folder`;
+                the key is None for rows without a split.
         """
         for split, file in shard_files.items():
             rows = self._rows[split]

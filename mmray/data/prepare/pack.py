@@ -240,8 +240,8 @@ def prefetch_rows(
             one on a local disk.
 
     Yields:
-        For each item: the item; its validated row (key, images, texts, ...) or the BadRow; and what
-        `fetch` returned for each of its images.
+        For each item: the item; its validated row (key, images, texts, ...) or the BadRow; and a
+        list of what `fetch` returned for each of its images, empty for a BadRow.
     """
     pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
     num_requested = 0  # images of the pending rows
@@ -436,7 +436,8 @@ class RowBuilder:
         subprocess_decoder: Decodes each image and clip first, in a child process; None: none.
 
     Attributes:
-        signatures: Name, size and modification time of each file that was read.
+        signatures: List of (name, size in bytes, modification time in ns) of the files of images,
+            audio and video so far; size and time are None on an object store.
     """
 
     def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:

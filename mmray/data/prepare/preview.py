@@ -71,7 +71,8 @@ def understand(
 
     Args:
         job: Source and settings. Its output folder must exist; some formats write a list of files.
-        chunk_ends: Ends of the chunks (parts of the source) of an earlier prepare.
+        chunk_ends: Ends of the chunks (parts of the source) of an earlier prepare, in bytes, so
+            that a file that grew keeps them; empty: there was none.
         on_rows: Called with the number of rows that were scanned.
         num_labeled: Number of chunks whose labels are read for the names; None: all.
 

@@ -140,9 +140,11 @@ def run_with_crash_limit(
     The file `name`.attempt counts the attempts.
 
     Args:
-        work: Called with None at the first attempt. Once this item has killed a process or raised
-            MemoryError, called with a decoder, with which it must check each image before it
-            decodes it.
+        work: Called with None at the first attempt. If this item has killed a process before, or
+            that call raises MemoryError, called with a SubprocessDecoder instead. It must then
+            call the decoder's `check(data, max_pixels)` for each image, and `check_media(data,
+            kind, max_pixels)` for each audio or video, before it decodes the data itself. These
+            decode in a child process, and raise BadImage for bad data and if the data crash it.
         out: Folder of the attempt file.
         name: Its name without the suffix; it identifies the item.
         item_name: What is processed, for the message.
@@ -152,6 +154,8 @@ def run_with_crash_limit(
 
     Raises:
         ResourceError: The item has killed its process MAX_ATTEMPTS (3) times.
+        MemoryError: `work` raised it although it had a decoder; other errors of `work` are raised
+            as they are.
     """
     file = out / f"{name}{ATTEMPT_SUFFIX}"
     attempts = int(file.read_bytes()) if file_size(file) else 0

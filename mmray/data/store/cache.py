@@ -71,7 +71,8 @@ class ShardCache:
 
     Args:
         folder: A folder of each node, or `auto` for one in its temporary folder.
-        max_bytes: Limit of all entries in the folder, also those of other sets.
+        max_bytes: Limit of all entries in the folder, also those of other sets. Above it the least
+            recently used ones are deleted.
         used_bytes: How many bytes a run uses at a time; the disk must have them.
     """
 

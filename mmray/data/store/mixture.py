@@ -175,7 +175,8 @@ def read_each(
     Args:
         prepared: A set or a mixture.
         rows: Row numbers int64 [N].
-        errors: Types of errors that belong to a row and are returned; others are raised.
+        errors: Types of errors that belong to a row and are returned; others are raised. By default
+            FileNotFoundError and ValueError (BadRow, or a damaged shard).
         whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it: groups
             of adjacent rows. False: read only rows that are not in it from the store.
 

@@ -104,8 +104,10 @@ class Row:
         source: Location in the source, `file:line`.
         boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
         box_labels: Class number of each box; None: none.
-        messages: A conversation, a list of {"role": ..., "content": parts}; each content part of
-            type `image` takes the next of `media`. None: none.
+        messages: A conversation, a list of {"role": "system" | "user" | "assistant", "content":
+            parts}, where parts is a list of {"type": "text", "text": "..."} and {"type": "image" |
+            "video" | "audio", "text": None}; each of the latter takes the next of `media`. None:
+            none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
             text has a span.
         text_columns: Column of the source of each text; None: the source has one column of texts.
@@ -179,9 +181,12 @@ class Row:
             question: User message for a row without `messages`, such as `Describe the image.`
 
         Returns:
-            A list of conversations, each a list of messages {"role", "content"}: the one of
-            `messages`, otherwise one per caption: the question, after a part for each medium of the
-            row, and the caption as the answer.
+            A list of conversations: the one of `messages` if the row has one, otherwise one per
+            caption. A conversation is a list of {"role": "system" | "user" | "assistant",
+            "content": parts}, and parts a list of {"type": "text", "text": "..."} and {"type":
+            "image" | "video" | "audio", "text": None}, which takes the next of `media`. That of a
+            caption has two messages: the user's, with a part for each medium and then the question,
+            and the assistant's with the caption.
         """
         if self.messages:
             return [self.messages]

@@ -99,11 +99,13 @@ def resolve_block_shuffle(
 def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
     """Return how many adjacent rows are fetched at once into the cache of a node.
 
-    It is a multiple of the rows of an Arrow record batch of a prepared set.
-
     Args:
-        row_bytes: Average bytes of a row.
+        row_bytes: Average bytes of a row, above 0.
         local_cache_gb: Size of the cache in GB, `data.local_cache_gb`.
+
+    Returns:
+        A multiple of RECORD_BATCH_ROWS (8), the rows of an Arrow record batch of a prepared set; at
+        least 8, also for a cache of size 0.
     """
     wanted = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
     most = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
