@@ -165,15 +165,14 @@ class EvalRow(NamedTuple):
 
     Attributes:
         number: Index of the row in the set.
-        pixels: Transformed image, uint8 [3, S, S].
-        columns: Further inputs of the model by name, such as boxes, each [1, ...].
+        columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], transformed, and further
+            ones such as boxes, each [1, ...].
         texts: Its captions, as the encoder formats them.
         label: Class of the row; -1: none.
         image_hash: Equal for equal images.
     """
 
     number: int
-    pixels: np.ndarray
     columns: Block
     texts: list[str]
     label: int
@@ -242,32 +241,12 @@ class EvalDataset(EvalReader):
         if error := self._check_results.get(row.source):
             raise error
 
-    def extra_inputs(self, row: Row, image_size: Any) -> Block:
-        """Return the further inputs of the model for a row, such as boxes or frames.
-
-        Args:
-            row: The stored row.
-            image_size: (width, height) of its upright image in pixels before the transform, to
-                which boxes refer; (0, 0) for audio and video.
-
-        Returns:
-            Arrays [1, ...] by column; empty if the model has no further inputs.
-
-        Raises:
-            BadImage: Audio or video cannot be decoded.
-        """
-        columns: Block = {}
-        for extra in self.reader.extra_columns:
-            columns |= extra.empty(1)
-            extra.set_row(columns, 0, row, image_size, None)
-        return columns
-
     def collate_inputs(self, items: list[Any], texts: list[str]) -> Batch:
-        """Return the tokens of texts, and the further inputs of items.
+        """Return the tokens of texts, and the inputs of items other than images.
 
         Args:
             items: At least one object with an attribute `columns`, the arrays by name that
-                `extra_inputs` returned for it.
+                `reader.encode_row` returned for it.
             texts: The C texts.
 
         Returns:
@@ -283,16 +262,15 @@ class EvalDataset(EvalReader):
 
     def _convert(self, number: int, row: Row) -> list[Any]:
         self.check_decodable(row)
-        image = self.reader.decode_row(row, None)  # no augmentation
-        columns = self.extra_inputs(row, image.image_size)
+        columns = self.reader.encode_row(row)  # no augmentation
         label = NO_LABEL if row.label is None else row.label
         texts = self.encoder.format_texts(row)
-        return [EvalRow(number, image.pixels, columns, texts, label, _image_hash(row))]
+        return [EvalRow(number, columns, texts, label, _image_hash(row))]
 
     def _collate(self, items: list[Any]) -> Batch:
         texts = [text for row in items for text in row.texts]
         return self.collate_inputs(items, texts) | {
-            "image": torch.from_numpy(np.stack([row.pixels for row in items])),
+            "image": torch.from_numpy(np.concatenate([row.columns["image"] for row in items])),
             "row": torch.tensor([row.number for row in items]),
             "label": torch.tensor([row.label for row in items]),
             "image_hash": torch.tensor([row.image_hash for row in items]),

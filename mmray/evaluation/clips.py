@@ -162,7 +162,8 @@ class ClipEvaluator(EvalDataset):
             clip = row.with_text(text_number)
             text = (self.encoder.format_texts(clip) or [""])[0]
             identity = [hash_key(text or row.key), number, text_number]
-            clips.append(_Clip(self.extra_inputs(clip, (0, 0)), text, identity, label))
+            columns = self.reader.encode_row(row, text_number)
+            clips.append(_Clip(columns, text, identity, label))
         return clips
 
     def _collate(self, items: list[Any]) -> Batch:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -46,18 +46,6 @@ CRASH_NOTE = (
     "have run out of memory: lower --data.workers or --data.block-mb"
 )
 T = TypeVar("T")
-
-
-class DecodedImage(NamedTuple):
-    """The decoded image of a row.
-
-    Args:
-        pixels: uint8 [3, S, S], after the transform to the model's image side S.
-        image_size: (width, height) of the upright image before the transform.
-    """
-
-    pixels: np.ndarray
-    image_size: tuple[int, int]
 
 
 class SetReader(ABC):
@@ -360,36 +348,17 @@ class RowReader(SetReader):
             if self.subprocess_decoder is not None:
                 _check_media(row.media, self.subprocess_decoder)
         else:
-            image = self.decode_row(row, uniforms)
-            columns["image"] = image.pixels[None]
-            image_size = image.image_size
+            if self.subprocess_decoder is not None:
+                self.subprocess_decoder.check(
+                    row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
+                )
+            rgb = decode(row.image, self.max_pixels)
+            image_size = (rgb.shape[1], rgb.shape[0])
+            columns["image"] = transform(rgb, self.inputs, self.augment, uniforms)[None]
         for extra in self.extra_columns:
             columns |= extra.empty(1)
             extra.set_row(columns, 0, row, image_size, uniforms)
         return columns
-
-    def decode_row(self, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
-        """Return the model input of the image of a row.
-
-        Args:
-            row: The stored row, with one image.
-            uniforms: Random numbers in [0, 1) that determine its augmentation, float64
-                [NUM_UNIFORMS (49)]; None: no augmentation.
-
-        Returns:
-            A DecodedImage: `pixels` uint8 [3, S, S] for the image side S of the model, and
-            `image_size`, (width, height) of the upright image before it was resized.
-
-        Raises:
-            BadImage: The row has not one image, or it cannot be decoded.
-        """
-        if self.subprocess_decoder is not None:
-            self.subprocess_decoder.check(
-                row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
-            )
-        rgb = decode(row.image, self.max_pixels)
-        height, width = rgb.shape[:2]
-        return DecodedImage(transform(rgb, self.inputs, self.augment, uniforms), (width, height))
 
 
 def _check_media(media: Sequence[Media], decoder: SubprocessDecoder) -> None:
