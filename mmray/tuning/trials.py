@@ -459,8 +459,8 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
-    recipe_rows = own_global_rows(base)
     plan = SweepPlan(request, (), data)
+    recipe_rows = plan.recipe_rows
     length = request.length
     given = (length.steps, length.samples, length.epochs) != (None, None, None)
     if not plan.is_learned:
