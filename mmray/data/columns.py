@@ -22,31 +22,34 @@ if TYPE_CHECKING:
 
 
 class ExtraColumns(Protocol):
-    """Computes columns besides pixels and texts, such as boxes, for the models that read them.
+    """Computes columns besides pixels and texts for the models that read them: boxes (BoxColumns),
+    or clips of audio and video (ClipColumns).
 
-    A model reads them if a setting in its `model.inputs` is not zero, such as `max_boxes`.
+    A model reads boxes if `model.inputs.max_boxes` is above 0, and clips if its `model.inputs` has
+    `clip_s`.
 
     A class implements the three methods. For a block of R rows, a dict of arrays [R, ...] by column
     name, `empty` creates the columns and `set_row` writes one row; `to_batch` converts them to the
-    columns that the model reads.
+    columns that the model reads. `empty` and `to_batch` list the columns.
 
     Attributes:
-        counts: Names of the columns with a number of values, such as `num_boxes`, to the columns
-            that have these values, such as `boxes` [R, M, 4].
+        counts: By name of a column with numbers of values the column of these values: {"num_boxes":
+            "boxes"}, or {"num_frames": "video", "num_samples": "audio"}.
     """
 
     counts: ClassVar[dict[str, str]]
 
     def empty(self, num_rows: int) -> Block:
-        """Return the columns of several rows (a block) that have no values, such as rows without
-        boxes.
+        """Return the columns of several rows (a block) without boxes, or without clips.
 
         Args:
             num_rows: Number of rows, R.
 
         Returns:
-            Arrays [R, ...] by column name, such as `boxes` float32 [R, M, 4], `box_labels` int64
-            [R, M] and `num_boxes` int32 [R].
+            Arrays by column name. For boxes `boxes` float32 [R, M, 4], `box_labels` int64 [R, M]
+            and `num_boxes` int32 [R]. For clips `video` uint8 [R, F, 3, S, S], `num_frames` int32
+            [R], `audio` int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R]. M, F and N
+            are the largest numbers of boxes, frames and samples, S is the side of a frame.
         """
         ...
 
@@ -61,13 +64,16 @@ class ExtraColumns(Protocol):
         """Write the values of one row into a block.
 
         Args:
-            columns: Arrays [R, ...] by column name, such as `boxes`, `box_labels` and `num_boxes`;
-                changed in place at `index`.
+            columns: The arrays that `empty` returned, by column name; entry `index` of each is
+                changed.
             index: Index of the row in the block, below R.
-            row: The stored row: its key, images, texts and boxes.
-            image_size: (width, height) of its upright image in pixels, before it was transformed.
-            uniforms: Random numbers of its augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1), the
-                same as for its pixels; None: no augmentation.
+            row: The stored row, with the bytes of its media; for clips with at most one text, the
+                span of which is the clip.
+            image_size: (width, height) of its upright image in pixels, before it was transformed;
+                not used for clips.
+            uniforms: Random numbers in [0, 1) that determine its augmentation, float64 [51]: the
+                first 49 are those for its pixels, the last two place a clip and its frames. None:
+                no augmentation, and the middle of a span.
         """
         ...
 
@@ -75,12 +81,13 @@ class ExtraColumns(Protocol):
         """Convert the columns of stored rows to those that the model reads.
 
         Args:
-            rows: Arrays [B, ...] by column name for the rows of a batch, such as `boxes`,
-                `box_labels` and `num_boxes`.
+            rows: The columns that `empty` creates, for the B rows of a batch.
 
         Returns:
-            Arrays [B, ...] by name, such as `boxes`, `box_labels` and `box_mask`, without padding
-            that no row of the batch needs.
+            Arrays by name, cut to the longest row. For boxes `boxes` float32 [B, M, 4],
+            `box_labels` int64 [B, M] and `box_mask` bool [B, M] (False: padding). For clips `video`
+            uint8 [B, F, 3, S, S], `num_frames` int64 [B], `audio` int16 [B, N], `num_samples` int64
+            [B], and `has_video`, `has_audio` and `has_text` bool [B].
         """
         ...
 
@@ -93,17 +100,15 @@ COLUMNS: dict[str, Callable[[Inputs, Augment | None], ExtraColumns]] = {
 
 
 def extra_columns(inputs: Inputs, augment: Augment | None = None) -> list[ExtraColumns]:
-    """Return the objects that compute the columns of a model besides pixels and texts, such as
-    boxes.
+    """Return the objects that compute the columns of a model besides pixels and texts.
 
     Args:
-        inputs: The `model.inputs` section. `max_boxes` above zero adds the columns of boxes and
-            their labels.
+        inputs: The `model.inputs` section. `max_boxes` above zero adds boxes and their labels;
+            `clip_s`, which only some models have, adds clips of audio and video.
         augment: The `augment` section, which is applied as to the pixels; None for none.
 
     Returns:
-        One object for each kind of column, such as a BoxColumns, with the methods of ExtraColumns;
-        empty for most models.
+        A BoxColumns and a ClipColumns, each only if the section asks for it; empty for most models.
     """
     return [
         build(inputs, augment) for setting, build in COLUMNS.items() if getattr(inputs, setting, 0)

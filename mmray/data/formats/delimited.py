@@ -50,12 +50,12 @@ class _Layout(NamedTuple):
 class CsvSource(JsonlSource):
     """A .csv file with commas, tabs, semicolons or bars; images are paths relative to it.
 
-    The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
-    rows of one as RawRow: line, location, and values by column name or a BadRow.
+    The first line has the names of the columns. It is constructed and used like any Source: `scan`
+    yields its chunks, and `read(chunk)` the rows of one as RawRow.
 
     Attributes:
         suffixes: Suffixes of its files.
-        delimiter: Character between two fields; of a CSV replaced by the one that is found.
+        delimiter: Character between two fields, unless another one is found in the first line.
     """
 
     title = "CSV"
@@ -64,8 +64,8 @@ class CsvSource(JsonlSource):
     delimiter: ClassVar[str] = ","
 
     def check(self, name: str) -> None:
-        """Raise DataError if the file is missing, has another format, or lacks a column for images
-        or for texts.
+        """Raise DataError if the file is missing, has another format, or lacks a column of images
+        (or other media) or of texts; UsageError if it lacks a column of `prepare.keep`.
 
         Args:
             name: Path of the file, relative to the folder of the source.
@@ -87,7 +87,7 @@ class CsvSource(JsonlSource):
 
         Args:
             name: Path of the file, relative to the folder of the source.
-            lines: Reader of the file, from its start or from a record within it.
+            lines: Reader of this file, which may start at any record.
 
         Yields:
             The fields, in which each UTF-8 byte is one character (Latin-1); `parse` decodes them.
@@ -220,8 +220,9 @@ class CsvSource(JsonlSource):
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
         """Return the values of a row by column name, without empty fields.
 
-        Columns of lists, such as `texts`, `boxes` or `messages`, are parsed as JSON or Python's
-        notation. A numeric `label` becomes a number.
+        The columns `images`, `audios`, `videos`, `texts`, `boxes`, `box_labels`, `messages` and
+        `conversations` are parsed as lists in JSON's or Python's notation. A numeric `label`
+        becomes a number. Other values are texts.
 
         Args:
             record: (layout, fields), as `records` yields it: the layout of the file (names of its
@@ -267,12 +268,12 @@ class CsvSource(JsonlSource):
 class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it.
 
-    The first line has the names of the columns. `scan` yields its chunks, and `read(chunk)` the
-    rows of one as RawRow: line, location, and values by column name or a BadRow.
+    The first line has the names of the columns. It is constructed and used like any Source: `scan`
+    yields its chunks, and `read(chunk)` the rows of one as RawRow.
 
     Attributes:
         suffixes: Suffixes of its files.
-        delimiter: Character between two fields.
+        delimiter: Character between two fields, unless another one is found in the first line.
     """
 
     title = "TSV"

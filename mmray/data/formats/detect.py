@@ -30,7 +30,8 @@ class SourceSpec:
     """Format and location of a source, the files that a user passes to `prepare`.
 
     Args:
-        format: Name of the format, such as `webdataset`, or a user's `package.module:Class`.
+        format: `json`, `coco`, `saved` (by Hugging Face `datasets`), `webdataset`, `parquet`,
+            `jsonl`, `csv`, `tsv`, `pairs` or `folders`, or a user's `package.module:Class`.
         address: Path or URI of the folder, which paths of images are relative to.
         name: Path of the file in the folder; empty: the whole folder.
         files: Iterator over the visible files of the folder, if it was listed. It yields them once,
@@ -52,10 +53,11 @@ def source_class(name: str) -> type[Source]:
     """Return the class that reads a source format, a subclass of Source.
 
     Args:
-        name: Name of a format, such as `parquet`, or a user's `package.module:Class`.
+        name: `json`, `coco`, `saved`, `webdataset`, `parquet`, `jsonl`, `csv`, `tsv`, `pairs` or
+            `folders`, or a user's `package.module:Class`.
 
     Returns:
-        A subclass of Source, called with (folder, name, columns, ...).
+        A subclass of Source, which is called with the arguments of Source.
 
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
@@ -69,7 +71,8 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
     Args:
         address: Path or URI of a file or a folder; several COCO documents are joined by commas.
-        source_format: Name of a format such as `parquet`, or `auto` to detect it.
+        source_format: `auto` to detect it, or `json`, `coco`, `saved`, `webdataset`, `parquet`,
+            `jsonl`, `csv`, `tsv`, `pairs`, `folders`, or a user's `package.module:Class`.
 
     Returns:
         A SourceSpec: `format` (name), `address` (path or URI of the folder), `name` (file in the
@@ -117,12 +120,13 @@ def open_source(
     Args:
         spec: Name of the format, folder, and name of the file in it, from `detect_source`.
         prepared_folder: Folder of the prepared set, where listings of the source are stored.
-        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
+            {"text": "title"}; a column without an entry has mmray's name.
         caption_template: Caption of a class, with `{}` for its name: `a photo of a {}`.
 
     Returns:
-        An object of the format's class. Its `scan` yields parts of the source (chunks), and its
-        `read` the rows of a part.
+        A Source of this format. Its `scan` yields parts of the source (chunks), and its `read` the
+        rows of a part.
     """
     folder = to_path(spec.address)
     return source_class(spec.format)(

@@ -21,8 +21,7 @@ class GroupedSource(ListingSource):
     Rows of different splits are not grouped, nor are conversations. The driver reads the source
     once, and its memory grows with the captions.
 
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    `scan` yields chunks of the grouped rows, and `read(chunk)` the rows of one as RawRow.
 
     Args:
         source: The source, whose images must be paths or URLs.
@@ -86,13 +85,13 @@ class GroupedSource(ListingSource):
         """Return the values of a row that the driver has listed.
 
         Args:
-            record: Values of the row by column name, such as `image` and `texts`. If the other
-                source could not parse the row, only {"bad row": (stage, reason, detail)}, the
-                arguments of BadRow.
+            record: Values of the grouped row by mmray's column names. If the other source could
+                not parse the row, only {"bad row": (stage, reason, detail)}, the arguments of
+                BadRow.
 
         Returns:
-            Values by mmray's column names: `image`, `texts` (all captions of the image) and the
-            columns of its first row.
+            `record` itself: `texts` (all captions of the image) and the other columns of its first
+            row.
 
         Raises:
             BadRow: The other source could not parse the row.

@@ -58,12 +58,14 @@ def store_rows(
 
     Args:
         dataset: A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
-            DatasetDict, or an iterable of dicts, with columns such as `image` and `text`. An image
-            may also be a PIL image, an array of uint8 [H, W] or [H, W, C], or a path, relative to
-            the working directory.
+            DatasetDict, or an iterable of dicts, with the columns of a source (COLUMNS in
+            mmray.builtin), at least of images (or audio or video) and texts. An image may also be
+            a PIL image, an array of uint8 [H, W] or [H, W, C], or a path, relative to the working
+            directory.
         folder: Parent folder, or its address, that all nodes can write.
-        columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
-        keep: Other columns to store, `prepare.keep`.
+        columns: Names in the dataset by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name.
+        keep: Names of other columns to store, or ("all",); `prepare.keep`.
 
     Returns:
         The address of the folder with the files, a source for `prepare`.
@@ -89,9 +91,8 @@ def is_dataset(value: Any) -> bool:
     """Return whether a value is a dataset in memory, not the address or the settings of one.
 
     Args:
-        value: A dataset of Ray Data, pandas, pyarrow or Hugging Face, a list, a generator or
-            another iterable of rows (True); text, a Path, a dict such as the settings of a mixture,
-            or None (False).
+        value: Anything. True for a dataset of Ray Data, pandas, pyarrow or Hugging Face, a list, a
+            generator or another iterable; False for text, a Path, another mapping, or None.
     """
     return not isinstance(value, (str, Path, type(None))) and (
         _package(value) in ("datasets", "pandas", "pyarrow", "ray")
@@ -104,17 +105,19 @@ def encode_row(
 ) -> dict[str, Any]:
     """Return the known columns of a row with values that Parquet can store.
 
-    Images become {"path": ..., "bytes": ...}, and conversations a JSON text.
+    An image, audio or video becomes {"path": text or None, "bytes": encoded bytes, or None if they
+    cannot be read}, and a conversation a JSON text.
 
     Args:
         row: Values by column name of the dataset; an image is a PIL image, an array, bytes or a
             path.
-        columns: Column of the dataset by mmray's column name, such as {"text": "title"}.
-        keep: Other columns to return, `prepare.keep`.
+        columns: Names in the dataset by mmray's column names (COLUMNS in mmray.builtin), such as
+            {"text": "title"}; a column without an entry has mmray's name.
+        keep: Names of other columns to return, or ("all",); `prepare.keep`.
 
     Returns:
-        Values by mmray's column name that Parquet can store, such as {"image": {"path": ...,
-        "bytes": ...}, "text": "a dog"}.
+        Values by the column names of the dataset, such as {"image": {"path": ..., "bytes": ...},
+        "title": "a dog"}, without columns that are neither known nor in `keep`.
 
     Raises:
         DataError: No column has images, or none has texts.

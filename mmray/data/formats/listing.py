@@ -38,9 +38,11 @@ Rows = Iterator[dict[str, Any]]
 class ListingSource(Source):
     """Base of the sources whose rows the driver lists once in a file, from which tasks read them.
 
-    Each subclass implements `list_rows` for one layout of files: it yields the rows in order as
-    dicts, values by column name such as `id`, `image` and `text`. `scan` yields its chunks, and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
+    Each subclass implements `list_rows` for one layout of files: it yields each row as a dict of
+    `origin` (its location, for messages) and the columns that it has: `id`, `image`, `audio` and
+    `video` (paths relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes`
+    ([x, y, width, height] in pixels) and `box_labels`. It is constructed and used like any Source:
+    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow.
 
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
@@ -54,9 +56,13 @@ class ListingSource(Source):
         them.
 
         Yields:
-            Values by column name, such as `id`, `image`, `text` or `texts`, `label`, `split` and
-            `boxes`; and `origin`, the location of the row for messages. `text_file`, if set, is
-            (name, size, mtime) of a caption file.
+            A dict with `origin`, the location of the row for messages, and the columns that the row
+            has: `id`; `image`, `audio` or `video`, a path relative to the folder of the source;
+            `text` or `texts`; `label`, a class number; `split`; `boxes`, lists [x, y, width,
+            height] in pixels, `box_labels`, their category numbers, and `image_size of COCO`, the
+            (width, height) in pixels that the document states; or, instead of texts, `text_file`:
+            (path, size in bytes, modification time in ns) of a file with the captions. A JSON array
+            gives the columns of its objects.
 
         Raises:
             DataError: The source cannot be listed.
@@ -85,9 +91,9 @@ class ListingSource(Source):
         """Return the values of a listed row, with the captions of its caption file if it has one.
 
         Args:
-            record: Values of the row by column name, such as `image` and `text`. `text_file`, if
-                the row has a caption file, is [name, size in bytes, modification time in ns]; only
-                the name is used. It is removed from `record`.
+            record: Values of the row by column name, as `list_rows` yields them, without `origin`.
+                `text_file`, if the row has a caption file, is [path, size in bytes, modification
+                time in ns]; only the path is used. It is removed from `record`.
 
         Returns:
             The values without `text_file`. If there was one, `texts` are the non-blank lines of the
@@ -111,8 +117,8 @@ class ListingSource(Source):
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file has the suffix of an image format, also of one that mmray cannot
-    decode.
+    """Return whether a file name has the suffix of an image format, also of one that mmray cannot
+    decode, such as `.svg`.
     """
     return name.lower().endswith((*IMAGE_SUFFIXES, *UNREAD_SUFFIXES))
 
@@ -182,8 +188,8 @@ class ClassFolders(ListingSource):
     `caption_template` with the name of the class in place of `{}`. An image outside the folders of
     classes has neither, so it is an incomplete row.
 
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
+    the rows of one as RawRow, with `id`, `image`, `text`, `label` and `split`.
     """
 
     title = "a folder for each class"
@@ -223,11 +229,11 @@ def _is_medium(name: str) -> bool:
 
 
 class ImageTextPairs(ListingSource):
-    """Rows of a/b.jpg, or a clip a/b.mp4, with a/b.txt or a/b.jpg.txt, or subtitles a/b.srt, whose
-    texts have times; a file without its counterpart is an incomplete row.
+    """Rows of a/b.jpg, or a clip a/b.mp4, with captions in a/b.txt or a/b.jpg.txt, one a line, or
+    subtitles a/b.srt, whose texts have times; a file without its counterpart is an incomplete row.
 
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
+    the rows of one as RawRow, with `id`, `image`, `audio` or `video`, `texts` and `split`.
     """
 
     title = "media and text pairs"
@@ -275,11 +281,15 @@ class ImageTextPairs(ListingSource):
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk, a range of the pairs that the driver has listed.
 
-        On an object store, several caption files are read at a time. A row has its line, its
-        location and its values by column, or a BadRow if it is invalid.
+        On an object store, several caption files are read at a time.
 
         Args:
             chunk: A range of pairs, as `scan` yielded it.
+
+        Yields:
+            A RawRow: `line` (number in the listing), `location` (path of the medium), and `values`:
+            `id`, `image`, `audio` or `video`, `texts` and `split`, or a BadRow if its text cannot
+            be read.
 
         Raises:
             DataError: The listing changed after it was scanned.
@@ -292,10 +302,10 @@ class ImageTextPairs(ListingSource):
 class JsonArraySource(ListingSource):
     """The objects of a JSON array, over any number of lines; images are paths relative to the file.
 
-    The array is read one object at a time.
+    The array is read one object at a time. Each object is a row: values by column name.
 
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
+    the rows of one as RawRow.
     """
 
     title = "JSON array"
@@ -364,11 +374,12 @@ class CocoSource(ListingSource):
 
     Documents are joined by image id; one is loaded at a time, because segmentations take most of
     the memory. An image without captions gets `caption_template` with the names of its categories
-    as its caption. Boxes keep COCO's [x, y, width, height]. Raises DataError if a document is not
-    COCO or describes other images than the first.
+    as its caption. Boxes keep COCO's [x, y, width, height] in pixels.
 
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields chunks of the rows, and raises
+    DataError if a document is not COCO or describes other images than the first; `read(chunk)`
+    yields the rows of one as RawRow, with `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of
+    categories) and `split`, as far as the documents define them.
     """
 
     title = "COCO"

@@ -47,8 +47,14 @@ MAX_CHUNKS_PER_ROW_GROUP = 16
 class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order.
 
-    `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow: line, location, and
-    values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields its chunks, and `read(chunk)` the rows
+    of one as RawRow.
+
+    A subclass for another kind of files replaces `names()` (their paths, relative to the folder of
+    the source), `splits(names)` (split by path; None: none), `cumulative_rows(name)` (rows up to
+    the end of each row group, and the Arrow schema), `batches(name, start, stop, only)` (a range of
+    rows as record batches) and `features(name, schema)` (types that Hugging Face stored, by
+    column). `labels(chunks)` yields the labels of rows: numbers, or names of classes.
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -75,17 +81,18 @@ class ParquetSource(Source):
         return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
 
     def names(self) -> list[str]:
-        """Return the Parquet files of the source as relative paths."""
+        """Return the paths of the Parquet files, relative to the folder of the source, sorted."""
         return self.files_with_suffix(".parquet")
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
         """Return the split of each file by the names of files and folders.
 
         Args:
-            names: Relative paths of the files.
+            names: Paths of the files, relative to the folder of the source.
 
         Returns:
-            Split by path, such as {"val/0.parquet": "val"}; None for files without a split.
+            Split by path, such as {"val/0.parquet": "val"}; None for files without a split, and
+            for a source that is a single file.
         """
         return splits_of_files(names) if not self.name else dict.fromkeys(names)
 
@@ -96,7 +103,7 @@ class ParquetSource(Source):
             name: Path of the file, relative to the folder of the source.
 
         Returns:
-            Number of rows up to the end of each row group (of each record batch in an Arrow file),
+            Cumulative numbers of rows, up to the end of each row group, such as [100, 200, 230],
             and the Arrow schema.
 
         Raises:
@@ -113,9 +120,10 @@ class ParquetSource(Source):
 
         Args:
             name: Path of the file, relative to the folder of the source.
-            start: Number of the first row in the file.
+            start: Number of the first row in the file, from 0.
             stop: Number after the last row.
-            only: Columns to read; None: the columns that mmray reads and those of `prepare.keep`.
+            only: Names of the columns to read; None: those that mmray reads and those of
+                `prepare.keep`.
         """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
@@ -195,8 +203,8 @@ class ParquetSource(Source):
             schema: Arrow schema of the file.
 
         Returns:
-            Feature by column name, such as {"label": {"_type": "ClassLabel", "names": [...]}}; {}
-            if none are stored.
+            By column name its feature as JSON, such as {"label": {"_type": "ClassLabel", "names":
+            [...]}}; {} if none are stored.
         """
         metadata = orjson.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features: dict[str, Any] = metadata.get("info", {}).get("features", {})
@@ -282,11 +290,8 @@ class ParquetSource(Source):
 class HFSavedSource(ParquetSource):
     """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`.
 
-    pyarrow reads its Arrow streams. `datasets` would first copy the complete folder from an object
-    store in each process.
-
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
+    the rows of one as RawRow. Its other methods are those of ParquetSource, for Arrow files.
     """
 
     title = "Hugging Face datasets"
@@ -300,7 +305,8 @@ class HFSavedSource(ParquetSource):
         return has_arrow and any(name.rpartition("/")[2] == "state.json" for name in names)
 
     def names(self) -> list[str]:
-        """Return the Arrow files that state.json of each split lists, in order, as relative paths.
+        """Return the paths of the Arrow files that state.json of each split lists, in order,
+        relative to the folder of the source.
 
         Raises:
             DataError: There is no valid state.json, or the dataset has an index of its rows.
@@ -346,7 +352,10 @@ class HFSavedSource(ParquetSource):
         """Return the split of each file: the name of its first folder, None for a file at the top.
 
         Args:
-            names: Relative paths of the files.
+            names: Paths of the files, relative to the folder of the source.
+
+        Returns:
+            Split by path, such as {"train/data-00000.arrow": "train"}.
         """
         return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
@@ -401,9 +410,10 @@ class HFSavedSource(ParquetSource):
 
         Args:
             name: Path of the file, relative to the folder of the source.
-            start: Number of the first row in the file.
+            start: Number of the first row in the file, from 0.
             stop: Number after the last row.
-            only: Columns to read; None: the columns that mmray reads and those of `prepare.keep`.
+            only: Names of the columns to read; None: those that mmray reads and those of
+                `prepare.keep`.
         """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,

@@ -52,9 +52,10 @@ class SourceChunk:
 
     Attributes:
         index: Number of the chunk in the source, from 0.
-        file: Path of the file, relative to the folder of the source.
-        start: First byte of a text file, or first row of a Parquet or Arrow file; a tar is read
-            completely.
+        file: Path of the file, relative to the folder of the source; of rows that the driver has
+            listed that of the listing, in the folder of the prepared set.
+        start: First byte of a text file, or first row of a Parquet or Arrow file, from 0; a tar is
+            read completely.
         stop: The byte or row after the last.
         first_line: Number of its first line or row in the file, from 1, for messages.
         num_rows: Number of rows; None: only known after reading, as of a tar.
@@ -79,7 +80,11 @@ class RawRow(NamedTuple):
     Attributes:
         line: Number of the row in its file, from 1, which orders the rows of a chunk.
         location: `file:line`, for messages.
-        values: Values by mmray's column names, or a BadRow if the row could not be parsed.
+        values: A BadRow if the row could not be parsed, otherwise a dict of the columns that it
+            has: `id` or `key`, `image`, `images` or `image_path`, `text` or `texts`, `label`,
+            `split`, `language`, `boxes`, `box_labels`, `messages` or `conversations`, `audio` or
+            `audios`, `video` or `videos`, `t0_s` and `t1_s`, in the forms that `parse_row` takes.
+            `kept columns` is a dict of those that `prepare.keep` names. Others are ignored.
     """
 
     line: int
@@ -93,27 +98,30 @@ class Source(ABC):
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; a user's own
     subclass is named as `--format package.module:Class`.
 
-    While it is iterated, `scan` sets attributes of this object, as far as the source defines them:
-    `class_names`, a tuple of the names of the labels 0, 1, ..., and `box_names`, the names of box
-    labels by number as text, such as {"3": "dog"}. If it lists files, it also sets two Counters:
-    `split_rows`, the number of rows by the split that the layout defines, and `ignored`, the number
-    of files that are no part of a row, by suffix.
-
-    `read` yields the rows of a chunk as RawRow (line, location, values by column name). A chunk is
-    a SourceChunk: a part of one file that one task reads. `scan(rows_per_chunk,
-    previous_chunk_ends)` yields the chunks on the driver, `records(chunk)` yields (line, location,
-    unparsed record) in a task, and `parse(record)` returns the values by column name or raises
-    BadRow.
+    `scan(rows_per_chunk, previous_chunk_ends)` yields the chunks on the driver, each a SourceChunk:
+    a part of one file that one task reads. In a task `read(chunk)` yields its rows as RawRow (line,
+    location, values by mmray's column names or a BadRow). It calls `records(chunk)`, which yields
+    (line, location, unparsed record), and `parse(record)`, which returns the values by the column
+    names of the source or raises BadRow.
 
     Args:
         folder: Folder of the source.
         name: Path of its file in the folder; empty: the whole folder.
-        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name. mmray's columns are those of RawRow.
         prepared_folder: Folder where listings are stored; None: `folder`.
         caption_template: Caption of a class, with `{}` for its name.
         files: Visible files of the folder, if it was listed to detect its format.
 
     Attributes:
+        class_names: Names of the labels 0, 1, ..., a tuple. `scan` sets it and the next three
+            while it is iterated; each stays empty if the source does not define it.
+        box_names: Names of the box labels by number as text, such as {"3": "dog"}.
+        split_rows: Counter of the rows by the split that the layout of the files defines.
+        ignored: Counter of the files that are no part of a row, by suffix.
+        keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
+        links: `prepare.follow_links`, folders to which symbolic links out of `folder` are followed;
+            (): any folder on the same file system. None, until the caller sets it: not followed.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
         reads_folder: Whether it may be a folder.
@@ -190,15 +198,15 @@ class Source(ABC):
 
         Args:
             rows_per_chunk: Number of rows of a chunk, if the format allows the choice.
-            previous_chunk_ends: Ends of the chunks of an earlier scan, in bytes; a format whose
-                files grow at the end keeps these chunks.
+            previous_chunk_ends: `stop` of the chunks of an earlier scan; a format whose files grow
+                at the end ends chunks there too, so that they stay the same. Empty: none.
 
         Raises:
             DataError: A file cannot be read or has another format.
         """
 
     def visible_files(self) -> list[str]:
-        """Return the files of the folder and its subfolders as relative paths.
+        """Return the paths of the files in the folder and its subfolders, relative to the folder.
 
         Hidden files, and those that an operating system adds, are left out. The first call reuses
         the listing of format detection, if there was one.
@@ -210,14 +218,15 @@ class Source(ABC):
         return self.title
 
     def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
-        """Return the files of the source.
+        """Return the files of the source that have one of some suffixes.
 
         Args:
-            suffix: Suffix or suffixes in lower case, such as `.tar`, of the files of a folder; the
-                case of names is ignored. Not used if the source is a single file.
+            suffix: Suffix or suffixes in lower case, such as `.tar`; the case of names is ignored.
+                Not used if the source is a single file.
 
         Returns:
-            Relative paths, sorted; of a source that is a single file only this one.
+            Paths relative to the folder of the source, sorted; of a source that is a single file
+            only this one.
 
         Raises:
             DataError: A name is not plain UTF-8.
@@ -281,13 +290,14 @@ class Source(ABC):
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk (a part of one file), parsed and with mmray's column names.
 
-        A row has its line, its location (`file:line`) and its values by column, or a BadRow if it
-        is invalid.
-
-        A row without a split gets the split that the file name defines.
+        A row without a split gets the split of the chunk, which file names define.
 
         Args:
             chunk: A part of one file, as `scan` yielded it.
+
+        Yields:
+            A RawRow: `line`, `location` (`file:line`) and `values` by column name, or a BadRow
+            instead of these if the row is invalid.
 
         Raises:
             DataError: The chunk differs from the scanned one.
@@ -341,11 +351,11 @@ class Source(ABC):
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
-    """Return the names of the columns of a source that mmray reads.
+    """Return the names of the columns of a source that mmray reads, whether it has them or not.
 
     Args:
-        columns: Column of the source by mmray's column name, such as {"text": "title"}. A column
-            without an entry has mmray's name.
+        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
+            {"text": "title"}; a column without an entry has mmray's name.
     """
     return {theirs for column in COLUMNS for theirs in source_columns(columns, column)}
 
@@ -359,8 +369,9 @@ def check_named(
 
     Args:
         names: Names of all columns of the source.
-        keep: Value of `prepare.keep`.
-        columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
+        keep: Value of `prepare.keep`: names of columns, or ("all",), which names none.
+        columns: Names in the source by mmray's column names, such as {"text": "alt,synthetic"} for
+            two columns of texts.
         place: The file, for the message.
     """
     wanted = {name: "--keep" for name in keep if name != KEEP_ALL}
@@ -377,13 +388,15 @@ def check_columns(
 ) -> None:
     """Raise DataError if no column of a source has images, audio or video, or none has texts.
 
-    A source with both audio and video needs no texts.
+    A column of conversations counts as both, one of labels as texts. A source with both audio and
+    video needs no texts.
 
     Args:
         names: Names of all columns of the source.
-        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
+            {"text": "title"}; a column without an entry has mmray's name.
         place: The file, for the message.
-        no_match: Advice if no name is known or common.
+        no_match: Text that is added to the message if no column resembles one of images or texts.
     """
     advice = []
     missing = []
@@ -475,9 +488,9 @@ def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
 
 
 def list_visible_files(folder: AnyPath) -> list[str]:
-    """Return the files in a folder and its subfolders as sorted relative paths.
+    """Return the files in a folder and its subfolders as sorted paths, relative to the folder.
 
-    Hidden files are left out, and those that macOS adds to archives.
+    Those for which `is_hidden` is true are left out: hidden ones, and those of operating systems.
     """
     return [name for name in list_files(folder) if not is_hidden(name)]
 

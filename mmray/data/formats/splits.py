@@ -33,7 +33,9 @@ _PARTITION = re.compile(r"split=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 def split_of_folder(name: str) -> str | None:
     """Return the split that the name of one folder means: `val2017` is val, `split=dev` is dev.
 
-    None for any other name, such as `train_station`.
+    Returns:
+        `train`, `test`, `val`, `valid`, `validation`, `dev` or `eval`, or VALUE of a folder
+        `split=VALUE`; None for any other name, such as `train_station`.
     """
     if partition := _PARTITION.fullmatch(name):
         return partition[1]
@@ -52,7 +54,8 @@ def splits_of_folders(names: Collection[str]) -> dict[str, str | None]:
         names: Names of folders in the same folder.
 
     Returns:
-        Split by name; None for a folder that is not a split.
+        Split by name: `train`, `test`, `val`, `valid`, `validation`, `dev`, `eval`, or VALUE of a
+        folder `split=VALUE`; None for a folder that is not a split.
     """
     words = {name: _find_word(name) for name in names}
     splits_by_rest: dict[str, set[str]] = defaultdict(set)
@@ -89,8 +92,9 @@ def splits_of_paths(paths: Sequence[str]) -> dict[str, str | None]:
         paths: Relative paths, with `/`.
 
     Returns:
-        Split by path, of the outermost folder that means one, otherwise of the file name; None if
-        the path names no split.
+        By path the split of the outermost folder that means one, otherwise of the file name:
+        `train`, `test`, `val`, `valid`, `validation`, `dev`, `eval`, or VALUE of a folder
+        `split=VALUE`; None if the path names no split.
     """
     levels: dict[int, set[str]] = defaultdict(set)
     for path in paths:

@@ -54,14 +54,14 @@ class LineReader(Iterator[bytes]):
     MiB) is dropped.
 
     Args:
-        file: Binary file object with `seek` and `read`.
-        start: Byte of the first line.
+        file: Raw binary file (io.RawIOBase) that can seek.
+        start: Byte at which the first line starts.
         stop: Byte after the last line.
 
     Attributes:
         offset: Position in the file after the last line that was returned, in bytes.
         num_lines: Number of lines so far that ended with a newline.
-        digest: hashlib's SHA-256 of the bytes so far.
+        digest: hashlib's SHA-256 object of the bytes so far; a caller may replace it.
     """
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:
@@ -91,8 +91,12 @@ class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
     to their file.
 
-    A line is one row, a JSON object of values by column name. `scan` yields its chunks, and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by column name or a BadRow.
+    A line is one row, a JSON object of values by column name. It is constructed like any Source,
+    and used like it: `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow.
+
+    A subclass for another text format replaces `check(name)` (raises DataError for a wrong file),
+    `iter_records(name, lines)` (yields the records of a file; a false value for a blank one) and
+    `parse(record)` (returns values by column name). `text_path(name)` is the path to read.
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -118,7 +122,7 @@ class JsonlSource(Source):
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
     def names(self) -> list[str]:
-        """Return the files of the source as relative paths."""
+        """Return the paths of the files of the source, relative to its folder, sorted."""
         return self.files_with_suffix(self.suffixes)
 
     def describe(self) -> str:
@@ -132,7 +136,7 @@ class JsonlSource(Source):
         reads.
 
         Args:
-            rows_per_chunk: Number of records of a chunk.
+            rows_per_chunk: Number of records of a chunk, blank lines included.
             previous_chunk_ends: Byte offsets at which an earlier scan ended chunks. A chunk also
                 ends there, so a file that grew keeps its chunks. Not used for a folder of files.
 
@@ -198,6 +202,8 @@ class JsonlSource(Source):
 
     def check(self, name: str) -> None:
         """Raise DataError if a file is missing or clearly of another format.
+
+        Of a file in UTF-16 it also writes the copy in UTF-8 to which `text_path` leads.
 
         Args:
             name: Path of the file, relative to the folder of the source.
@@ -300,7 +306,8 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
 
     Args:
         data: Its UTF-8 bytes.
-        strict: Reject infinities and repeated names.
+        strict: Whether infinities and repeated names are errors. NaN is always accepted. False: of
+            a repeated name the last value counts.
 
     Returns:
         The object as a dict.
@@ -319,7 +326,8 @@ def load_json(data: bytes, strict: bool = True) -> Any:
 
     Args:
         data: Its UTF-8 bytes.
-        strict: Reject infinities and repeated names.
+        strict: Whether infinities and repeated names are errors. NaN is always accepted. False: of
+            a repeated name the last value counts.
 
     Returns:
         The value as json.loads returns it.

@@ -24,13 +24,14 @@ def normalize_values(
     `caption_template` with the name of the class as its caption.
 
     Args:
-        values: Values by mmray's column names, such as `image`, `texts`, `label` and `messages`.
+        values: Values by mmray's column names (COLUMNS in mmray.builtin). Only `image`, `text`,
+            `texts`, `id`, `key`, `label`, `messages` and `conversations` are converted.
         class_names: Names of the labels 0, 1, ...; empty: unknown.
         caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
 
     Returns:
-        The converted values by the same names, such as {"image": ..., "texts": ["a dog"], "label":
-        3}, without missing ones.
+        A new dict of the values by the same names, such as {"image": ..., "texts": ["a dog"],
+        "label": 3}, without missing ones.
     """
     values = {name: value for name, value in values.items() if not is_missing(value)}
     if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
@@ -73,7 +74,10 @@ def is_class(label: str) -> bool:
 
 
 def class_name(label: str) -> str:
-    """Return the name of a class for captions: the label with spaces instead of underscores."""
+    """Return the name of a class for captions: the label with spaces instead of underscores.
+
+    Spaces at its ends are removed, and lone surrogates escaped.
+    """
     return to_utf8(label.strip().replace("_", " "))
 
 

@@ -71,8 +71,8 @@ class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order.
 
     A row is a sample: adjacent members with the same name up to the first dot, such as 0001.jpg and
-    0001.txt. `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow: line, location,
-    and values by column name or a BadRow.
+    0001.txt. It is constructed and used like any Source: `scan` yields a chunk for each tar, and
+    `read(chunk)` its rows as RawRow.
     """
 
     title = "WebDataset"
@@ -131,8 +131,8 @@ class WebDatasetSource(Source):
         Yields:
             (number, location, sample): the number of the sample in the tar, from 1; the path of the
             tar and the name of the sample, such as `0.tar/0001`; and its members by extension, a
-            dict such as {"jpg": ..., "txt": ...} of ImageRefs, whose `data` are the bytes, or a
-            BadRow for a member that cannot be read.
+            dict such as {"jpg": ..., "txt": ...}, where each value is an ImageRef, whose `data` are
+            the bytes of the member, or a BadRow if it cannot be read.
 
         Raises:
             DataError: The tar changed after it was scanned, or the files of a sample are not
@@ -161,6 +161,10 @@ class WebDatasetSource(Source):
         Args:
             chunk: The tar, as `scan` yielded it.
 
+        Yields:
+            A RawRow: `line` (number of the sample in the tar), `location` (`TAR/SAMPLE`) and
+            `values` by column name, or a BadRow instead of these.
+
         Raises:
             DataError: The tar changed after it was scanned, or the files of a sample are not
                 adjacent.
@@ -184,9 +188,10 @@ class WebDatasetSource(Source):
                 as a member rejects the sample.
 
         Returns:
-            `images`, a list of ImageRef with the bytes, `audio` and `video`, ImageRef with the
-            bytes, and `text` or `texts`, `label` and the known columns of `json` and those of
-            `prepare.keep`, as far as the sample has them.
+            As far as the sample has them: `images`, a list of ImageRef with the bytes; `audio` and
+            `video`, ImageRef with the bytes; `text` or `texts` and `label`; of `json` the columns
+            `split`, `language`, `boxes`, `box_labels`, `t0_s`, `t1_s`, `messages` and
+            `conversations`, those that --columns names, and those of `prepare.keep`.
 
         Raises:
             BadRow: A member is damaged or invalid, or the sample has only images with unknown
