@@ -35,7 +35,8 @@ class ChildDied(Exception):
 
     Args:
         name: Name of the process in the message, such as `worker`.
-        exit_code: Negative for a signal; None: the process closed its connection but did not end.
+        exit_code: Exit code of `multiprocessing.Process`, also an attribute. Negative for a signal;
+            None: the process closed its connection but did not end.
     """
 
     def __init__(self, name: str, exit_code: int | None) -> None:
@@ -71,6 +72,8 @@ def describe_signal(number: int) -> str:
 class Channel:
     """A child process's connection to its parent; several threads may use it.
 
+    ChildProcess passes one to its `target`, and reads the messages in `ChildProcess.result`.
+
     `send(message)` sends one without a reply, `call(message)` returns the parent's reply, and
     `send_outcome(work)` sends what `work()` returns or raises.
 
@@ -83,7 +86,8 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message to the `on_message` function of the parent, without waiting for a reply.
+        """Send a message to the function `on_message` that the parent has passed to `result`,
+        without waiting for a reply.
 
         Args:
             message: Any object that can be pickled.
@@ -92,7 +96,8 @@ class Channel:
             self.connection.send(("message", message))
 
     def call(self, message: Any) -> Any:
-        """Send a message to the `on_message` function of the parent, and wait for its reply.
+        """Send a message to the function `on_message` that the parent has passed to `result`, and
+        wait for its reply.
 
         Args:
             message: Any object that can be pickled.
@@ -276,7 +281,7 @@ def pickled(error: Exception) -> bytes:
 
 @contextmanager
 def starting_children() -> Iterator[None]:
-    """Return a context manager in whose block child processes can be started safely.
+    """Context manager in whose block child processes can be started safely.
 
     The children ignore Ctrl-C from their first instruction, because the parent handles it. They do
     not import the user's script again, as spawned processes do otherwise: the script may start a

@@ -40,12 +40,14 @@ def quarantine_bad_rows(
 ) -> Iterator[Block]:
     """Yield the blocks unchanged; write rows that could not be read to the run's quarantine.jsonl.
 
-    Each row is written and counted once, over all ranks, epochs and restarts of the workers.
+    Each row is written and counted once, over all ranks, epochs and restarts of the workers. Its
+    line is a JSON object: `key`, `source` (`file:line`; both null if the row cannot be read at
+    all), `row` (number in the set), `stage` (`train`), `reason` (a word) and `detail`.
 
     Args:
-        blocks: Arrays of rows by column: `pos` int64 [R], the position in the sample order, -1 for
-            padding; `valid` bool [R], False for padding and unreadable rows; label columns int64
-            [R, ...].
+        blocks: Arrays of R rows by column, of which these are read: `pos` int64 [R], the position
+            in the sample order, -1 for padding; `valid` bool [R], False for padding and unreadable
+            rows; and the columns in `config.model.label_checks()`, such as `label` int64 [R].
         config: Settings of the run.
         folder: Folder of the run.
         reader: Reads the training set; it returns why a row cannot be read.
@@ -105,7 +107,8 @@ def append_bad_row(file: AnyPath, line: bytes) -> None:
 
     Args:
         file: The file.
-        line: The line, a JSON object in UTF-8, without its line feed.
+        line: The line without its line feed: a JSON object in UTF-8, as `quarantine_bad_rows`
+            describes it.
     """
     if isinstance(file, RemotePath):
         name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"

@@ -132,8 +132,8 @@ def out_of_memory_error(
     """Return the error of a rank that ran out of memory, with the smaller shape to continue with.
 
     Args:
-        cause: What ran out of memory when, for the message.
-        detail: For example the rank and its error, for the message.
+        cause: What happened, for the message, such as `out of memory at step 5`.
+        detail: Where, for the message, such as `rank 0: CUDA out of memory`.
         shape: The batch shape that did not fit.
         advice: What the user can do if a micro-batch has one row already.
         fitting: A micro-batch size in rows that fits, to continue with; 0: half the size of

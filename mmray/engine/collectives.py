@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 class Group:
     """This rank in its process group; all ranks must make the same calls in the same order.
 
+    `Group.current(device)` returns it for the process group of torch.distributed; `Group()` is a
+    process alone, on the CPU.
+
     Methods such as `all_gather` (rows [B, ...] to [world_size x B, ...]), `all_reduce_sum` and
-    `broadcast` take and return tensors; with one rank they do nothing. `all_gather_objects` takes
-    any object.
+    `broadcast` take and return tensors; with one rank they return their argument.
+    `all_gather_objects` takes any object.
 
     Attributes:
         rank: Rank of this process.
@@ -60,7 +63,9 @@ class Group:
 
     @property
     def ranks_on_node(self) -> int:
-        """Number of ranks on this node, which Ray Train and torchrun set in the environment."""
+        """Number of ranks on this node: LOCAL_WORLD_SIZE, which Ray Train and torchrun set, or the
+        world size without it.
+        """
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def set_timeout(self, process_group: Any) -> None:

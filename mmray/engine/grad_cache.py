@@ -43,7 +43,8 @@ class GradCache:
     torch.autograd.backward takes, and adds its metrics to `means`.
 
     Attributes:
-        micro_batches: This rank's micro-batches, with the columns of their hard negatives.
+        micro_batches: This rank's micro-batches, tensors [B, ...] by column; also the columns of
+            hard negatives if the objective samples some (`sample_hard_negatives`).
         local_counts: float64 [K], the divisors of the local loss (a sum over rows): sums over all
             ranks, at least 1.
         local_weights: float64 [K], factors of the sums of the local loss: world size /
@@ -283,7 +284,7 @@ def pack(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         dtype: Dtype of the matrix.
 
     Returns:
-        [B, width], where width is the number of elements of all columns in a row.
+        [B, width]: the flattened columns of each row one after another, in the order of the dict.
     """
     return torch.cat([column.flatten(1).to(dtype) for column in columns.values()], dim=1)
 
@@ -508,7 +509,9 @@ def attach_negatives(
             T].
 
     Returns:
-        New dicts with the columns of each micro-batch, such as `negative_ids` int64 [B, T].
+        For each micro-batch a new dict with its columns and those that `sample_hard_negatives`
+        returned, tensors [B, ...]; of Matching these are `negative_ids` and `negative_mask` int64
+        [B, T] and `has_negative` bool [B].
     """
     if columns is None:
         columns = {name: embeddings[name] for name in mining.score_outputs}

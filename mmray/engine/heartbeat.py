@@ -45,8 +45,9 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class HeartbeatState:
     """What a training process does now: the name of its state and a count of its progress.
 
-    A rank whose count does not grow for longer than the limit of its state is hung, and the driver
-    restarts the workers. Without a driver, as under torchrun, nothing reads the state.
+    A rank whose count does not grow for longer than the limit of its state (`state_limits_s` of the
+    `cluster` section) is hung, and the driver restarts the workers. It takes no arguments, and the
+    first state is `starting`. Only a Heartbeat sends the state to a driver.
 
     Code calls `with state(name):` around long work, and `count_progress()` when a part of it is
     done.
@@ -104,13 +105,15 @@ def describe_process(rank: int, node: str) -> dict[str, Any]:
 class Heartbeat(HeartbeatState):
     """Loop callback that sends heartbeats from a thread.
 
-    The loop runs inside `with running(step):`, and calls `on_step(step, metrics)` after each step.
+    The thread that trains constructs it, because that thread's stack is reported. The loop runs
+    inside `with running(step):`, and calls `on_step(step, metrics)` after each step.
 
     Args:
-        send: Called with one heartbeat, a dict: `process_info` and `step` (int), `progress` (int,
-            counts up), `state` (str), `where` (str, `file:line in function`) and `in_collective`
-            (bool); at the end `process_info` and `ended`. If it returns True, all stacks are
-            written to `folder`/stacks.
+        send: Called with one heartbeat, a flat dict with the entries of `process_info` and `step`
+            (int), `progress` (int, counts up), `state` (as in `set_state`, or `compiling`), `where`
+            (`file:line in function`) and `in_collective` (bool); at the end with the entries of
+            `process_info` and `ended` (True). If it returns True, all stacks are written to
+            `folder`/stacks.
         process_info: The rank and its process, as `describe_process` returns it: `rank`, `node`
             (ID), `pid` and `started_s` (seconds since the epoch).
         folder: Folder of the run.

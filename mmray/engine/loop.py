@@ -67,7 +67,7 @@ def train_loop(
         starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
 
     Raises:
-        OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
+        OutOfMemoryError: Memory ran out. If its `retry_shape` is a BatchShape (with a smaller
             micro-batch), the driver restarts the workers with it.
         TrainingError: The rows of a step are missing or are not those of the sample order, or the
             gradient was not finite in 10 steps in a row.
@@ -125,7 +125,7 @@ class Trainer:
             starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
 
         Raises:
-            OutOfMemoryError: Memory ran out. If the error has a batch shape (with a smaller
+            OutOfMemoryError: Memory ran out. If its `retry_shape` is a BatchShape (with a smaller
                 micro-batch), the driver restarts the workers with it.
             TrainingError: The rows of a step are missing or are not those of the sample order, or
                 the gradient was not finite in 10 steps in a row.

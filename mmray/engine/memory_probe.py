@@ -66,7 +66,7 @@ def dry_run(
         group: All ranks; each calls this function.
         batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
             that fits on every rank is searched.
-        steps: Number of steps of the run.
+        steps: Number of steps of the run, with which a user's schedule is tried.
 
     Returns:
         The shape with the micro-batch size of the run, and this rank's memory in GiB as
@@ -378,7 +378,8 @@ class FakeGroup(Group):
     """A group whose other ranks have the same tensors: memory and arithmetic of a step without
     communication.
 
-    The methods take and return tensors of the same shapes as those of its base class.
+    It is constructed like Group, `FakeGroup(rank, world_size, device)`. The methods take and return
+    tensors of the same shapes as those of Group.
     """
 
     def all_reduce_min(self, value: int) -> int:
@@ -444,12 +445,14 @@ def headroom_bytes(device: torch.device) -> int:
 class SavedBytes:
     """Counts the bytes that autograd keeps for backward, except weights, inside a context manager.
 
-    `scope` returns the context manager, and `peak` is the most bytes at a time. A storage counts
-    once while a graph keeps it. An address alone does not identify it, because later micro-batches
-    reuse the addresses of freed tensors.
+    `scope()` returns the context manager. A storage counts once while a graph keeps it. An address
+    alone does not identify it, because later micro-batches reuse the addresses of freed tensors.
 
     Args:
         model: The model, whose weights do not count.
+
+    Attributes:
+        peak: The most bytes at a time so far.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -119,9 +119,10 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
     Args:
         module: The model, changed in place.
-        patterns: Shell patterns of parameter names, such as `image.tower.*`, names of the model's
-            parts, or `image[:-N]` for a branch except its last N blocks and what follows them
-            (LiT, Zhai et al. 2022, arXiv:2111.07991).
+        patterns: Each is a shell pattern of parameter names, such as `image.tower.*`; the name of a
+            part, a key of what the model's `parameter_parts()` returns; or `BRANCH[:-N]`, such as
+            `image[:-2]`, for all of a branch except its last N blocks (such as transformer layers)
+            and what follows them (LiT, Zhai et al. 2022, arXiv:2111.07991).
 
     Raises:
         UsageError: A pattern has no match, or no trainable parameter is left.
@@ -467,11 +468,13 @@ class ExponentialMovingAverage:
             to_local(average).copy_(current)
 
     def state_dict(self, model_state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the averages by `module.NAME`, buffers unchanged in the same way, and the number
-        of updates as `n_averaged` (int scalar), as torch's AveragedModel does.
+        """Return the averaged weights and the buffers of `model_state`, by their name with the
+        prefix `module.`, and the number of updates as `n_averaged` (int64 scalar).
+
+        torch's AveragedModel has the same state_dict.
 
         Args:
-            model_state: The model's state_dict, for its names and buffers.
+            model_state: The model's state_dict.
         """
         state = {
             f"module.{name}": self._averages[self._names[name]] if name in self._names else value

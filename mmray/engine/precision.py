@@ -22,7 +22,8 @@ DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Precision:
     """Settings of autocast; weights, loss and optimizer stay in float32.
 
-    `autocast()` returns the context manager of a forward, and `scaler()` the loss scaler.
+    `select_precision(setting, device)` returns it. `autocast()` returns the context manager of a
+    forward, and `scaler()` the loss scaler.
 
     Attributes:
         name: `fp32`, `bf16` or `fp16`.

@@ -33,7 +33,7 @@ class TokenCounts(NamedTuple):
     """Lengths of a rank's rows in a step, with and without padding.
 
     Attributes:
-        real: Tokens of the captions.
+        real: Tokens of the captions or conversations.
         padded: The same with padding.
         samples: Samples of audio, at the rate `model.inputs.audio_rate`.
         padded_samples: The same with padding.
@@ -58,7 +58,10 @@ class LocalBatch:
     dummy row (with `valid` False), because all ranks must run equally many forwards.
 
     Attributes:
-        micro_batches: Tensors [B, ...] by column, such as `image` and `input_ids`.
+        micro_batches: Tensors [B, ...] by column, as `iter_micro_batches` yields them: `image`
+            uint8 [B, 3, S, S] or clips, `input_ids` and `attention_mask` int64 [B, T], `key`,
+            `label` and `pos` int64 [B], `valid` bool [B], and columns that only some models have.
+            Of a vision-language model as `iter_row_batches` yields them.
         is_dummy: For each micro-batch, whether it has only a dummy row.
         keys: Hashes of the keys of the valid rows, int64 [valid rows] on the CPU.
         sizes: Rows of each micro-batch including invalid ones; equal on every rank.
@@ -89,9 +92,9 @@ def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
     rows.
 
     Args:
-        micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool (False for rows
-            to remove), `key` int64 [B] (hash of the row's key) and `pos` int64 [B] (position in the
-            sample order).
+        micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool [B] (False for
+            rows to remove), `key` int64 [B] (hash of the row's key) and `pos` int64 [B] (position
+            in the sample order).
 
     Returns:
         A LocalBatch: `micro_batches` (tensors [B, ...] by column; one without a valid row has a

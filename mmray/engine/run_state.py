@@ -46,8 +46,9 @@ FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 class Callback(Protocol):
     """User code that is called after each step; constructed without arguments on every rank.
 
-    A class implements `on_step(step, metrics)`: the number of the step from 1, and its logged
-    metrics by name, or None if it was not logged.
+    Name your class as `package.module:Class` in `train.callbacks`. It implements `on_step(step,
+    metrics)`: the number of the step from 1, and its logged metrics by name, or None if it was not
+    logged.
     """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
@@ -55,8 +56,8 @@ class Callback(Protocol):
 
         Args:
             step: Number of the step, counted from 1.
-            metrics: The logged line, values by name such as `train/loss`; None if the step was not
-                logged.
+            metrics: The line of the step in metrics.jsonl, values by name such as `train/loss`
+                (the README.md of mmray/engine lists them); None if the step was not logged.
         """
 
 
@@ -75,11 +76,13 @@ class TrainSpec:
         train: The `train` section.
         optimizer: The `optimizer` section.
         save: Called on every rank with (step, state, metrics of the step, whether it is the last
-            save); returns the seconds from start to end of the previous save, None if none has
-            ended. None: nothing is saved.
+            save), where the state is what `CheckpointManager.save` takes; returns the seconds from
+            start to end of the newest finished save, None if none has ended. None: nothing is
+            saved.
         evaluate: Called on every rank with (step, model), the model or its EMA if there is one;
-            returns metrics by name. It must make the same calls of a sharded model on every rank.
-            None: no evaluation.
+            returns metrics by name, such as `recall_at_1/mean`, which are logged with the prefix
+            `evaluate/`. It must make the same calls of a sharded model on every rank. None: no
+            evaluation.
         evaluate_every: Steps between two evaluations; 0: only after the last step.
         log: Receives the metrics of logged steps; None on ranks that do not log.
         callbacks: Objects whose `on_step(step, metrics)` is called after each step.
@@ -87,8 +90,8 @@ class TrainSpec:
         notify: Called on rank 0 with (label, line), where the label, such as `memory`, is the word
             that the console prints before the line.
         profile_path: File for the trace of `train.profile`; None on ranks that write none.
-        static_metrics: Metrics that are constant over the run, values by name, such as the memory
-            by component in GiB.
+        static_metrics: Metrics that are constant over the run and added to each logged line, values
+            by name, such as `memory/parameters_gib`.
         heartbeat: Counts each forward and backward as progress, so that a long step is not taken
             for a hang.
         stop: Called without arguments in each step; True on any rank ends the run after this step,
@@ -127,8 +130,8 @@ class LoopResult:
         steps: Steps that were taken, over all starts of the run.
         rows_consumed: Rows of the sample order up to this step.
         skipped_steps: Steps without an update, because the gradient was not finite.
-        metrics: The last logged metrics, values by name such as `train/loss`; empty if no step was
-            left.
+        metrics: The last line of metrics.jsonl, values by name such as `train/loss` (the README.md
+            of mmray/engine lists them); empty if no step was left.
     """
 
     status: Literal["finished", "stopped"]
@@ -246,7 +249,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
         optimizer: Optimizer of its parameters.
 
     Returns:
-        `state`, dicts of tensors by parameter name, and `param_groups`, dicts without `params`.
+        `state`: for each parameter name the optimizer's values by key, such as `exp_avg` (tensor).
+        `param_groups`: the options of each group by name, such as `lr`, without `params`.
     """
     names = _trainable_names(module, optimizer)
     state = optimizer.state_dict()
@@ -267,7 +271,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
     Args:
         module: The model, not wrapped; it may be sharded.
         optimizer: Optimizer of its parameters.
-        state: `state`, dicts of tensors by parameter name, and `param_groups`.
+        state: What `optimizer_state` returned: `state` and `param_groups`.
 
     Raises:
         ValueError: The number of parameter groups differs.

@@ -81,8 +81,8 @@ def train_worker(
     Args:
         context: Settings, folder and data of the run.
         resume_point: The sample order, the first step, and the checkpoint to load, if any.
-        blocks: The rows of this rank, arrays by column, such as `image` uint8 [R, 3, S, S] and
-            `pos` int64 [R] (position in the sample order). If they have a method `interrupt`, it is
+        blocks: The rows of this rank in sample order, some at a time: arrays [R, ...] by column, as
+            `read_block` of `context.reader` returns them. If they have a method `interrupt`, it is
             called from another thread than the one that iterates: it must end a `next` that waits
             for rows. Their arrays are used until the next block is requested. If they have
             `pixels`, an array that contains the pixels of all blocks, a GPU reads them there.
@@ -91,7 +91,8 @@ def train_worker(
 
     Returns:
         The fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed` and
-        `skipped_steps` (int), and `metrics` and `scores`, values by name.
+        `skipped_steps` (int), `metrics` (the last line of metrics.jsonl, values by name) and
+        `scores` (those of the last evaluation, if that line has some).
 
     Raises:
         UsageError: The settings cannot be trained.
@@ -373,8 +374,9 @@ def build_model(
         config: Settings of the run.
         group: All ranks; each calls this function.
         architecture: Description of the model's layers, which `architecture()` of the same model
-            returned and the checkpoint contains. None: read the pretrained weights that the
-            settings name, if any.
+            returned and the checkpoint contains; the weights are then random. {}: random weights in
+            layers of the settings. None: read the pretrained weights that the settings name, if
+            any.
         resumes: Whether the weights will be loaded from a checkpoint.
 
     Returns:

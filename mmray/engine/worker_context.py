@@ -61,8 +61,8 @@ class DriverHandle:
     `notify(label, text)`, `stage(title)` and `phase(title)` call `report` with a dict of these.
 
     Attributes:
-        report: Called with one dict, such as {"stage": title} or {"note": text, "label": word},
-            which it sends to the driver; does nothing except on rank 0.
+        report: Called with one dict, one of the messages that `Coordinator.push` lists, such as
+            {"stage": title}, which it sends to the driver; does nothing except on rank 0.
         stop_requested: Called without arguments; returns True if the workers must save a checkpoint
             after the next step and end.
         count_bad_row: Called with the number of an unreadable row; returns how many the run has so
@@ -79,19 +79,27 @@ class DriverHandle:
         """Report a line for the console.
 
         Args:
-            label: What it is about, such as `memory`.
+            label: The word that the console prints before the line, such as `memory`.
             text: The line.
         """
         self.report({"note": text, "label": label})
 
     def stage(self, title: str) -> None:
-        """Report the next stage of the start, such as `building the model`; the last one is
-        `training`.
+        """Report the next stage of the start; any text.
+
+        Args:
+            title: Those of a worker are `importing the engine`, `building the model`, `dry run` or
+                `compiling in a dry run`, `loading the checkpoint`, `waiting for the first batch`,
+                `first step` and, as the last one, `training`.
         """
         self.report({"stage": title})
 
     def phase(self, title: str) -> None:
-        """Report work of all ranks between two steps that takes long, such as `evaluating`."""
+        """Report work of all ranks between two steps that takes long.
+
+        Args:
+            title: Any text; here `evaluating` or `saving the last checkpoint`.
+        """
         self.report({"phase": title})
 
 
@@ -204,7 +212,7 @@ def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
     Args:
         metrics: The last logged line, a flat dict of values by name; those that start with
             `evaluate/` are scores.
-        outcome: Further fields, such as `status` and `steps`.
+        outcome: Further fields: `status`, `steps`, `rows_consumed` and `skipped_steps`.
 
     Returns:
         The fields of `outcome`; `metrics`: all values, with `evaluate/` removed from their names;

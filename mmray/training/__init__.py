@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class RunReporter(Protocol):
-    """Receives the progress of a run, such as `mmray.console`, or an object of a user.
+    """Receives the progress of a run: the console, or your object that you pass as `reporter=`.
 
     A class implements `log(text, label)` for messages, `status(title)` and `phase(title)` for the
     present activity, `prepare_progress(progress)` for numbers of rows, and `step(metrics,
@@ -28,29 +28,32 @@ class RunReporter(Protocol):
         """Receive the name of the next stage of a start.
 
         Args:
-            title: Such as `starting Ray`; the last one is `training`, when the first step has been
-                taken.
+            title: A text for people, such as `starting Ray`; the last one is `training`, when the
+                first step has been taken.
         """
 
     def phase(self, title: str) -> None:
         """Receive the name of work that interrupts or follows the training steps.
 
         Args:
-            title: Such as `evaluating` or `writing the report`.
+            title: `evaluating`, `saving the last checkpoint`, `writing the report` or `stopping
+                Ray`.
         """
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Receive how many rows `prepare` or an evaluation has processed.
+        """Receive how many rows have been processed before or without training.
 
         Args:
-            progress: `stage` (such as `pack`), `done_rows`, `total_rows` (0: unknown) and
-                `bad_rows`.
+            progress: `done_rows`, `total_rows` (0: unknown), `bad_rows` and `stage`: `scan`,
+                `pack`, `deduplicate`, `hash` or `tokenize` (rows of a source that is prepared),
+                `select` (by a condition), `count tokens of`, `evaluate` or `score`.
         """
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         """Receive a line of metrics.jsonl.
 
         Args:
-            metrics: `step` (number of the step) and values by name, such as `train/loss`.
+            metrics: `step` (number of the step) and values by name, such as `train/loss`; the
+                README.md of mmray/engine lists them.
             total_steps: Number of steps of the run.
         """

@@ -43,6 +43,8 @@ COLLECTIVE_ERRORS = re.compile(
 class WorkerFailed(Exception):
     """A worker failed, or did not start.
 
+    Both arguments are attributes.
+
     Args:
         kind: Kind of the failure: `lost` (a worker, node or connection), `device` (a GPU or its
             link), `preempted` (its node was drained) or `raised` (code raised an error).
@@ -236,8 +238,8 @@ class Backend(Protocol):
     An attempt is one start of the workers of a run; after a failure, a preemption or a change of
     the number of workers another one follows.
 
-    A class implements all methods: it checks and completes the settings, chooses the number of
-    workers, starts them (`start` returns a Workers), and finds the cause of a failure.
+    RayBackend and LocalBackend implement all methods: they check and complete the settings, choose
+    the number of workers, start them (`start` returns a Workers), and find the cause of a failure.
 
     Attributes:
         errors: Types of errors of a cluster or a worker, after which the workers may be restarted;

@@ -38,8 +38,10 @@ class Coordinator:
         Args:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
-                line for the console; {"batch_shape": BatchShape}, the micro-batch that was searched
-                before the first step; or {"bad_rows": number of unreadable rows so far}.
+                line for the console; {"batch_shape": BatchShape} of the dry run; {"checkpoint_s":
+                seconds of a save}; {"wasted_steps": number of logged steps that are taken again};
+                {"bad_rows": number of unreadable rows so far}; or, of an evaluation, {"rows":
+                number of rows of a batch}.
         """
         self._messages.append(message)
 
@@ -53,8 +55,8 @@ class Coordinator:
             num_received: Number of messages that the driver has received since the start.
 
         Returns:
-            The messages after them, and the last heartbeat of each rank with its age in seconds,
-            `age_s`.
+            The messages after them, as `push` got them, and the last heartbeat of each rank, as
+            `heartbeat` got it, with its age in seconds as `age_s`.
         """
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
@@ -70,9 +72,9 @@ class Coordinator:
 
         Args:
             record: `rank`, `node` (its ID), `pid`, `started_s` (of the process, since the epoch),
-                `step`, `progress` (a counter), `state` (such as `training` or `evaluating`),
-                `where` (file:line) and `in_collective` (bool); with {"ended": True} the rank is
-                removed.
+                `step`, `progress` (a counter), `state` (`starting`, `first_step`, `training`,
+                `waiting_for_data`, `compiling`, `evaluating` or `saving`), `where` (`file:line in
+                function`) and `in_collective` (bool); with `ended` the rank is removed.
 
         Returns:
             Three flags: a stop is requested, stacks are requested, and CPUs that the run can do

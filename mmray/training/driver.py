@@ -37,8 +37,9 @@ class RunOutcome:
 
     Args:
         path: Folder of the run.
-        result: Content of result.json: `status`, `steps`, `scores` (metrics of the last evaluation
-            by name), `metrics` and others.
+        result: Content of result.json, as `Supervisor.train` returns it: `status` (`finished` or
+            `stopped`), `steps`, `scores` (metrics of the last evaluation by name), `metrics` (the
+            last line of metrics.jsonl) and others.
         already_done: Whether the run had finished before, so that nothing was trained.
     """
 
@@ -48,15 +49,18 @@ class RunOutcome:
 
 
 class StartTimeline:
-    """Reporter that passes progress to another one, and records when each stage of a start began,
-    in `starts`: for each start a list of {"stage": name, "at_s": seconds since the command}.
+    """Reporter that passes progress to another one, and records when each stage of a start began.
 
-    A start is that of the command, or a restart of the workers; it ends with step 1 or the first
-    step after the restart.
+    It implements RunReporter. A start is that of the command, or a restart of the workers; it ends
+    with step 1 or the first step after the restart.
 
     Args:
         reporter: The other reporter.
         start_s: time.monotonic() at the start of the command.
+
+    Attributes:
+        starts: For each start a list of its stages, {"stage": title, "at_s": seconds from the start
+            of the command to that of the stage}. The first stage is `importing` at 0.
     """
 
     def __init__(self, reporter: RunReporter, start_s: float) -> None:
@@ -100,9 +104,9 @@ def train(
         check_storage: Check that all nodes can use `run.storage`.
 
     Returns:
-        A RunOutcome: `path` (folder of the run), `result` (content of result.json, with `status`
-        and `steps`), and `already_done`, whether nothing was trained because the run had finished
-        before.
+        A RunOutcome: `path` (folder of the run), `result` (content of result.json, with `status`,
+        `steps`, `scores`, `metrics` and others), and `already_done`, whether nothing was trained
+        because the run had finished before.
 
     Raises:
         MmrayError: The run cannot start or failed; its `exit_code` is the exit status of the

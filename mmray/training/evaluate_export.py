@@ -290,15 +290,18 @@ def evaluate_model(
         address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
         reporter: Receives progress and messages.
         settings: Settings of the evaluation; None: those of the run or the config.
-        where: Evaluate on the rows for which this holds; None: `data.eval_where` of the run, unless
+        where: Evaluate on the rows for which this condition on columns holds, such as `width >
+            256`; None: `data.eval_where` of the run, or all rows if `data` is given.
+        captions: Column of captions; None: `data.eval_captions` of the run, or the first column if
             `data` is given.
-        captions: Column of captions; None: `data.eval_captions` of the run, unless `data` is given.
         shares: Shares of the checkpoint's weights to evaluate, 0 to 1; the rest is of
             `model.weights`, from which the run started.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
-        For each share, metrics by name, such as `recall_at_1/mean`, `rows` and `loss`.
+        For each share the metrics by name that the evaluator's `score` returns, such as
+        `recall_at_1/mean`, `rows` and `loss`. With several sets each name starts with that of its
+        set, such as `flickr/rows`.
 
     Raises:
         UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the

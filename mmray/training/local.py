@@ -57,8 +57,9 @@ GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under 
 class RankProcess(ConnectedProcess):
     """The worker process of a rank other than 0, as the driver sees it.
 
-    `result(on_message)` waits for the worker's end and returns its result; meanwhile `on_message`
-    is called with each message of the worker.
+    `result(on_message)` waits for the worker's end and returns its result, fields of result.json;
+    meanwhile `on_message` is called with each message of the worker: (name of a method of
+    Coordinator, its argument).
 
     Args:
         rank: The rank.

@@ -64,7 +64,8 @@ class HeartbeatRecord:
         where: `file:line in function` of the innermost call of mmray or of the user's code.
         in_collective: Whether it is in a collective, or in a backward with collectives: it waits
             for other ranks.
-        state: What it does, such as `training`, `evaluating` or `saving`.
+        state: What it does: `starting`, `first_step`, `training`, `waiting_for_data`, `compiling`,
+            `evaluating` or `saving`.
         age_s: Seconds since the coordinator, which passes messages to the driver, received it.
     """
 
@@ -107,8 +108,9 @@ class Workers(Protocol):
             poll: Called without arguments several times per second.
 
         Returns:
-            The result of rank 0, fields of result.json such as `status` and `steps`. An error that
-            a worker raised is raised.
+            The result of rank 0, fields of result.json: `status` (`finished` or `stopped`),
+            `steps`, `rows_consumed`, `skipped_steps`, `metrics` and `scores`. An error that a
+            worker raised is raised.
         """
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -119,9 +121,8 @@ class Workers(Protocol):
                 again.
 
         Returns:
-            Messages in order, each a dict with keys such as `step`, `stage`, `phase` or `note`; and
-            a dict for each rank with its last heartbeat, such as `rank`, `step`, `state` and
-            `age_s`.
+            Messages in order, each a dict that `Coordinator.push` got; and for each rank its last
+            heartbeat as a dict, the fields of HeartbeatRecord.
         """
 
     def request_stop(self) -> None:
@@ -172,7 +173,8 @@ class Workers(Protocol):
         """Export a logged line of metrics to Ray's metrics (Prometheus), if the workers run on Ray.
 
         Args:
-            metrics: Values by name, with the totals `run/restarts` and `run/bad_rows`.
+            metrics: The line in metrics.jsonl, values by name, and the totals `run/restarts` and
+                `run/bad_rows`.
         """
         return
 
@@ -191,7 +193,8 @@ class HangDetector:
     hung ranks, or None.
 
     Attributes:
-        limits_s: Longest time in seconds without progress by state, such as {"training": 600.0}.
+        limits_s: Longest time in seconds without progress by each state of a HeartbeatRecord, such
+            as {"training": 600.0, ...}.
     """
 
     limits_s: dict[str, float]
@@ -459,6 +462,8 @@ class AttemptMonitor:
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM: stop at a checkpoint after the next step.
+
+        It is a handler of signal.signal, whose two arguments it does not use.
 
         Raises:
             ForceExit: It is the second signal, or the first step has not been taken.

@@ -61,7 +61,7 @@ class ProcessGroupConfig(BackendConfig):
     to the actor with the states of runs, which then import torch on the head.
 
     Args:
-        backend: Backend of torch.distributed, such as `gloo`.
+        backend: Backend of torch.distributed: `gloo`, or for GPUs `cpu:gloo,cuda:nccl`.
         timeout_s: Timeout of collectives in seconds, which neither gloo nor NCCL has by default.
     """
 
@@ -196,8 +196,8 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 class ReservedTrainer(DataParallelTrainer):
     """Ray Train's trainer for workers whose resources the driver has reserved.
 
-    So a driver that waits for resources needs no controller of Ray Train meanwhile. Call `fit_in`
-    in place of `fit`.
+    `torch_trainer` builds it. So a driver that waits for resources needs no controller of Ray Train
+    meanwhile. Call `fit_in(group)` in place of `fit()`.
     """
 
     _group: PlacementGroup

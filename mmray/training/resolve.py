@@ -287,8 +287,9 @@ def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
         prepared: The set, of which the manifest is read.
 
     Returns:
-        Number of rows by the kinds of their media, such as {"audio and video": 3, "no image": 2,
-        "several images": 1}; rows that the model can use are left out.
+        Number of rows by a text for messages, such as {"audio and video": 3}: the kinds of media
+        (`image`, `audio`, `video`) that the rows have, joined by ` and `; or `no image`, `several
+        images` or `text alone`. Without rows that the model can use.
     """
     taken = _taken_kinds(model)
     unused = {}

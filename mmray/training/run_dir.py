@@ -356,8 +356,11 @@ def write_run_files(
 
 
 def collect_environment() -> dict[str, Any]:
-    """Return the content of environment.json: `python`, `platform`, `cores`, and versions of
-    `packages`.
+    """Return the content of environment.json.
+
+    Returns:
+        `python` (version) and `platform` (text), `cores` (number that this process may use) and
+        `packages` (version by name of mmray and the main packages, such as torch).
     """
     return {
         "python": sys.version.split()[0],

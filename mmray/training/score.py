@@ -62,7 +62,7 @@ class ScoreJob:
         name: Name of the column of scores.
         with_embeddings: Whether to write the embeddings of the images too.
         captions: Column of the captions to score; None: the set has one column.
-        digest: Hash of the model, by which a process keeps it.
+        digest: Hash of the model, by which a process finds it if it has loaded it before.
         width: Dimensions of its embeddings.
     """
 
@@ -84,11 +84,11 @@ class ScoreJob:
 
     @property
     def columns(self) -> Columns:
-        """Columns that are written, by their folder below `columns/` of the set: type by name of
-        the column.
+        """Columns that are written: type by name of the column, by the folder below `columns/` of
+        the set.
 
-        An example is `{"clip_score": {"clip_score": "double"}}`; the type of embeddings is
-        `float16[WIDTH]`.
+        Such as {"clip_score": {"clip_score": "double"}} and, with embeddings,
+        {"clip_score_embedding": {"clip_score_embedding": "float16[512]"}} for the width 512.
         """
         columns = {self.name: {self.name: "double"}}
         if self.with_embeddings:

@@ -250,8 +250,16 @@ class Supervisor:
         it.
 
         Returns:
-            The content of result.json, which is written: `status` (`finished` or `stopped`),
-            `steps`, `metrics` and `scores` (dicts by name) and others.
+            The content of result.json, which is written.
+
+            - `status` (`finished` or `stopped`), `steps`, `rows_consumed` and `skipped_steps`.
+            - `metrics`: the last line of metrics.jsonl, without the prefix `evaluate/`; `scores`:
+              only the values that had it.
+            - `best`: {`step`, `metric`, `score`} of the best checkpoint; None: no step was scored.
+            - Totals of all commands: `restarts`, `resizes`, `preemptions`, `wasted_steps` (taken
+              again) and `elapsed_s`.
+            - `batch` (the batch shape as text), `starts` (as given to the constructor) and
+              `all_processes_peak_gib` (host memory; None: unknown).
 
         Raises:
             MmrayError: The run failed and is not restarted; result.json has the status `failed`.

@@ -44,9 +44,10 @@ MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
 
 
 class Tracker(Protocol):
-    """An experiment tracker.
+    """An experiment tracker, called by a thread of the driver.
 
-    Name your own as `package.module:Class` in run.trackers; it is built without arguments.
+    Built in are `mlflow` and `wandb`. Name your own as `package.module:Class` in run.trackers; it
+    is built without arguments.
 
     A class implements `start(run_info, run_id)`, which returns the tracker's run ID, `log(step,
     metrics)` with finite values by name, and `finish(success)`; `log_images(step, images)` is
@@ -70,7 +71,8 @@ class Tracker(Protocol):
 
         Args:
             step: Number of the step, higher than in the call before.
-            metrics: Finite values by name, such as `train/loss`.
+            metrics: The finite values of a line of metrics.jsonl by name, such as `train/loss`; the
+                README.md of mmray/engine lists them.
         """
 
     def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
@@ -128,8 +130,8 @@ class TrackingReporter:
         reporter: The other reporter.
 
     Attributes:
-        run_status: How the run ended, such as `finished`, which the driver sets before the end of
-            the block; `failed` until then.
+        run_status: How the run ended: `finished` or `stopped`, which the driver sets before the end
+            of the block; `failed` until then.
     """
 
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
@@ -209,13 +211,15 @@ class TrackerThread(threading.Thread):
     """Calls one tracker from a daemon thread, which starts at once.
 
     No ThreadPoolExecutor, whose threads Python joins at exit, also one in which a tracker hangs.
-    The driver logs the texts in `warnings`, a deque.
 
     Args:
         tracker: `mlflow`, `wandb`, or a user's `package.module:Class`.
         folder: Folder of the run, for the file with the tracker's run ID.
         run_info: `name` and `folder` of the run, and its settings as the dict `config`, without
             secrets.
+
+    Attributes:
+        warnings: Texts about errors of the tracker, a deque that another thread empties and logs.
     """
 
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
@@ -430,9 +434,7 @@ COUNTERS = {
 class RayMetrics:
     """Metrics of one run in Ray's metrics, which Prometheus scrapes from each node of the cluster.
 
-    `update(metrics)` takes a line of metrics, values by name, and exports some of them: `step`,
-    `train/loss`, rows per second, MFU, share of waiting for data, use of the GPU, peak memory,
-    restarts and bad rows.
+    `update(metrics)` takes a line of metrics, values by name, and exports some of them.
 
     Args:
         run: Name of the run, the label `run`.
@@ -454,8 +456,10 @@ class RayMetrics:
         """Export a line of metrics.
 
         Args:
-            metrics: Values by name, as in metrics.jsonl, and the totals `run/restarts` and
-                `run/bad_rows`; other names are ignored.
+            metrics: Values by name, of which these are exported: `step`, `train/loss`,
+                `throughput/samples_per_s`, `throughput/mfu`, `time/data_wait_share`,
+                `gpu/busy_percent`, `gpu/memory_gib`, `memory/peak_gib`, and the totals
+                `run/restarts` and `run/bad_rows`.
         """
         for key, gauge in self._gauges.items():
             if metrics.get(key) is not None:

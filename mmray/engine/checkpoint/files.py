@@ -338,9 +338,11 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
         path: Folder of the checkpoint.
 
     Returns:
-        `step` and `rows_consumed` (int), `metrics` (the logged line of the step), `config` (all
-        settings), `architecture` (description of the model's layers, as its method `architecture()`
-        returned it), `world` (number of workers) and `versions` (of `python` and `torch`).
+        `step` and `rows_consumed` (int), `metrics` (the line of the step in metrics.jsonl),
+        `config` (all settings), `architecture` (description of the model's layers, as its method
+        `architecture()` returned it; None without the method), `world` (number of workers), `base`
+        (what identifies frozen weights that are not in the checkpoint; None: it has all) and
+        `versions` (of `python` and `torch`).
 
     Raises:
         TrainingError: The file does not exist or is damaged.

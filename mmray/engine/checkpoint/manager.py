@@ -40,8 +40,9 @@ class CheckpointManager:
         folder: folder of the run.
         fencing_token: number of this process's claim on the folder, which is checked before each
             write; None on ranks other than 0.
-        meta: values that meta.json of each checkpoint has besides `step`, `rows_consumed` and
-            `metrics`, JSON values by name.
+        meta: values that meta.json of each checkpoint has besides `step`, `rows_consumed`,
+            `metrics` and `versions`, JSON values by name; a run gives `config`, `architecture`,
+            `world` and `base`.
         notify: called with (label, line), where the label, such as `checkpoint`, is the word that
             the console prints before the line.
         keep: number of newest checkpoints to keep, in addition to the best one by `metric`.
@@ -55,6 +56,7 @@ class CheckpointManager:
 
     Attributes:
         save_duration_s: seconds from start to end of the newest finished save; None: none yet.
+        uploader: LogUploader of the run's growing files; only on rank 0.
     """
 
     def __init__(
@@ -117,9 +119,12 @@ class CheckpointManager:
         Args:
             step: The step after which the state was taken.
             rows_consumed: Rows of the sample order up to this step.
-            state: Nested dicts of tensors and JSON values: `model`, `optimizer`, `scaler`,
-                `progress` and, with an EMA of the weights, `average`.
-            metrics: Metrics of this step by name, for meta.json.
+            state: Nested dicts of tensors and JSON values: `model` (its state_dict), `optimizer`
+                (as `optimizer_state` returns it), `scaler` (state_dict of the loss scaler),
+                `progress` (fields of LoopProgress) and, with an EMA of the weights, `average` (its
+                state_dict).
+            metrics: The line of this step in metrics.jsonl, values by name, for meta.json; empty if
+                it was not logged.
             last: Whether no save follows.
 
         Returns:

@@ -110,8 +110,10 @@ def save_async(
 
     Args:
         path: Folder of the checkpoint; an existing one is replaced.
-        state: Nested dicts of tensors and JSON values.
-        meta: Contents of meta.json, JSON values by name such as `step`, without `versions`.
+        state: Nested dicts of tensors and JSON values; a run gives `model`, `optimizer`, `scaler`,
+            `progress` and maybe `average`.
+        meta: Contents of meta.json, JSON values by name (see `load_meta`), without `versions`,
+            which are added.
         cpu_group: Gloo group of the ranks that save together, each its shards; None: this process
             saves alone.
         stager: Keeps its buffers from save to save, so the previous save must have ended; None:
@@ -230,9 +232,10 @@ def load(
             unless a tensor is larger.
 
     Returns:
-        Nested dicts of tensors and JSON values, as they were saved: `model`, `optimizer`, `scaler`,
-        `progress` and, with an EMA of the weights, `average`. With `only`, tensors of other parts
-        are absent.
+        Nested dicts of tensors and JSON values, as they were saved: `model` (its state_dict),
+        `optimizer` (as `optimizer_state` returns it), `scaler` (state_dict of the loss scaler),
+        `progress` (fields of LoopProgress) and, with an EMA of the weights, `average` (its
+        state_dict). With `only`, tensors of other parts are absent.
 
     Raises:
         TrainingError: A file is missing or damaged.
@@ -288,7 +291,8 @@ def separate_tensors(
 
     Args:
         state: Nested dicts of tensors and JSON values.
-        parents: Keys under which `state` is nested; none for a whole state.
+        parents: Keys of a whole state under which `state` is, with which the paths start; none if
+            it is a whole state.
 
     Returns:
         The state without its tensors, in the same nested dicts, and the tensors by their path, such
@@ -316,7 +320,8 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     Args:
         path: Folder of the checkpoint.
         values: The state without its tensors, for state.json.
-        meta: Contents of meta.json, JSON values by name such as `step`, without `versions`.
+        meta: Contents of meta.json, JSON values by name (see `load_meta`), without `versions`,
+            which are added.
         cpu_group: Gloo group of the ranks that save together; None: this process saves alone.
         before_write: Called without arguments on rank 0, before any rank writes and again before
             the checksums.

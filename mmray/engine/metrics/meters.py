@@ -41,8 +41,9 @@ class Meter:
         precision: Precision of training, which determines the peak FLOP/s of a GPU.
         devices: Number of devices of a worker.
         compiles: Whether the model has compiled blocks, whose number of graphs is then a metric.
-        token_counts: Numbers of real and padded caption tokens, real and padded samples of audio,
-            real and padded frames of video, summed over the steps, float64 [6].
+        token_counts: Numbers of caption tokens without and with padding, samples of audio without
+            and with padding, and frames of video without and with padding, float64 [6]. The loop
+            adds those of each step, and sets them to 0 after a logged line.
         flops_of_row: Floating point operations of a forward and a backward of one row, counted in
             the first step; None before.
     """
@@ -59,9 +60,10 @@ class Meter:
         """Return the metrics of this rank since the last call, and start measuring again.
 
         Returns:
-            Values by name, such as `time/step_s`, `throughput/samples_per_s`,
-            `throughput/tflops_per_device`, `host/cpu_percent` and `memory/peak_gib`; times and
-            rates only after the second step of the run.
+            Values by name: what `machine_load` returns, and `memory/peak_gib`. After the second
+            step of the run also what `Throughput.compute` returns, `throughput/tflops_per_device`
+            and, on a GPU, `throughput/mfu` (share of its peak FLOP/s, 0 to 1, NaN if that is
+            unknown). If the model is compiled, `compile/graphs`, how many graphs so far.
         """
         device = self.group.device
         world_size = self.group.world_size
@@ -100,9 +102,9 @@ def reduce_over_ranks(
         local: Metrics of this rank, numbers by name; every rank has the same names.
 
     Returns:
-        The sums over ranks, in order, and the metrics: of memory, compilation and the slowest steps
-        (such as `memory/peak_gib` and `time/step_p95_s`) the maximum over ranks, of all others the
-        mean.
+        The sums over ranks, in order, and the metrics by name: the maximum over ranks of those that
+        start with `memory/`, `compile/`, `host/memory_gib`, `gpu/memory_gib`, `time/step_p95_s` or
+        `time/first_step_s`, and the mean of all others.
     """
     values = torch.tensor(
         [float(value) for value in local.values()], dtype=torch.float64, device=group.device

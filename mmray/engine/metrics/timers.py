@@ -33,10 +33,10 @@ class Throughput:
     callbacks). `add` ends a step, `lap` another activity. The first step of the run is measured
     separately, because it includes compilation, allocation and warm-up.
 
-    `compute(world_size)` returns the times and rates by name, such as `throughput/samples_per_s`.
+    `compute(world_size)` returns the times and rates by name; its docstring lists them.
 
     Attributes:
-        timers: Measure the phases of a step, such as `forward`.
+        timers: Measure the phases of a step.
         first_step_s: Seconds of the first step of the run; 0 before its end.
     """
 
@@ -85,13 +85,19 @@ class Throughput:
             world_size: Number of workers.
 
         Returns:
-            Values by name: `time/*_s` in seconds, of a step the mean, 50th and 95th percentile (of
-            the last 500 steps), the wait for data and the phases, and the total of `checkpoint`,
-            `log` and `callbacks` between steps; `time/data_wait_share`, 0 to 1;
-            `throughput/samples_per_s` and `throughput/tokens_per_s` of all workers. On a GPU also
-            `time/device_idle_share`, `time/device_idle_data_share`, `time/launch_bound_share` and
-            `time/rows_cpu_share`, of the time of steps and callbacks. Empty if there was no step
-            but the first of the run.
+            Values by name, empty if there was no step but the first of the run.
+
+            - Seconds of a step: `time/step_s` (mean), `time/step_p50_s` and `time/step_p95_s`
+              (percentiles of the last 500 steps), `time/first_step_s` (the first of the run).
+            - Means of a step: `time/data_wait_s`, and the device's `time/transfer_s`,
+              `time/forward_s`, `time/backward_s`, `time/sync_s` and `time/optimizer_s`.
+            - Totals: `time/wall_s` (all), `time/checkpoint_s`, `time/log_s` and
+              `time/callbacks_s` (between steps).
+            - `time/data_wait_share`, of the time of steps, 0 to 1.
+            - `throughput/samples_per_s` and `throughput/tokens_per_s` of all workers.
+            - On a GPU, as shares of the time of steps and callbacks: `time/device_idle_share`,
+              `time/device_idle_data_share`, `time/launch_bound_share` and `time/rows_cpu_share`
+              (see `IdleTimer.pop_s`).
         """
         laps_s, phases_s = self._restart()
         idle_s = self.timers.idle.pop_s()
@@ -258,7 +264,8 @@ class PhaseTimers:
                 self._read(name, MAX_SCOPES // 2)
 
     def pop_s(self) -> dict[str, float]:
-        """Return the seconds by phase (such as `forward`) since the last call.
+        """Return the seconds by phase (`transfer`, `forward`, `backward`, `sync` and `optimizer`)
+        since the last call.
 
         It synchronizes with a GPU.
         """

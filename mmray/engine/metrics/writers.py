@@ -37,11 +37,11 @@ class MetricsLog:
     steps.
 
     Lines of later steps, from workers that failed, are dropped, because those steps are taken
-    again; `wasted_steps` is their number. A thread writes, because storage may stall. Lines that
-    cannot be written are kept and written later.
+    again. A thread writes, because storage may stall. Lines that cannot be written are kept and
+    written later.
 
     `write(metrics)` takes a dict with `step` and values by name, such as `train/loss`, which
-    becomes one line.
+    becomes one line. The README.md of mmray/engine lists the names.
 
     Args:
         folder: Local folder of the log.
@@ -50,6 +50,9 @@ class MetricsLog:
             print before the warning.
         check_lease: Called without arguments by the thread, at most every ten seconds and at the
             end; raises TrainingError if another process has taken over the run.
+
+    Attributes:
+        wasted_steps: Number of the logged steps after `start_step`, which are taken again.
 
     Raises:
         StorageError: The log cannot be opened.
@@ -89,8 +92,8 @@ class MetricsLog:
         """Write one line to metrics.jsonl and TensorBoard, in the thread.
 
         Args:
-            metrics: `step` (int) and values by name, such as `train/loss`. NaN and infinity become
-                null in the file.
+            metrics: `step` (int) and values by name, such as `train/loss`; those whose names have a
+                `/` are numbers and go to TensorBoard. NaN and infinity become null in the file.
 
         Raises:
             TrainingError: An earlier write found that another process owns the run.
@@ -114,9 +117,11 @@ class MetricsLog:
 
         Args:
             step: Number of the step.
-            examples: Content of examples.json as the evaluation returns it: lists of dicts, one for
-                each query, under `image_to_text` and `text_to_image`, or one for each generated
-                answer under `answers`; and `images`, thumbnails as data URIs by number of the row.
+            examples: Content of examples.json, JSON values. For retrieval the queries {`row`,
+                `caption`, `rank` (1: a hit)} in lists under `image_to_text` and `text_to_image`,
+                and `images`, thumbnails as data URIs by `row` as text. For generated answers a list
+                `answers` of {`turns`: [{`parts`: [{`text`} or {`image`: data URI}]}], `answer`,
+                `references` (list of texts), `correct` (bool)}. Other keys are not read.
         """
         self._last = self._thread.submit(self._write_images, step, examples)
 
@@ -351,7 +356,7 @@ def profile_steps(
     """Context manager that profiles steps with torch.profiler into a Chrome trace.
 
     Args:
-        steps: Number of steps to profile, after two to warm up; 0: none.
+        steps: Number of steps to profile, which follow two that are not recorded; 0: none.
         file: The trace to write; None: none.
         device: Device of training; on a GPU its kernels are recorded too.
 

@@ -40,8 +40,9 @@ class DeviceDefaults:
     None depends on its memory: the largest micro-batch (`batch.micro auto`) is measured instead.
 
     Attributes:
-        precision: Value of `train.precision` `auto`.
-        compile: Value of `train.compile` `auto`.
+        precision: What `train.precision` `auto` becomes: `bf16`, `fp16` or `fp32`.
+        compile: What `train.compile` `auto` becomes: `inductor` (a backend of torch.compile) or
+            `none`.
         tf32: Whether float32 matrix products and convolutions use TF32.
     """
 
@@ -159,10 +160,12 @@ def compile_problem(device: torch.device) -> str:
 
 
 def configure_torch(train: Train, device: torch.device) -> str:
-    """Set the global flags of torch for a device, such as TF32.
+    """Set the global flags of torch for a GPU: TF32 (not for `train.precision` fp32), cuDNN's
+    benchmark (not for `train.deterministic`), and an allocator with expandable segments (unless
+    PYTORCH_ALLOC_CONF is set). Without effect for a CPU.
 
     Args:
-        train: The `train` section.
+        train: The `train` section, without `auto` in `precision` and `compile`.
         device: Device of training.
 
     Returns:

@@ -47,7 +47,8 @@ def wrap_model(
             weights.
 
     Returns:
-        A DistributedDataParallel module, or the module, which `fsdp` and `hsdp` shard in place.
+        For `ddp` a DistributedDataParallel module. For `fsdp` and `hsdp` the module, sharded in
+        place; for `branches` and `single` the module itself.
 
     Raises:
         UsageError: `fsdp` or `hsdp` in fp16, or the ranks do not suit `hsdp`.
