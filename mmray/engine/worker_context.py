@@ -189,7 +189,7 @@ class ProgressReporter:
 
         Args:
             step: Number of the step, counted from 1.
-            metrics: The metrics of the step as logged: `step` and values by name, such as
+            metrics: The line of the step in metrics.jsonl: `step` and values by name, such as
                 `train/loss`; None if the step was not logged.
 
         Raises:

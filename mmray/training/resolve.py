@@ -55,8 +55,9 @@ class ResolvedRun:
             is in its weights.
         batch_shape: Global batch and micro-batches with the largest number of workers.
         steps: Steps of the run.
-        data_identity: Content of data.json: `train` (sets and weights), `fingerprint`, `num_rows`
-            and `tokenizer` (hex digest); equal whenever the run is resumed.
+        data_identity: Content of data.json, equal whenever the run is resumed: `train` (sets and
+            weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
+            epoch) and `tokenizer` (SHA-256 of tokenizer.json in hexadecimal).
         token_lengths: Tokens of each row of the training set, uint32 [num_rows], if `batch.tokens`
             divides the rows of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.

@@ -176,8 +176,8 @@ def select_run(
 
     Args:
         config: Settings of this command.
-        data: Content of data.json, which identifies the data: `train` (address of the set),
-            `fingerprint`, `num_rows` and `tokenizer`.
+        data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
+            set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
         steps: Number of steps after which a run counts as finished.
         keep_shuffle: Whether an existing run may have another `data.shuffle_blocks`, which it
             keeps.
@@ -326,8 +326,8 @@ def write_run_files(
     Args:
         path: Folder of the run.
         config: Settings, for config.yaml.
-        data: Content of data.json, which identifies the data: `train`, `fingerprint`, `num_rows`
-            and `tokenizer`.
+        data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
+            set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
         tokenizer_json: Content of tokenizer.json.
 
     Returns:

@@ -173,8 +173,8 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
         backend: Finds the cause of errors of Ray or a process.
 
     Returns:
-        A Failure: `kind` (such as `lost`, `hung` or `raised`), `error`, `step` (the last logged
-        one) and `logged` (whether the run has logged a step).
+        A Failure: `kind` (`lost`, `hung`, `preempted`, `device`, `storage` or `raised`), `error`,
+        `step` (the last logged one) and `logged` (whether the run has logged a step).
     """
     kind = "raised"
     cause: BaseException = error
@@ -490,7 +490,7 @@ def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         meta: Content of the checkpoint's meta.json: `step`, `rows_consumed` and `metrics`, a flat
-            dict with the last metrics by name, such as `train/loss`.
+            dict with the step's line in metrics.jsonl, values by name such as `train/loss`.
 
     Returns:
         Fields of result.json: `status` (always `finished`), `steps`, `rows_consumed`,

@@ -214,7 +214,8 @@ def _fixed_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) ->
 class PendingBackward:
     """A marker whose lifetime shows whether the backward of a graph's forward is still to come.
 
-    The autograd graph of the output holds it, so it is freed when the backward has run or the
+    BranchGraphs creates one for each forward, without arguments, and keeps a weak reference. The
+    autograd graph of the output holds the marker, so it is freed when the backward has run or the
     output is dropped.
     """
 
@@ -353,7 +354,7 @@ class CudaRecorder:
 
         Returns:
             Its result, and a function that waits for the GPU and returns the host's share of the
-            time.
+            time: near 1 if the GPU waits for launches, near 0 if the host is far ahead.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
