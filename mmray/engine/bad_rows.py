@@ -42,7 +42,7 @@ def quarantine_bad_rows(
 
     Each row is written and counted once, over all ranks, epochs and restarts of the workers. Its
     line is a JSON object: `key`, `source` (`file:line`; both null if the row cannot be read at
-    all), `row` (number in the set), `stage` (`train`), `reason` (a word) and `detail`.
+    all), `row` (number in the set), `stage` (`train`), `reason` (a word) and `detail` (a text).
 
     Args:
         blocks: Arrays of R rows by column, of which these are read: `pos` int64 [R], the position

@@ -46,8 +46,8 @@ class HeartbeatState:
     """What a training process does now: the name of its state and a count of its progress.
 
     A rank whose count does not grow for longer than the limit of its state (`state_limits_s` of the
-    `cluster` section) is hung, and the driver restarts the workers. It takes no arguments, and the
-    first state is `starting`. Only a Heartbeat sends the state to a driver.
+    `cluster` section) is hung, and the driver restarts the workers. It is constructed without
+    arguments, and its first state is `starting`. Only a Heartbeat sends the state to a driver.
 
     Code calls `with state(name):` around long work, and `count_progress()` when a part of it is
     done.

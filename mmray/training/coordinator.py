@@ -39,7 +39,7 @@ class Coordinator:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
                 line for the console; {"batch_shape": BatchShape} of the dry run; {"checkpoint_s":
-                seconds of a save}; {"wasted_steps": number of logged steps that are taken again};
+                seconds of a save}; {"wasted_steps": number of steps that are taken again};
                 {"bad_rows": number of unreadable rows so far}; or, of an evaluation, {"rows":
                 number of rows of a batch}.
         """

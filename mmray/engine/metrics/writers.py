@@ -52,7 +52,7 @@ class MetricsLog:
             end; raises TrainingError if another process has taken over the run.
 
     Attributes:
-        wasted_steps: Number of the logged steps after `start_step`, which are taken again.
+        wasted_steps: Number of steps from `start_step` to the last dropped line.
 
     Raises:
         StorageError: The log cannot be opened.
