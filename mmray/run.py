@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run in its folder.
+    """A run in its folder, which `mmray.train` returns.
 
     Values are read from the files of the run at each access, so they are current while it trains.
 
@@ -39,9 +39,13 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Content of result.json; empty before the run ends.
 
-        It has `status` (`finished`, `stopped` or `failed`), `steps`, `scores` (metrics of the last
-        evaluation by name), `best` (the dict `step`, `metric` and `score` of the best checkpoint;
-        None: no checkpoint was evaluated) and more.
+        It has `status` (`finished`, `stopped` or `failed`), `steps`, `rows_consumed`,
+        `skipped_steps`, `metrics` (the last ones by name), `scores` (those of the last evaluation),
+        and `best` (the dict `step`, `metric` and `score` of the best checkpoint; None: no
+        checkpoint was evaluated). Of these a failed run has only `status`, and `error`, the reason.
+        All have `restarts`, `resizes`, `preemptions`, `wasted_steps` and `elapsed_s` (sums over all
+        commands), `batch` (the shape as text), `starts` (for each start its stages as {"stage",
+        "at_s"}) and `all_processes_peak_gib` (memory; None: not measured).
         """
         return RunRecord(self.path).result
 
@@ -58,8 +62,10 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl in the order of steps, each a dict with `step` and values by
-        name, such as `train/loss`; for example for pandas.DataFrame.
+        """The lines of metrics.jsonl in the order of steps, for example for pandas.DataFrame.
+
+        Each is a dict with `step` and values by name, such as `train/loss`; after an evaluation
+        also its metrics with the prefix `evaluate/`.
         """
         return RunRecord(self.path).lines
 

@@ -28,8 +28,10 @@ Status = Literal[
 class Goal(NamedTuple):
     """What a sweep optimizes.
 
+    GOALS has the three goals by name: `throughput`, `loss` and `recall`.
+
     Attributes:
-        title: Name of the value, with its unit.
+        title: Name of the value, with its unit, such as `samples/s`.
         maximize: Whether a higher value is better.
         eval_metric: Held-out metric of metrics.jsonl by which trials are compared after the same
             number of samples; None: the speed of a trial counts.
@@ -86,7 +88,7 @@ class TrialRow:
             or the budget), `failed`, `out_of_memory` or `infeasible` (its settings contradict each
             other or need too many resources).
         settings: The searched settings and their values, such as {"optimizer.lr": 0.001}.
-        error: Why the trial did not finish.
+        error: A sentence why the trial did not finish; None: it did, or has not ended.
         micro: Rows of a micro-batch.
         accumulation: Micro-batches of a worker in a step.
         workers: Number of workers.
@@ -96,7 +98,8 @@ class TrialRow:
         peak_gib: Largest peak memory of a worker.
         elapsed_s: Seconds with workers, over all starts of the trial.
         run: Folder of the run, relative to the folder of the sweep.
-        is_recipe: Whether the settings are the recipe's own.
+        is_recipe: Whether the searched settings have the values of the recipe that the sweep
+            started from.
         rungs: Its values at the rungs that it reached (numbers of samples after which trials are
             compared), ascending.
         curve: The held-out values of all evaluations.
@@ -148,8 +151,11 @@ class TrialRow:
         return f"{self.micro} x {self.accumulation} x {self.workers}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return this row as the JSON object of a line of trials.jsonl; `global_rows` is named
-        `global`.
+        """Return this row as the JSON object of a line of trials.jsonl.
+
+        Returns:
+            The fields of this class by name, with `global` for `global_rows`. `rungs` is a list of
+            {"samples", "value", "elapsed_s"}, `curve` of (samples, value).
         """
         values = asdict(self)
         values["global"] = values.pop("global_rows")
@@ -161,8 +167,8 @@ class TrialRow:
         """Restore a row from its JSON object in trials.jsonl.
 
         Args:
-            values: Fields of this class by name, with `global` for `global_rows`. `trial` and
-                `status` are required; unknown keys are ignored.
+            values: Fields of this class by name as `to_json` returns them, with `global` for
+                `global_rows`. `trial` and `status` are required; unknown keys are ignored.
         """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         known["global_rows"] = values.get("global")
@@ -178,8 +184,8 @@ class Recommendation:
     Attributes:
         best: Name of the trial.
         why: Sentences for the user.
-        per_global: For batch shapes (global batch and micro-batch): name of the best one by rows of
-            the global batch, as text.
+        per_global: Of a sweep of batch shapes (global batch and micro-batch) the name of the best
+            one by rows of the global batch as text, such as {"1024": "s003"}; else empty.
     """
 
     best: str

@@ -40,8 +40,9 @@ class PartMedium(NamedTuple):
 
     Args:
         kind: `image`, `video` or `audio`.
-        value: A path, URL, data URI, bytes or struct, as in a column. None if the part has none of
-            its own, so that it takes the next medium of this kind of the row.
+        value: A path relative to the folder of the source, URL, data URI, encoded bytes, or a dict
+            {"path", "bytes"}. None if the part has none of its own, so that it takes the next
+            medium of this kind from the columns of the row.
     """
 
     kind: str
@@ -54,11 +55,14 @@ def parse_messages(
     """Convert the conversation of a source row to messages with content parts.
 
     Args:
-        value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The
-            content is a text, in which each `<image>` marks an image, or a list of parts such as
-            {"type": "text", "text": "..."} and {"type": "image"}. The keys of an Arrow struct that
-            a message lacks are None.
-        kinds: Kinds of media that may be marked in a text, `<video>` only if `video` is one.
+        value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The role
+            is `system`, `user` or `human`, or `assistant`, `gpt`, `chatgpt`, `model` or `bot`. The
+            content is a text, in which each `<image>` or `<img>PATH</img>` marks an image, or a
+            list of parts: {"type": "text", "text": "..."}, or {"type": "image", "image": PATH},
+            where the medium may be missing (also `video`, `audio`, and `image_url` and so on). Keys
+            may be None, as in an Arrow struct.
+        kinds: Kinds whose marks count in a text: `image` (`<image>`), `video` (`<video>`) and
+            `audio` (`<audio>`).
 
     Returns:
         The messages {"role": "system" | "user" | "assistant", "content": parts}, where parts is a

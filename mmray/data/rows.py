@@ -56,10 +56,11 @@ class BadRow(ValueError):
     """A source row that is quarantined: written to quarantine.jsonl instead of the prepared set.
 
     Args:
-        stage: Where it failed, such as `parse`, `columns`, `read`, `decode` or `text`.
+        stage: Where it failed: `parse` (the line), `columns` (their values), `read` (a file),
+            `decode` (an image, audio or video) or `text` (a caption).
         reason: A short word, such as `missing-image`, by which rows are counted.
         detail: A sentence for the user.
-        key: Key of the row, if it is known.
+        key: Key (name) of the row; None: not known.
     """
 
     def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
@@ -79,11 +80,10 @@ class ImageRef:
         name: Name for messages, which contains no secret.
         file: Path of the file, relative to the folder of the source; None for inline bytes and for
             a URL.
-        offset: First byte of the image in the file.
+        offset: First byte of the medium in the file.
         length: Number of bytes; None: the complete file.
-        data: Inline bytes of the encoded image; None: none.
-        url: Address from which the image is fetched; it may contain a secret (a signature). None:
-            none.
+        data: Inline encoded bytes; None: none.
+        url: Address from which it is fetched; it may contain a secret (a signature). None: none.
         kind: `image`, `audio` or `video`.
     """
 
@@ -98,11 +98,12 @@ class ImageRef:
 
 @dataclass
 class SourceRow(Row):
-    """A validated row of a source, which becomes a stored row once its media are read.
+    """A validated row of a source, from `parse_row`, which becomes a stored row once its media are
+    read.
 
     Until then `media` is empty, `texts` are not cleaned (of a conversation without captions they
     are the assistant's messages), and `boxes` are (x, y, width, height) in pixels of the only
-    image.
+    image. The other attributes are those of Row.
 
     Attributes:
         images: Its images in order, then its audio and its video; without `messages` at least one.
@@ -123,17 +124,19 @@ def parse_row(
     """Validate the values of a source row, and convert them to a SourceRow.
 
     Args:
-        values: Values by mmray's column names: `id` or `key`, `image`, `images` or `image_path`,
-            `text` or `texts`, `label`, `split`, `language`, `boxes` ([x, y, width, height] in
-            pixels), `box_labels`, `messages` or `conversations`, `audio` or `audios`, `video` or
-            `videos`, `t0_s` and `t1_s` (seconds). None is the same as a missing column. A BadRow is
-            raised.
-        location: Key of a row without one, such as `captions.jsonl:12`.
-        hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
+        values: Values by mmray's column names: `id` or `key` (text or int), `image`, `images` or
+            `image_path` (one or a list of what `parse_image` takes), `text` or `texts` (a text or
+            {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split`, `language` (words),
+            `boxes` (lists [x, y, width, height] in pixels), `box_labels` (ints), `messages` or
+            `conversations` (what `parse_messages` takes), `audio` or `audios`, `video` or `videos`
+            (as images), `t0_s` and `t1_s` (start and end of the texts in seconds); and `kept
+            columns`, a dict of those of `prepare.keep`. Others are ignored. None is the same as a
+            missing column. A BadRow is raised.
+        location: Location of the row, such as `captions.jsonl:12`; also its key if it has none.
+        hosts: Hosts from which files may be fetched by URL, such as `images.example.org`.
 
     Returns:
-        A SourceRow: `key`, `images` (references), `texts`, `label`, `split`, `language`, `boxes`,
-        `messages` and others; what the row lacks is None or empty.
+        A SourceRow; what the row lacks is None or empty.
 
     Raises:
         BadRow: With stage `columns` (`decode` for an image format that is not read) and a reason.
@@ -340,7 +343,8 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
     Args:
         values: Values by the column names of the source, such as {"title": "a dog"}.
-        columns: Column of the source by mmray's column name, such as {"text": "title"}.
+        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
+            {"text": "title"}.
 
     Returns:
         The same values by mmray's names. Columns without an entry keep their name. If several
@@ -364,7 +368,9 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a text such as `alt,synthetic`."""
+    """Return the names in a text that are joined by commas, such as (`alt`, `synthetic`) for
+    `alt,synthetic`, without spaces around them and without empty ones.
+    """
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -372,12 +378,13 @@ def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
     """Return the columns of the source for one of mmray's columns: one, or several of texts.
 
     Args:
-        columns: Column of the source by mmray's column name, such as {"text": "alt,synthetic"}.
-        ours: mmray's column name, such as `text`; without an entry the column of the source has the
-            same name.
+        columns: Names in the source by mmray's column names, such as {"text": "alt,synthetic"}.
+        ours: mmray's column name, one of COLUMNS in mmray.builtin; without an entry the column of
+            the source has the same name.
 
     Returns:
-        Names of columns of the source, such as (`alt`, `synthetic`).
+        Names of columns of the source, such as (`alt`, `synthetic`); several only for `text` and
+        `texts`.
     """
     theirs = columns.get(ours, ours)
     return split_names(theirs) if ours in TEXT_COLUMNS else (theirs,)
@@ -400,11 +407,11 @@ def to_utf8(text: str) -> str:
     """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates.
 
     Args:
-        text: Such as the name of a file.
+        text: Any text, such as the name of a file.
 
     Returns:
-        The text, in which a backslash and five characters, such as `udcff`, replace a lone
-        surrogate.
+        The text, in which a backslash and five characters, such as `udcff`, replace each lone
+        surrogate (half of a UTF-16 pair).
     """
     return text.encode(errors="backslashreplace").decode()
 
@@ -433,12 +440,13 @@ def is_valid_name(text: str) -> bool:
 
 
 def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> ImageRef:
-    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL.
+    """Parse one value of a column of images, audio or video.
 
     Args:
-        value: The value of a media column, or an item of it: a path, URL, data URI, bytes, or a
-            struct {"bytes": ..., "path": ...} of Hugging Face `datasets`.
-        hosts: Hosts from which files may be fetched by URL.
+        value: A path relative to the folder of the source, a URL, a data URI, encoded bytes, an
+            image in base64, or a dict {"bytes": ..., "path": ...} of Hugging Face `datasets`, one
+            of which may be None. An ImageRef is returned unchanged.
+        hosts: Hosts from which files may be fetched by URL; (): a URL is a BadRow.
         kind: `image`, `audio` or `video`.
 
     Returns:

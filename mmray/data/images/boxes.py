@@ -41,7 +41,10 @@ class BoxColumns:
 
     Args:
         inputs: The `model.inputs` section; M is its `max_boxes`.
-        augment: The augmentation of the pixels; None for none.
+        augment: The `augment` section, which is applied as to the pixels; None for none.
+
+    Attributes:
+        counts: By name of a column with numbers of values the column of these values.
     """
 
     counts: ClassVar = {"num_boxes": "boxes"}
@@ -87,8 +90,8 @@ class BoxColumns:
             row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
                 `box_labels` are class numbers or None.
             image_size: (width, height) of its upright image in pixels, before it was transformed.
-            uniforms: Random numbers of the augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1), the
-                same as for the pixels; None: no augmentation.
+            uniforms: Random numbers of the augmentation in [0, 1), float64, the same as for the
+                pixels; the first NUM_UNIFORMS (49) are used. None: no augmentation.
         """
         if not row.boxes:
             return

@@ -66,7 +66,9 @@ class BadImage(ValueError):
     """Bytes that are not a complete image of acceptable size.
 
     Args:
-        reason: One word, such as `truncated` or `too-large`.
+        reason: `empty` (no bytes), `format` (not a format that is read), `too-large`, `truncated`,
+            `corrupt` or `checksum` (of a PNG); `decoder-crash` or `memory` if a child process that
+            decoded it died or had no memory. Audio and video have those of BadMedia too.
         detail: A sentence for the user.
     """
 
@@ -84,7 +86,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height.
+        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
         Pixels uint8 [H, W, 3]: the array itself, or the first three channels of an array
@@ -136,7 +138,7 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height.
+        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
         (width, height) of the upright image in pixels.
@@ -155,7 +157,7 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height.
+        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
         (width, height) of the upright image in pixels.
@@ -174,7 +176,7 @@ def exif_orientation(data: bytes, max_pixels: int) -> int:
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height.
+        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
         1 (upright) to 8; 1 if there is none or its EXIF block is damaged.

@@ -10,8 +10,8 @@ class ImageFormat(NamedTuple):
     """First bytes of an image format, and the suffixes of its files.
 
     Attributes:
-        pattern: Pattern that matches the first bytes.
-        suffixes: Suffixes such as `.jpg`.
+        pattern: Compiled pattern that matches the first bytes.
+        suffixes: Suffixes in lower case with the dot, such as `.jpg`.
     """
 
     pattern: re.Pattern[bytes]
@@ -53,8 +53,12 @@ _HEAD_BYTES = 128
 def detect_format(data: bytes) -> str | None:
     """Return the format of an encoded image by its first bytes.
 
+    Args:
+        data: Encoded bytes; the first 128 are enough.
+
     Returns:
-        Name of Pillow's decoder, such as `JPEG` or `WEBP`; None if it is not a format that is read.
+        Name of Pillow's decoder: `JPEG`, `PNG`, `WEBP`, `GIF`, `AVIF`, `HEIF`, `TIFF`, `JPEG2000`,
+        `ICO`, `PPM` or `BMP`; None if it is not a format that is read.
     """
     head = data[:_HEAD_BYTES]
     return next((name for name, each in IMAGE_FORMATS.items() if each.pattern.match(head)), None)

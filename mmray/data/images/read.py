@@ -35,8 +35,11 @@ def read_image(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
     Args:
         folder: Folder of the source, which paths of images are relative to.
         image: Inline bytes, a file, or a byte range of a file. It must have no URL.
-        links: Folders to which symbolic links out of the folder are followed; (): any folder on the
-            same file system; None: such links are not followed.
+        links: Paths of folders to which symbolic links out of `folder` are followed; (): any folder
+            on the same file system; None: such links are not followed.
+
+    Returns:
+        The bytes; fewer than `image.length` if the file ends before.
 
     Raises:
         BadRow: With stage `read`, if the file does not exist, is outside the folder, is not a
@@ -112,8 +115,8 @@ def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
     Args:
         folder: Folder of the source.
         name: Path of the file, relative to the folder.
-        links: Folders to which symbolic links out of the folder are followed; (): any folder on the
-            same file system; None: such links are not followed.
+        links: Paths of folders to which symbolic links out of `folder` are followed; (): any folder
+            on the same file system; None: such links are not followed.
 
     Raises:
         BadRow: With stage `read` and reason `missing-image`, `too-large` (over 256 MiB), `path`,

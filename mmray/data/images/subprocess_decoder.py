@@ -29,13 +29,16 @@ class SubprocessDecoder:
     """Checks in a child process that an image does not crash its decoder; the caller then decodes
     it itself.
 
+    It is constructed without arguments. The first call starts the child process, as does the first
+    one after a crash, and `close` ends it.
+
     `check` takes the encoded bytes of an image and returns its (width, height); it raises BadImage
     for a bad image, also if the process crashed. `check_media` does the same for audio and video,
     and returns a MediaInfo (start, duration and sizes). `thumbnail` returns a small copy as a data
     URI, and `request` calls any function in the child process.
 
     Attributes:
-        num_crashes: How often an image has ended the child process.
+        num_crashes: How often the child process has died, since this object was constructed.
     """
 
     def __init__(self) -> None:
@@ -91,8 +94,8 @@ class SubprocessDecoder:
         """Call a function in the child process.
 
         Args:
-            function: A function of a module, called with `args`; it returns a dict of JSON values,
-                or raises BadImage.
+            function: A function of a module (it is pickled by name), called with `args`; it returns
+                a dict of JSON values without the key `reason`, or raises BadImage.
             args: Its arguments, which are pickled.
 
         Returns:
@@ -154,8 +157,9 @@ def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
     Args:
-        channel: Connection to the parent. Each message is a function and its arguments; the reply
-            is its result as JSON, or `reason` and `detail` of a BadImage.
+        channel: Connection to the parent. Each message is a pickled tuple (function, arguments).
+            The reply is bytes of JSON: the dict that the function returned, or {"reason", "detail"}
+            of the BadImage that it raised.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # So a file that needs more fails by itself, before the kernel ends another process for it.

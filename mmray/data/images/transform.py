@@ -61,11 +61,12 @@ def transform(
         rgb: Pixels uint8 [H, W, 3].
         inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
         augment: The `augment` section: random crop, flip and color jitter; None for none.
-        uniforms: Random numbers that determine crop, flip and colors, float64 [NUM_UNIFORMS (49)]
-            in [0, 1), a pure function of seed, row and epoch in training; None: no augmentation.
+        uniforms: Random numbers in [0, 1) that determine crop, flip and colors, float64; the first
+            NUM_UNIFORMS (49) are used. In training they are a pure function of seed, row and epoch.
+            None: no augmentation.
 
     Returns:
-        Contiguous pixels uint8 [3, side, side], not normalized.
+        Contiguous RGB pixels uint8 [3, image_side, image_side], not normalized.
     """
     if augment is None or uniforms is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
@@ -291,9 +292,9 @@ def random_crop_box(
     Args:
         size: (width, height) of the image in pixels.
         augment: The `augment` section; `crop_scale` is the range of the area as a fraction.
-        uniforms: Random numbers in [0, 1), float64 [4 * CROP_TRIES (10)]: area, aspect ratio, left
-            and top of each try. The first part that fits into the image is taken, otherwise a
-            central one.
+        uniforms: Random numbers in [0, 1), float64 [40], four for each of CROP_TRIES (10) tries:
+            area, aspect ratio, left and top. The first part that fits into the image is taken,
+            otherwise a central one.
 
     Returns:
         (left, top, right, bottom) in pixels of the image.

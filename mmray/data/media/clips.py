@@ -59,9 +59,11 @@ def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) 
 
     Args:
         window: Start and end of the clip in seconds.
-        frames: Number of frames; with `frame_rate` the most.
+        frames: Number of times; with a `frame_rate` above 0 the largest number, from the start of
+            the window on.
         frame_rate: Frames per second; 0: exactly `frames` times at equal distances over the window.
-        uniform: Random number in [0, 1): place of each time in its interval.
+        uniform: Random number in [0, 1): place of each time in its interval between frames; 0.5: in
+            the middle.
 
     Returns:
         At least one time in seconds, ascending, on the clock of the window.
@@ -152,8 +154,9 @@ class ClipColumns:
     """Decodes clips of audio and video into the columns of a block (several rows read together).
 
     A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N] (mono),
-    `num_samples` int32 [R] and `has_text` bool [R]. A row without video or audio has the number 0.
-    Columns of a modality that the model does not take are missing.
+    `num_samples` int32 [R] and `has_text` bool [R], False for a row without a text. A row without
+    video or audio has the number 0; an image is a video of one frame. `video` and `num_frames` are
+    missing if `frames` is 0, `audio` and `num_samples` if `audio_rate` is 0.
 
     `empty` creates the columns of a block, `set_row` decodes the clip of one row into them, and
     `to_batch` trims those of a batch; all take and return dicts of arrays by column name.
@@ -161,7 +164,11 @@ class ClipColumns:
     Args:
         inputs: The `model.inputs` section: S is its `image_side`, F its `frames`, and N the samples
             of `clip_s` seconds at `audio_rate` samples per second.
-        augment: Augmentation of the frames, which is equal for all frames of a clip; None for none.
+        augment: The `augment` section, which is applied equally to all frames of a clip; None for
+            none.
+
+    Attributes:
+        counts: By name of a column with numbers of values the column of these values.
     """
 
     counts: ClassVar = {"num_frames": "video", "num_samples": "audio"}
@@ -178,9 +185,9 @@ class ClipColumns:
 
         Returns:
             Arrays of zeros by name: `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio`
-            int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R], without those of a
-            modality that the model does not take. By `model.inputs`, S is `image_side`, F `frames`,
-            and N `clip_s` x `audio_rate`.
+            int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R]; the first two only if
+            `model.inputs.frames` is above 0, the next two only if `audio_rate` is. S is
+            `image_side`, F `frames`, and N `clip_s` x `audio_rate`.
         """
         columns = {"has_text": np.zeros(num_rows, bool)}
         side = self.inputs.image_side

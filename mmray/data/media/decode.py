@@ -42,8 +42,11 @@ WITHOUT_DURATION = ("mp3", "ogg")
 class BadMedia(BadImage):
     """Bytes that are not complete audio or video within the limits.
 
-    As in its base class, `reason` is one word, such as `truncated`, and `detail` a sentence for the
-    user.
+    It is constructed with `reason` and `detail`, a sentence for the user, like its base class.
+    `reason` is `empty` (no bytes), `format` (not a format that is read), `extra` (the package PyAV
+    is missing), `no-audio`, `no-video`, `too-large` (pixels of a frame), `too-long`, `rate`,
+    `channels`, `corrupt` or `truncated`; or `audio-count`, `video-count` or `image-count` if a row
+    has several media of this kind.
     """
 
 
@@ -94,7 +97,7 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
     Args:
         data: Encoded bytes.
         kind: `audio` or `video`.
-        max_pixels: Maximum width x height of a frame.
+        max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
 
     Returns:
         A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per second),
@@ -113,15 +116,15 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
     Args:
         data: Encoded bytes.
         kind: `audio` or `video`; the sound of a video is decoded too.
-        max_pixels: Maximum width x height of a frame.
+        max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
 
     Returns:
         A MediaInfo: measured `start_s` and `duration_s` in seconds, and from the header `rate`,
         `channels`, and `width` and `height` of upright frames in pixels.
 
     Raises:
-        BadMedia: With reason `empty`, `format`, `no-audio`, `no-video`, `too-large`, `too-long`,
-            `rate`, `channels`, `corrupt` or `truncated`.
+        BadMedia: With reason `empty`, `format`, `extra`, `no-audio`, `no-video`, `too-large`,
+            `too-long`, `rate`, `channels`, `corrupt` or `truncated`.
     """
     with _open(data, max_pixels) as container:
         info = _read_header(container, kind, max_pixels)
@@ -171,7 +174,7 @@ def read_frames(
     Args:
         data: Encoded video.
         times_s: At least one time, ascending: timestamps of the file in seconds.
-        max_pixels: Maximum width x height of a frame.
+        max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
 
     Returns:
         RGB pixels uint8 [F, H, W, 3], upright, of a frame for each time, which may repeat; and the

@@ -22,7 +22,7 @@ def encode_audio(
         samples: int16 [N], at least one.
         rate: Samples per second.
         codec: `flac` (lossless) or `mp3`.
-        bits_per_s: Bit rate of MP3; None: FFmpeg's default.
+        bits_per_s: Bit rate of MP3 in bits per second; None: FFmpeg's default.
 
     Returns:
         The bytes of the file.
@@ -39,7 +39,7 @@ def encode_audio(
 
 
 def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -> None:
-    """Encode all samples of a stream of an open file.
+    """Encode all samples of a stream of an open file, and write them to the file.
 
     Args:
         container: The file, an av.container.OutputContainer that is open for writing.

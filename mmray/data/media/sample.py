@@ -38,8 +38,8 @@ class Scene(NamedTuple):
     """One scene of the generated sample clips: a moving shape and its sound.
 
     Attributes:
-        shape: Name of the shape, such as `circle`; it determines the number of beeps.
-        color: Name of its color, such as `red`; it determines the pitch.
+        shape: `circle`, `square`, `triangle` or `cross`; it determines the number of beeps.
+        color: `red`, `orange`, `yellow`, `green`, `blue` or `purple`; it determines the pitch.
         movement: `up`, `down`, `left`, `right` or `still`; it determines how pitch or volume
             change.
         background: `white` (a pure tone) or `black` (a harsh tone).
@@ -64,10 +64,11 @@ def generate_clips(out: Path) -> Path:
     """Return the JSONL file of the sample clips, which are generated if they do not exist.
 
     Args:
-        out: Folder in which the set gets a folder named by its version, such as `v1`.
+        out: Folder in which the set gets a folder named by its version, such as `v2`.
 
     Returns:
-        Path of sample-av.jsonl, whose rows have `id`, `video`, `texts` with spans, and `split`.
+        Path of sample-av.jsonl, whose rows have `id`, `video` (path relative to this file), `texts`
+        ({"text", "t0_s", "t1_s"}, start and end in seconds) and `split` (`train` or `test`).
 
     Raises:
         UsageError: `out` is not writable, or the extra `media` is not installed.

@@ -59,9 +59,10 @@ def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[in
         chunks: Indices of the chunks.
 
     Yields:
-        The number of the first row of the chunk among all rows of these chunks, and its record: a
-        dict with `shards` (their manifest entries), `rows` (lists of values by column), `bad_rows`
-        (a dict with `key`, `source`, `stage`, `reason` and `detail` of each) and more.
+        The number of the first good row of the chunk among all good rows of these chunks, and its
+        record, the dict that `read_chunk_record` returns: `rows` (lists of values by column),
+        `shards` (fields of their Shards), `bad_rows`, `columns`, `chunk`, `job`, `class_names` and
+        `files`.
 
     Raises:
         DataError: A record was deleted.
@@ -99,8 +100,9 @@ def first_occurrence(
 
     Args:
         values: 128-bit digests of the rows, uint64 [N, 2].
-        among: Rows to compare, bool [N]; None: all.
-        is_later: Rows that count as later than all others, bool [N]; None: none.
+        among: Whether each row is compared, bool [N]; None: all are.
+        is_later: Whether each row counts as later than those that are False, bool [N]; None: no row
+            does, and the order is that of the rows.
 
     Returns:
         Row numbers [N], int32 (int64 above 2^31 rows). -1 for a row that is the first with its
@@ -200,13 +202,13 @@ class PackedRows:
     """Columns of the N rows of all chunks (parts of the source that tasks have packed) in source
     order; digests are memory-mapped.
 
-    `without(dropped)` returns the shards without some rows.
+    `read_packed_rows` returns it; `without(dropped)` returns its shards without some rows.
 
     Attributes:
         keys: Digests uint64 [N, 2] of the split and the key, because keys are unique within a
             split.
-        contents: Digests uint64 [N, 2] of the images, with `prepare.duplicates` `row` of images and
-            captions; of a conversation always of images and messages.
+        contents: Digests uint64 [N, 2] of the images (audio, video), with `prepare.duplicates`
+            `row` of images and captions; of a conversation always of images and messages.
         texts: Digests uint64 [N, 2] of the captions.
         shard_of: int32 [N], index in `shards` of the file that stores each row.
         shards: The shards (files) of all chunks.
@@ -228,11 +230,14 @@ class PackedRows:
         return np.argsort(self.shard_of, kind="stable")
 
     def without(self, dropped: np.ndarray) -> list[Shard]:
-        """Return the shards without some rows; rows without a split are training rows if others
-        have one.
+        """Return the shards without some rows. If another shard has a split, those without one get
+        `train`.
 
         Args:
-            dropped: Whether each row is left out of the set, bool [N].
+            dropped: Whether each row is left out of the set, bool [N] in source order.
+
+        Returns:
+            All shards in order, each with the numbers of its left-out rows as `dropped`.
         """
         in_shards = dropped[self.by_shard]
         shards = []
@@ -253,13 +258,13 @@ def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -
     Args:
         out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
-        rule: `prepare.duplicates`. With `row`, `contents` are digests of images and captions,
-            otherwise of the images (of a conversation always with its messages).
+        rule: `prepare.duplicates`: `image`, `row`, `text` or `keep`. With `row`, `contents` are
+            digests of images and captions, otherwise of the images (of a conversation always with
+            its messages).
 
     Returns:
-        A PackedRows of the N rows in source order: `keys`, `contents` and `texts`, digests uint64
-        [N, 2] in unnamed temporary files, 48 bytes a row; `shards`, and `shard_of`, the index of
-        each row's shard.
+        A PackedRows of the N rows in source order, whose digests are in unnamed temporary files, 48
+        bytes a row.
     """
     content = "row_digest" if rule == "row" else "image_digest"
     files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - _map_digests closes them
@@ -343,7 +348,7 @@ class PrepareResult:
         reasons: Number of bad and dropped rows by reason, such as {"truncated": 3}.
         examples: By reason the location (`file:line`) and a sentence about one such row, as one
             text.
-        counts: Numbers of the kept rows by split, language and kinds of media.
+        counts: A RowCounts of the kept rows, by split, language and kinds of media.
         column_types: By name of a column that `prepare.keep` stores: the types of its values in the
             parts of the source (`bool`, `int64`, `double` or `string`; None: no values).
     """
@@ -372,13 +377,12 @@ def quarantine_rows(
         packed: Digests, splits and shards of their rows.
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
             split), and why.
-        file_name: Name of the file in the folder. Each line is JSON with `key`, `source`, `stage`,
-            `reason` and `detail`, and of a bad row with `image`, the place of its image in the
-            source.
+        file_name: Name of the file in the folder. Each line is JSON with the texts `key`, `source`
+            (`file:line`), `stage`, `reason` and `detail`, and of a bad row with an image file with
+            `image`, {"file", "offset", "length"} of it in the folder of the source.
 
     Returns:
-        A PrepareResult: `shards` without the dropped rows, `quarantine` (name of the file with the
-        others), `reasons` (number of rows by reason), `examples`, `counts` and `column_types`.
+        A PrepareResult, whose `quarantine` is `file_name`.
     """
     dropped = dedup.dropped
     result = PrepareResult(packed.without(dropped), file_name)
@@ -468,16 +472,16 @@ def rejection_error(
     max_bad_fraction: float,
     row_needs: str,
 ) -> DataError:
-    """Return the error for a source with too many bad rows, or without a good row.
+    """Return (not raise) the error for a source with too many bad rows, or without a good row.
 
     Args:
         source: Path of the source, for the message.
         out: Folder of the set.
         num_read: Number of rows that were read, including bad ones.
         total: Number of rows of the source; larger than `num_read` if prepare stopped early.
-        result: Counts of bad rows as `reasons` (number by reason), with `examples`.
-        max_bad_fraction: Limit of bad rows as a fraction of `total`.
-        row_needs: What a row of the format needs, for the message.
+        result: The PrepareResult, of which `reasons`, `examples` and `quarantine` are read.
+        max_bad_fraction: Limit of bad rows as a fraction of `total`, 0 to 1.
+        row_needs: What a row of the format needs (Source.row_needs), for the message.
     """
     reasons = result.reasons
     quarantine = f"{out / result.quarantine}"
@@ -519,12 +523,13 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, and write its tokenizer.json.
 
     Args:
-        out: Folder of the set, whose shards are written.
-        manifest: Its manifest, with numbers of rows, splits and shards.
+        out: Folder of the set, whose shards exist already.
+        manifest: Its manifest, which need not be written; its shards are read.
         vocab_size: Maximum number of tokens; 0: no tokenizer.
 
     Returns:
-        Whether a tokenizer is written; False also if all splits are held out.
+        Whether a tokenizer was written; False also if all splits are held out (`test`, `val`,
+        `valid`, `validation`, `dev`, `eval`).
     """
     used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if vocab_size and used:

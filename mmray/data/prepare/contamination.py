@@ -62,13 +62,13 @@ class ContaminatedRow(NamedTuple):
     """A contaminated row, and the row that it matches with one of its images.
 
     Attributes:
-        row: Number of the row in this set without its duplicates.
-        key: Its key.
-        image: Number of the matching image in the row.
-        other: The set that has the other row, which may be this one.
-        match: Number of the other row in that set.
+        row: Number of the row in the set that is being prepared, from 0, without its duplicates.
+        key: Its key (name).
+        image: Index of the matching image in the `media` of the row.
+        other: The set that has the other row; the set that is being prepared for another split.
+        match: Number of the other row in that set, from 0.
         match_key: Its key.
-        match_image: Number of the image in the other row.
+        match_image: Index of the image in the `media` of the other row.
         hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT (-1): the
             images have the same bytes.
     """
@@ -84,8 +84,10 @@ class ContaminatedRow(NamedTuple):
 
 
 def is_enabled(settings: Prepare) -> bool:
-    """Return whether the settings request a contamination check (rows that are also in another
-    set).
+    """Return whether the settings request a contamination check (for rows that are also in another
+    set or split).
+
+    They do with `check_contamination` or `drop_overlap`.
     """
     return bool(settings.check_contamination) or settings.drop_overlap
 
@@ -149,9 +151,11 @@ def check_contamination(
             are to hash.
 
     Returns:
-        A description for each contaminated row by its number, and the summary for the manifest:
-        `exact` and `near` (numbers of rows), `phash_distance`, `dropped` and `found_in` (number of
-        rows by set, and by `splits` for other splits of this set).
+        A sentence about each contaminated row, by its number among the N; and the summary for the
+        manifest: `exact` and `near` (numbers of rows), `phash_distance` (7, the most of 256 bits in
+        which hashes of a near match differ), `dropped` (whether the rows are left out,
+        `prepare.drop_overlap`) and `found_in`, the number of rows by address of the other set, and
+        by `splits` for other splits of this set.
 
     Raises:
         DataError: A set cannot be read.
@@ -330,8 +334,8 @@ def nearest(
         max_distance: Maximum Hamming distance in bits.
 
     Returns:
-        Index in `references` and Hamming distance of each query, both int64 [N]; NO_ROW (-1) in
-        both for a query without a match.
+        Index in `references` and Hamming distance in bits of each query, both int64 [N]; NO_ROW
+        (-1) in both for a query without a match.
     """
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)

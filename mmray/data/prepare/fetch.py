@@ -41,7 +41,7 @@ class Fetcher:
     """Fetches images in a background thread while its `with` block is open.
 
     `fetch(url)` returns a concurrent.futures.Future of the encoded bytes, which raises BadRow if
-    they cannot be fetched.
+    they cannot be fetched. The end of the block cancels requests that are not complete.
 
     Args:
         hosts: Hosts that may be contacted, in lower case and without wildcards, such as
@@ -86,8 +86,9 @@ class Fetcher:
             url: An https URL at one of the hosts.
 
         Returns:
-            Future of the bytes. It raises BadRow with stage `read`, for example if the URL is not
-            allowed, its host has no public address, or the image has over 32 MiB.
+            Future of the bytes. It raises BadRow with stage `read` and reason `url` (not allowed),
+            `redirect` (too many, or to a URL that is not allowed), `private-address`, `refused`,
+            `missing-image`, `too-large` (over 32 MiB) or `unreadable` (after 3 attempts, or 30 s).
         """
         return asyncio.run_coroutine_threadsafe(self._fetch(url), self._loop)
 

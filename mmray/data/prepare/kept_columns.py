@@ -22,11 +22,12 @@ class KeptColumns:
     """Collects the columns that `prepare.keep` stores, for the rows of one chunk (a part of the
     source).
 
-    `append(split, values, location)` adds the values of a row, and `write(folder, shard_files)`
-    writes all at the end.
+    `append(split, values, location)` adds the values of each row in the order in which the rows are
+    stored, and `write(folder, shard_files)` writes all at the end.
 
     Args:
-        has_types: Whether the values of the source have types; the fields of a CSV are texts.
+        has_types: Whether the values of the source have types. False, as for a CSV: all are texts,
+            which are stored as texts, and `types` are those that they can be read as.
 
     Attributes:
         types: Type of each column by its name: `bool`, `int64`, `double` or `string`; None: all
@@ -43,7 +44,8 @@ class KeptColumns:
 
         Args:
             split: Split of the row; None: none.
-            values: Value of each column by its name, such as {"width": 640}.
+            values: Value of each column by its name, such as {"width": 640}; None and NaN are
+                missing values.
             location: Location of the row, for messages.
 
         Raises:
@@ -72,7 +74,7 @@ class KeptColumns:
         self._rows.setdefault(split, []).append(row)
 
     def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:
-        """Write the columns of each shard to a file of its own, in `columns/kept` of the set.
+        """Write the columns of each shard to an Arrow file of its own in `columns/kept` of the set.
 
         Args:
             folder: Folder of the set.
@@ -102,10 +104,12 @@ def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[s
     Args:
         types: By name of a column, the types of its values in the parts of the source: `bool`,
             `int64`, `double` or `string`; None: no values.
-        has_types: Whether the values of the source have types; the fields of a CSV are texts.
+        has_types: Whether the values of the source have types. False, as for a CSV: all are texts,
+            and a column with types that have no common one gets `string`.
 
     Returns:
-        {"kept": {name: type}}; {} without columns.
+        {"kept": {name: type}} with the same types, `string` for a column without values; {} without
+        columns.
 
     Raises:
         DataError: A column has values of different types.

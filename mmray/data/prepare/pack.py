@@ -80,9 +80,9 @@ class PrepareJob:
     packed.
 
     Attributes:
-        source: Format and location of the source.
+        source: Format and location of the source, from `detect_source`.
         out: Folder or URI of the set.
-        settings: The `prepare` section.
+        settings: The `prepare` section, whose `rows_per_shard` is a number, not `auto`.
         retry: Whether to pack chunks (parts of the source) again in which rows could not be read or
             decoded.
         class_names: Names of the labels 0, 1, ..., known after the source was scanned.
@@ -96,12 +96,13 @@ class PrepareJob:
 
     @property
     def rows_per_shard(self) -> int:
-        """Number of rows of a shard (a file of the set); `auto` was replaced before the packing."""
+        """Largest number of rows of a shard (a file of the set), `prepare.rows_per_shard`."""
         assert self.settings.rows_per_shard != "auto", "the pipeline chooses a number first"
         return self.settings.rows_per_shard
 
     def digest(self) -> str:
-        """Return a hash of what determines how rows are packed: source format and settings.
+        """Return a hash, 16 hex digits, of what determines how rows are packed: the source format
+        and settings.
 
         It does not cover addresses, so that a set can be moved.
         """
@@ -113,8 +114,8 @@ class PrepareJob:
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
-        """Create the object that reads the source (its `scan` yields parts, its `read` the rows of
-        a part).
+        """Create the object that reads the source: its `scan` yields chunks (parts of files), its
+        `read` the rows of a chunk. With `prepare.group` = image it is a GroupedSource.
 
         It can be created on the driver or in a task, and reads nothing before `scan` or `read` is
         called.
@@ -152,7 +153,10 @@ def record_path(index: int) -> str:
     it is packed.
 
     Args:
-        index: Index of the chunk.
+        index: Index of the chunk in the source, from 0.
+
+    Returns:
+        `parts/chunk-00012.json` for chunk 12.
     """
     return f"{CHUNK_RECORDS}/chunk-{index:05d}.json"
 
@@ -167,9 +171,9 @@ def pack_chunk(
 
     Args:
         job: Source, output folder and settings.
-        chunk: A part of one file, as `scan` yielded it.
-        subprocess_decoder: Decodes each image first, in a child process, to name an image that
-            crashes the decoder; None: none.
+        chunk: A part of one file, as `scan` of the source yielded it.
+        subprocess_decoder: Decodes each image and clip first, in a child process, to name the one
+            that crashes the decoder; None: they are decoded in this process only.
 
     Returns:
         (index of the chunk, number of its rows including bad ones, number of bad rows).
@@ -234,14 +238,14 @@ def prefetch_rows(
 
     Args:
         items: Parsed rows of the source, in order.
-        hosts: Hosts from which images may be fetched by URL.
-        fetch: Called with an ImageRef (bytes, file or URL of an image); starts to read it and
-            returns a Future of its bytes, or None for an image that is not requested ahead, such as
-            one on a local disk.
+        hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
+        fetch: Called with an ImageRef (bytes, file or URL of an image, audio or video); starts to
+            read it and returns a concurrent.futures.Future of its bytes, or None if it is not
+            requested ahead, such as one on a local disk.
 
     Yields:
-        For each item: the item; its validated row (key, images, texts, ...) or the BadRow; and a
-        list of what `fetch` returned for each of its images, empty for a BadRow.
+        For each item (item, row, requests): the item; its SourceRow, or the BadRow of an invalid
+        row; and a list of what `fetch` returned for each of `row.images`, empty for a BadRow.
     """
     pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
     num_requested = 0  # images of the pending rows
@@ -293,10 +297,18 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
         name: Path of the JSON file with the record, relative to the folder, from `record_path`.
 
     Returns:
-        `job` (digest of the settings), `class_names`, `chunk` (fields of the SourceChunk), `shards`
-        (their manifest entries), `rows` (for each column, such as `key` and `shard`, the list of
-        its values), `columns` (types of the kept columns), `bad_rows` and `files` (name, size and
-        time of the image files). None if the record is missing or unreadable.
+        None if the record is missing or unreadable, otherwise a dict:
+
+        - `job`: `digest()` of the PrepareJob; `class_names`: its list of names.
+        - `chunk`: the fields of the SourceChunk.
+        - `shards`: for each shard the fields of its Shard.
+        - `rows`: the good rows, a list of values by column: `line`, `location`, `key`,
+          `image_digest`, `row_digest` (of images and captions), `text_digest` (hex digests),
+          `shard` (index in `shards`), `language` and `kinds` (of the media, such as `audio image`).
+        - `bad_rows`: dicts of `line`, `key`, `source`, `stage`, `reason`, `detail` and, if it has
+          an image file, `image` ({"file", "offset", "length"}).
+        - `columns`: types of the kept columns by name.
+        - `files`: [name, size in bytes, modification time in ns] of each file of a medium.
     """
     try:
         record: dict[str, Any] = orjson.loads((out / name).read_bytes())
@@ -308,12 +320,12 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
     """Return whether packing a chunk (a part of the source) again would give the same result.
 
-    That is so if its lines, the settings and the image files are unchanged. False also if a row
-    could not be read for a reason that may be temporary.
+    That is so if its lines, the settings, and the files of media and of shards are unchanged. False
+    also if a row could not be read for a reason that may be temporary; with `job.retry` if any row
+    could not be read or decoded.
 
     Args:
-        record: Record of the packed chunk: a dict with its `chunk`, the digest of the settings as
-            `job`, `bad_rows` and the image `files`.
+        record: Record of the packed chunk, the dict that `read_chunk_record` returns.
         job: Source, output folder and settings.
         chunk: The chunk as it was scanned now.
     """
@@ -433,7 +445,8 @@ class RowBuilder:
 
     Args:
         job: Source, output folder and settings.
-        subprocess_decoder: Decodes each image and clip first, in a child process; None: none.
+        subprocess_decoder: Decodes each image and clip first, in a child process; None: they are
+            decoded in this process only.
 
     Attributes:
         signatures: List of (name, size in bytes, modification time in ns) of the files of images,
@@ -450,13 +463,15 @@ class RowBuilder:
         """Complete a validated row of the source with its media, and return their digest.
 
         Args:
-            row: The row, which is changed.
-            requested: For each image the future of its bytes if it was requested earlier, otherwise
-                None. None: all are read now.
+            row: The row, of which `media` is filled, `texts` are cleaned, `split` is set by
+                `prepare.split` and `prepare.holdout`, `boxes` become (left, top, right, bottom) in
+                fractions of the image, and `spans` are cut to the file.
+            requested: For each of `row.images` the future of its bytes if it was requested earlier,
+                otherwise None. None: all are read now.
 
         Returns:
-            A digest that is equal for rows with equal images; of a row without images it covers the
-            messages.
+            A SHA-256 in hex that is equal for rows with equal images, audio and video, and equal
+            spans; of a row without media that of the messages.
 
         Raises:
             BadRow: The row is to be quarantined.

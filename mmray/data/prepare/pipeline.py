@@ -87,7 +87,9 @@ class PrepareProgress:
     """Progress of `prepare`.
 
     Attributes:
-        stage: `scan`, `pack`, `deduplicate`, `hash` or `tokenize`.
+        stage: Of prepare `scan`, `pack`, `deduplicate`, `hash` (images, for the contamination
+            check) or `tokenize` (train a tokenizer). Of `mmray select` `select`, `compare`
+            (embeddings) or `copy`; others are `score`, `evaluate` and `count tokens of`.
         done_rows: Rows that the stage has processed.
         total_rows: Rows to process; 0: unknown, as during the scan.
         bad_rows: Rows so far that cannot be used.
@@ -115,14 +117,17 @@ def ensure_prepared(
     finds it.
 
     Args:
-        source: Address of a prepared set or of a raw source, `sample`, `sample-vlm`
-            or `sample-av`.
+        source: Address of a prepared set or of a raw source; or `sample`, `sample-vlm` or
+            `sample-av`, which are generated in the cache.
         cache: Folder for sets that are prepared here (`data.cache`).
         settings: The `prepare` section.
         log: Called with (message, label), where the label, such as `prepared`, is the word to print
             before the message.
-        progress: Called with a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows`
-            (0: unknown), `bad_rows` and `is_estimate`.
+        progress: Called with a PrepareProgress: `stage` (`scan`, `pack`, `deduplicate`, `hash` or
+            `tokenize`), `done_rows`, `total_rows` (0: unknown), `bad_rows` and `is_estimate`.
+
+    Returns:
+        `source` itself if it is a prepared set, otherwise the folder in the cache.
 
     Raises:
         DataError: The source does not exist, is invalid, or has too many bad rows.
@@ -181,17 +186,15 @@ def prepare(
         out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
         settings: The `prepare` section.
         progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
-            `stage` (such as `pack`), `done_rows`, `total_rows` (0: unknown), `bad_rows` and
-            `is_estimate`. None: not reported.
+            `stage` (`scan`, `pack`, `deduplicate`, `hash` or `tokenize`), `done_rows`, `total_rows`
+            (0: unknown), `bad_rows` and `is_estimate`. None: not reported.
         log: Called with (message, label), where the label is the word to print before the message;
             None: not logged.
         retry: Also read those parts of the source again in which an earlier prepare could not read
             or decode rows.
 
     Returns:
-        The manifest of the set, which is written to `out`: a Manifest with `num_rows`,
-        `num_quarantined`, `reasons` (number of quarantined rows by reason), `splits` (number of
-        rows by split) and others.
+        The Manifest of the set, which is written to `out`.
 
     Raises:
         DataError: The source is invalid, or has more bad rows than the settings allow.
@@ -230,8 +233,9 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
     Args:
         source: Path or URI of a file or a folder.
         settings: The `prepare` section.
-        log: Called with (message, label), where the label, such as `columns`, is the word to print
-            before the message.
+        log: Called with (message, label), where the label is the word to print before the message:
+            `source`, `splits`, `ignored`, `columns`, `kept`, `example`, `download`, `dry run` (the
+            number of good rows) or `bad` (a reason of bad rows).
 
     Raises:
         DataError: The source does not exist or is invalid.
@@ -260,8 +264,8 @@ def _with_shard_size(settings: Prepare, out: AnyPath, before: Manifest | None = 
 
 
 def create_folders(out: AnyPath) -> None:
-    """Create the folder of a prepared set, and in it those of its shards and of the records of
-    finished parts.
+    """Create the folder of a prepared set, and in it `shards`, and `parts` for the records of
+    finished parts of the source.
 
     Args:
         out: Folder of the set; it may have an interrupted or a complete set.

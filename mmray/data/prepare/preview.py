@@ -71,14 +71,15 @@ def understand(
 
     Args:
         job: Source and settings. Its output folder must exist; some formats write a list of files.
-        chunk_ends: Ends of the chunks (parts of the source) of an earlier prepare, in bytes, so
+        chunk_ends: `stop` of the chunks (parts of the source) of an earlier prepare, in bytes, so
             that a file that grew keeps them; empty: there was none.
-        on_rows: Called with the number of rows that were scanned.
-        num_labeled: Number of chunks whose labels are read for the names; None: all.
+        on_rows: Called with the number of rows that were scanned so far; 0 at the start.
+        num_labeled: Number of chunks, from the first, whose labels are read for the names of the
+            classes, if the source does not define them; None: all.
 
     Returns:
-        The source with its class names, its chunks, and its first NUM_FIRST_ROWS (100) rows: for
-        each its line, its location (`file:line`) and its values by column, or a BadRow.
+        The source with its `class_names`; its chunks; and its first NUM_FIRST_ROWS (100) rows,
+        fewer if it has fewer.
 
     Raises:
         DataError: The source is invalid, or has no columns of images or texts.
@@ -189,7 +190,8 @@ def describe_source(
 
     Yields:
         (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The
-        other headings are `splits`, `ignored`, `columns`, `example` and `download`.
+        other headings, each at most once, are `splits`, `ignored` (files), `columns`, `kept`
+        (columns of `prepare.keep`), `example` (values of a row) and `download`.
     """
     total = sum(chunk.num_rows or 0 for chunk in chunks)
     is_counted = all(chunk.num_rows is not None for chunk in chunks)

@@ -18,8 +18,8 @@ def check_spans(row: Row, name: str, info: MediaInfo) -> None:
     """Check that the spans of a row are in its audio or video, and cut small overhangs.
 
     Args:
-        row: The row, whose spans, (start, end) in seconds on the time axis of the file, are changed
-            in place.
+        row: The row, whose `spans`, [start, end] in seconds on the time axis of the file or None
+            for each text, are changed in place.
         name: Name of the file, for the error.
         info: The MediaInfo of the file: its sound or picture is from `start_s` to `end_s`, in
             seconds.

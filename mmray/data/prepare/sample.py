@@ -91,11 +91,12 @@ class Scene(NamedTuple):
     """What an image of the sample data shows.
 
     Attributes:
-        shape: Name of the shape, such as `star`.
-        color: Name of its color.
+        shape: `circle`, `square`, `triangle`, `star`, `cross` or `ring`.
+        color: `red`, `orange`, `yellow`, `green`, `blue` or `purple`.
         size: `small` or `large`.
-        where: Position of a single shape, or a word for the number of shapes, such as `three`.
-        background: Name of the color of the background.
+        where: Position of a single shape: `centre`, `top left`, `top right`, `bottom left` or
+            `bottom right`; or the number of shapes: `two`, `three` or `four`.
+        background: `white`, `grey`, `black` or `pink`.
     """
 
     shape: str
@@ -117,11 +118,11 @@ def generate(out: Path) -> Path:
     core).
 
     Args:
-        out: Folder in which the set gets a folder named by its version, such as `v1`.
+        out: Folder in which the set gets a folder named by its version, `v1-seed0`.
 
     Returns:
-        Path of sample.jsonl, whose rows have `id`, `image`, `texts` and `split`; the images are in
-        a folder next to it.
+        Path of sample.jsonl, whose rows have `id`, `image` (path relative to this file), `texts`
+        (one to three captions) and `split` (`train` or `test`). Eight rows are damaged on purpose.
 
     Raises:
         UsageError: `out` is not writable.
@@ -130,13 +131,16 @@ def generate(out: Path) -> Path:
 
 
 def write_once(file: Path, write: Callable[[Path], None]) -> Path:
-    """Return a file of a generated folder, after writing the folder if it does not exist.
+    """Return a file of a generated folder, after writing the folder if the file does not exist.
 
     The folder gets its name when it is complete.
 
     Args:
-        file: The file in the folder.
+        file: A file that `write` creates; its parent is the generated folder.
         write: Called with an empty folder, a local pathlib.Path, which it fills.
+
+    Returns:
+        `file`.
 
     Raises:
         UsageError: The parent of the folder is not writable.

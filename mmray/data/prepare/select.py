@@ -52,8 +52,9 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     Args:
         source: Address of the set.
         where: Condition on the columns of a row, such as `clip_score > 0.25`; None: all rows.
-        deduplicate: Column of embeddings (`semantic`: the only one) and cosine, such as
-            `semantic=0.95`; None: none.
+        deduplicate: `COLUMN=COSINE`, such as `semantic=0.95`: a column of embeddings that `mmray
+            score --embeddings` wrote (`semantic`: the only one), and the cosine (above 0, at most
+            1) from which images count as equal. None: not requested.
 
     Returns:
         The opened set.
@@ -81,17 +82,19 @@ def select_set(
 
     Args:
         prepared: The set, as `check_selection` returns it.
-        out: Folder of the smaller set, which is empty.
-        where: Condition on the columns of a row; None: all rows.
+        out: Folder of the smaller set, which is empty or does not exist.
+        where: Condition on the columns of a row, such as `similarity > 0.3 and width >= 200`; None:
+            all rows.
         deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
-        progress: Called with a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows`
-            (0: unknown), `bad_rows` and `is_estimate`.
-        log: Called with (message, label), where the label is the word to print before the message.
+        progress: Called with a PrepareProgress, whose `stage` is `select`, `compare` or `copy`;
+            `done_rows` and `total_rows` are set.
+        log: Called with (message, label), where the label is the word to print before the message:
+            `selected`, with the number of rows for which `where` holds, and `similar`, with the
+            number of those that `deduplicate` drops.
 
     Returns:
-        The manifest of the smaller set: a Manifest with `num_rows`, `num_quarantined`, `reasons`
-        (number of quarantined rows by reason), `splits` (number of rows by split) and others.
+        The Manifest of the smaller set, which is written to `out`.
 
     Raises:
         UsageError: The condition is invalid, no row is left, or `out` is not empty.

@@ -45,10 +45,12 @@ def shard_arrays(
 
     Args:
         prepared: The set.
-        folder: Folder of the arrays, which all nodes can write.
-        compute: Called in a task with the set of the rows of one shard, to which it is pickled;
-            returns an array with a value for each row.
-        on_rows: Called with (done, total): numbers of rows computed so far and to compute.
+        folder: Folder of the arrays, which is created, and which all nodes can write. Each array is
+            a file in it, named by `array_file`.
+        compute: Picklable function, called in a task with a PreparedSet of the rows of one shard;
+            returns an array of any shape without Python objects, such as a value for each row.
+        on_rows: Called with (done, total): numbers of rows computed so far and to compute, without
+            those of stored arrays.
 
     Returns:
         What `compute` returned for each shard, in order. Tasks run on Ray if it is initialized,

@@ -45,7 +45,8 @@ def map_tasks(
     child processes.
 
     Args:
-        work: Picklable function, called with one item in a task; returns a dict of JSON values.
+        work: Picklable function, called with one item in a task; returns a dict of JSON values
+            without the key `error`.
         items: Arguments of `work`, values that JSON can encode, such as chunks of a source as
             dicts.
         runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
@@ -54,7 +55,8 @@ def map_tasks(
         hint: Last sentence of errors, which says how to go on.
 
     Yields:
-        The result of each item, as soon as it is complete on Ray, in order in child processes.
+        The dict that `work` returned for each item: on Ray as soon as it is complete, in any order;
+        in child processes in the order of the items.
 
     Raises:
         MmrayError: A call failed; the type is that of its error if it is one of mmray.
@@ -146,7 +148,7 @@ def run_with_crash_limit(
             kind, max_pixels)` for each audio or video, before it decodes the data itself. These
             decode in a child process, and raise BadImage for bad data and if the data crash it.
         out: Folder of the attempt file.
-        name: Its name without the suffix; it identifies the item.
+        name: Path of the attempt file in it, without the suffix; it identifies the item.
         item_name: What is processed, for the message.
 
     Returns:

@@ -29,10 +29,9 @@ RowCounter = Callable[[Row], int]
 class TokenCounter(Protocol):
     """Counts the tokens of rows; pickled to the tasks.
 
-    `digest` identifies what determines the counts: tokenizer, chat template and sizes of images.
-
-    A class implements both: `build()` returns the function that counts, from a stored row to an
-    int.
+    A class implements both: `digest` is a hex digest of what determines the counts (tokenizer, chat
+    template and sizes of images), and `build()` returns a function that is called with a Row and
+    returns its number of tokens, an int.
     """
 
     @property
@@ -60,8 +59,8 @@ def token_counts(
 
     Args:
         prepared: The set, or a mixture, whose rows are numbered set by set.
-        counter: Counts the tokens of a row. Counts are stored in the folder of the set, in a file
-            named by its `digest` (hash of tokenizer, chat template and sizes of images).
+        counter: Counts the tokens of a row. Counts are stored in the folder of the set, in
+            `tokens/DIGEST`, where DIGEST is the start of its `digest`.
         on_rows: Called with (done, total): numbers of rows counted so far and to count.
 
     Returns:

@@ -74,8 +74,8 @@ class LanguageTextEncoder(TextEncoder):
             row: A row of a prepared set, with captions in `texts` and `language`, such as `de`.
 
         Returns:
-            One text per caption, such as `[de]ein Hund`; without a token if the tokenizer has none
-            for the language.
+            One text per caption, such as `[de]ein Hund`; without a token if the row has no
+            language, or the tokenizer none for it.
         """
         language = row.language if row.language in self._language_tokens else None
         return [self.format_caption(text, language) for text in row.texts]

@@ -81,9 +81,9 @@ class TextEncoder:
         max_tokens: Maximum number of tokens of a text, special tokens included.
 
     Attributes:
-        pad_id: Id of the padding token; 0 if the tokenizer has none.
+        pad_id: Id of the padding token (int); 0 if the tokenizer has none.
         vocab_size: The largest token id plus 1.
-        special_tokens: Special tokens as text, such as `[CLS]`.
+        special_tokens: All special tokens as text, such as `[CLS]`.
         languages: Languages whose tokens the encoder can put before a caption; () here.
     """
 
@@ -187,10 +187,8 @@ def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a lower-casing WordPiece tokenizer (BERT's normalizer).
-
-    The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and
-    breaks ties by number. So the alphabet is numbered here, and training is deterministic.
+    """Train a lower-casing WordPiece tokenizer (BERT's normalizer); the same texts give the same
+    tokenizer.
 
     Args:
         texts: Captions to train on.
@@ -198,7 +196,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
             special tokens, is the limit of the alphabet.
 
     Returns:
-        Content of its tokenizer.json, with SPECIAL_TOKENS (`[PAD]`, `[UNK]`, ...) as ids 0 to 4.
+        Content of its tokenizer.json, in which `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` are
+        ids 0 to 4.
     """
     texts = list(texts)
     tokenizer = BertWordPieceTokenizer(lowercase=True)
