@@ -35,8 +35,9 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             `spec`.
 
     Returns:
-        A module whose forward takes a batch (dict of tensors) and returns outputs by name, such as
-        `image_embed` and `text_embed` [B, D].
+        A module whose forward takes a batch (dict of tensors by column) and returns a dict of
+        outputs by name, as its class describes: of most kinds `image_embed` and `text_embed` [B, D]
+        and the scalar `logit_scale`, of `vlm` the scalars `loss_sum` and `num_correct`.
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.
@@ -83,7 +84,7 @@ def build_without_weights(
             {}: the sizes are those in `spec`. None only for a user's class, which does not get it.
 
     Returns:
-        The module, to load a checkpoint into.
+        The module, to load a checkpoint into; its forward is that of `build`.
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.

@@ -33,7 +33,8 @@ STATE_PARTS = {"model": "", "average": "module."}
 
 
 class FrozenBase(NamedTuple):
-    """Frozen weights of a model with adapters, which its checkpoints leave out.
+    """Frozen weights of a model with adapters, which its checkpoints leave out; `frozen_base`
+    computes it.
 
     `remove_from(state)` and `add_to(state, model)` drop and restore them in the state of a
     checkpoint; `check(saved)` raises UsageError if the digest of a checkpoint differs.

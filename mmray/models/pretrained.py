@@ -32,9 +32,10 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
             checkpoint file of open_clip.
 
     Returns:
-        `weights`, `kind` (such as `clip`), `inputs` (such as {"image_side": 224, "max_tokens": 77})
-        and, except for kind `vlm`, `vocab_size` (rows of the token embedding). Settings that the
-        weights do not define are absent.
+        `weights`, `kind` (`clip`, `siglip` or `vlm`), `inputs` and, except for `vlm`, `vocab_size`
+        (rows of the token embedding). `inputs` has those of `image_side`, `max_tokens`, `mean`,
+        `std`, `interpolation`, `fit` and `tokenizer` that the weights define, for an export of
+        mmray all settings of its `model.inputs`, and for `vlm` only `max_tokens`.
 
     Raises:
         UsageError: The weights cannot be read, or define no model of a built-in kind.

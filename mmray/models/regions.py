@@ -129,8 +129,9 @@ class LabelTexts(nn.Module):
             forward.
 
     Attributes:
-        named: Whether each label has a name, bool [C]. ids, mask: Token ids, right-padded, and
-            attention mask (1 is a token), int64 [C, T].
+        ids: Token ids, right-padded, int64 [C, T].
+        mask: Attention mask, 1 for a token and 0 for padding, int64 [C, T].
+        named: Whether each label has a name, bool [C].
     """
 
     ids: Tensor

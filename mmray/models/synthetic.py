@@ -33,8 +33,9 @@ def synthetic_rows(
         seed: Seed of the random numbers; a model's own method does not get it.
 
     Returns:
-        Columns of a micro-batch by name: `image` uint8 [rows, 3, S, S], `input_ids` and
-        `attention_mask` int64 [rows, T], `valid` bool [rows] and others.
+        Columns of a micro-batch by name, which the model's forward takes: those of
+        `synthetic_batch`, such as `image` uint8 [rows, 3, S, S] and `input_ids` int64 [rows, T], or
+        those that the model's own method returns.
     """
     own = getattr(model, "synthetic_batch", None)
     if own is None:
@@ -57,8 +58,9 @@ def synthetic_batch(
     Returns:
         `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
         of a row's key) and `pos` (position in the sample order) int64 [rows], both 0, 1, ...;
-        `label` int64 [rows], zeros; `valid` bool [rows]. Models with boxes also get `boxes` float32
-        [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N].
+        `label` int64 [rows], zeros; `valid` bool [rows], True. Models with boxes also get `boxes`
+        float32 [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N]; models of clips, in
+        place of `image`, the columns of audio and video that `Towers.forward` lists.
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side

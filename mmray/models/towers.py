@@ -32,10 +32,12 @@ class Towers(PairHeads, nn.Module):
 
     Forward takes a batch as a dict with texts (`input_ids`, `attention_mask`), `audio` int16 [B, N]
     (mono, `model.inputs.audio_rate` samples per second), `video` uint8 [B, F, 3, S, S], their
-    lengths and `has_text`, `has_audio` and `has_video` bool [B]. It returns `text_embed`,
-    `audio_embed` and `video_embed` [B, D], L2-normalized and 0 where a row lacks the modality, the
-    scalar `logit_scale`, and the outputs of the heads. An embedding is the projected mean over
-    tokens, steps of audio or frames. A model may lack audio (`audio_rate` 0) or video (`frames` 0).
+    lengths `num_samples` and `num_frames` int64 [B], and `has_text`, `has_audio` and `has_video`
+    bool [B]. It returns `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized and 0
+    where a row lacks the modality, the scalar `logit_scale` and, with heads, `media_embed_sum` [B,
+    D], `class_logits` [B, C], `match` and `match_negative` [B]. An embedding is the projected mean
+    over tokens, steps of audio or frames. A model may lack audio (`audio_rate` 0) or video
+    (`frames` 0).
 
     Args:
         spec: The `model` section, of kind `towers`.
@@ -176,8 +178,8 @@ class Towers(PairHeads, nn.Module):
         return encoded
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the modules that embed texts, audio and video, by modality, and the
-        cross-attention of the heads as `cross`.
+        """Return the modules that embed texts, audio and video, under `text`, `audio` and `video`,
+        and the cross-attention of the heads, under `cross`; without those that the model lacks.
         """
         cross = self.cross if self.has_heads else None
         branches = {"text": self.text, "audio": self.audio, "video": self.video, "cross": cross}
@@ -185,7 +187,9 @@ class Towers(PairHeads, nn.Module):
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Limit the temperature to 0.01..1 after an optimizer step."""
+        """Clamp the learned log(1 / temperature), so that the temperature is in 0.01..1; called
+        after each optimizer step.
+        """
         self.log_scale.clamp_(min=0.0, max=MAX_LOG_SCALE)
 
     def architecture(self) -> dict[str, Any]:

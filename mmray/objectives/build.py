@@ -32,9 +32,11 @@ def build(config: ObjectiveConfig) -> Any:
     """Build the objective that the `objective` section names.
 
     Args:
-        config: The `objective` section. Its `kind` is a built-in name such as `contrastive`, a
-            user's `package.module:Class`, which is called with this section, or a weighted sum such
-            as `contrastive + 0.5 * matching`.
+        config: The `objective` section. Its `kind` is a built-in name (`contrastive`, `sigmoid`,
+            `audio_text`, `video_text`, `audio_video`, `matching`, `clip_matching`,
+            `classification`, `region_text`, `language_modelling`), a user's `package.module:Class`,
+            which is called with this section, or a weighted sum such as `contrastive + 0.5 *
+            matching`.
 
     Returns:
         An object with `count(batch)`, which returns the denominator of the loss,

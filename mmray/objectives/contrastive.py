@@ -25,7 +25,8 @@ class Contrastive(RowLoss):
     batch is False, such as padding, have no loss and do not serve as negatives.
 
     `compute_loss(outputs, batch, gathered)` returns the losses summed over the valid rows, the
-    number of these rows, and the sums of the two directions as metrics by name, all scalars.
+    number of these rows, and the sums of the two directions as the metrics `loss_image_to_text` and
+    `loss_text_to_image`, all scalars.
 
     Attributes:
         gathered_outputs: Outputs of the model that are gathered from all ranks for the loss.
@@ -115,7 +116,7 @@ class PairContrastive(Contrastive):
 
     A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
     returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as metrics by name, all scalars.
+    sums of the two directions as metrics such as `loss_audio_to_text`, all scalars.
     """
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
@@ -150,7 +151,8 @@ class AudioText(PairContrastive):
 
     A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
     returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as metrics by name, all scalars.
+    sums of the two directions as the metrics `loss_audio_to_text` and `loss_text_to_audio`, all
+    scalars.
     """
 
     gathered_outputs = ("audio_embed", "text_embed")
@@ -165,7 +167,8 @@ class VideoText(PairContrastive):
 
     A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
     returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as metrics by name, all scalars.
+    sums of the two directions as the metrics `loss_video_to_text` and `loss_text_to_video`, all
+    scalars.
     """
 
     gathered_outputs = ("video_embed", "text_embed")
@@ -180,7 +183,8 @@ class AudioVideo(PairContrastive):
 
     A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
     returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as metrics by name, all scalars.
+    sums of the two directions as the metrics `loss_audio_to_video` and `loss_video_to_audio`, all
+    scalars.
     """
 
     gathered_outputs = ("audio_embed", "video_embed")
@@ -194,8 +198,8 @@ class Sigmoid(RowLoss):
     scalars. Pairs with a row whose `valid` in the batch is False, such as padding, are left out.
 
     `compute_loss(outputs, batch, gathered)` returns the sum over the pairs of the local images, the
-    number of valid local rows, and the sums over positive and negative pairs as metrics by name,
-    all scalars.
+    number of valid local rows, and the sums over pairs of one row and over other pairs as the
+    metrics `loss_positive` and `loss_negative`, all scalars.
 
     Args:
         chunk_rows: Number of texts of all ranks that are scored at a time, which bounds memory.

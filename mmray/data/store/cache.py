@@ -35,7 +35,9 @@ MAX_TABLE_BYTES = 4 << 30
 
 
 def auto_folder() -> Path:
-    """Create the cache folder of this user in the temporary folder of the node, and return it.
+    """Create the folder of this user for cached files of object stores, and return its path.
+
+    It is `mmray-cache-UID` in the temporary folder of the node.
 
     Raises:
         OSError: It cannot be created, or belongs to another user.
@@ -67,7 +69,7 @@ class ShardCache:
     """Files of an object store, cached in a folder of the local disk; cheap to pickle.
 
     `get(name, size, fetch)` returns the bytes of an entry as a pyarrow.Buffer; an entry that is
-    missing is fetched with `fetch()`.
+    missing is fetched with `fetch()`. `find(name, size)` returns None for a missing one.
 
     Args:
         folder: A folder of each node, or `auto` for one in its temporary folder.

@@ -48,8 +48,11 @@ class Manifest:
             splits.
         fingerprint: Hex digest that is equal for the same rows in the same shards (files).
         tokenizer: File name of the tokenizer; None: none was trained.
-        source: `name`, `num_chunks`, `sha256`, `format`, `folder` and `file` of the source; of an
-            index-only set (which refers to the images in its source) also `address`, the folder.
+        source: The source: `name` (of its file or folder), `format` (such as `jsonl`), `folder`
+            (path or URI), `file` (name in the folder; empty: all of it), `num_chunks` (parts in
+            which it was read) and `sha256` (hex digest of the bytes of text files, and of names,
+            sizes and times of others); of an index-only set (which refers to the images in its
+            source) also `address`, the folder.
         settings: The `prepare` section as JSON values, {field: value}.
         shards: The shards; a table if the manifest was read from a file.
         schema_version: Version of the schema of the shards.

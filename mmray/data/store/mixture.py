@@ -97,7 +97,7 @@ class PreparedMixture:
 
     @property
     def languages(self) -> frozenset[str]:
-        """Languages of the rows of all sets."""
+        """Language codes of the rows of all sets, such as `de`."""
         return frozenset[str]().union(*(each.languages for each in self.sets))
 
     @property

@@ -210,7 +210,7 @@ class PreparedSet:
 
     @property
     def languages(self) -> frozenset[str]:
-        """Languages of the rows of the full set, also outside this split, such as `de`."""
+        """Language codes of the rows of the full set, also outside this split, such as `de`."""
         return frozenset(self.manifest.languages)
 
     @property

@@ -42,9 +42,11 @@ Values = Any  # pa.Array or pa.Scalar
 
 
 class RowFilter:
-    """A condition on the columns of rows.
+    """A condition on the columns of rows, in the syntax of Python.
 
-    A comparison with a missing value selects no row, also below `not`, as in SQL.
+    It has names of columns, numbers, texts, True and False, the comparisons < <= > >= == !=,
+    `in [...]`, `is None`, and, or, not, + - * / and parentheses. A comparison with a missing value
+    selects no row, also below `not`, as in SQL.
 
     `selected(columns)` takes pyarrow arrays by column name, and returns the sorted numbers of the
     rows that it selects, int64.
@@ -101,7 +103,8 @@ class RowFilter:
         """Return the numbers of the rows that the condition selects, sorted, int64.
 
         Args:
-            columns: Values of the columns by name, one for each row.
+            columns: A pyarrow array by name for each column in the condition, with a value for each
+                row. A row's number is its index in these arrays.
 
         Raises:
             ValueError: A value has a type that the condition cannot compare.
@@ -190,7 +193,7 @@ def check_where(
     """Return the filter of an expression after checking it against the columns of a set.
 
     Args:
-        where: The condition, such as `similarity > 0.3`.
+        where: The condition, such as `similarity > 0.3` (see RowFilter).
         types: Type of each column of the set by name, such as {"width": "int64"}; None instead of a
             type that is not known yet, or of all columns.
         place: The set, for the message.
@@ -219,11 +222,11 @@ def drop_rows(
     setting: str,
     on_rows: Callable[[int, int], None] = lambda done, total: None,
 ) -> PreparedSet:
-    """Return a set whose shards also drop the rows that a condition does not select.
+    """Return a set without the rows that a condition does not select; no file is written.
 
     Args:
         prepared: The set.
-        where: The condition, such as `similarity > 0.3`.
+        where: The condition on its columns, such as `similarity > 0.3` (see RowFilter).
         setting: Setting that has the condition, for messages.
         on_rows: Called with (done, total): numbers of rows checked so far and of all rows.
 
@@ -277,7 +280,7 @@ def select_rows(
 
     Args:
         prepared: The set.
-        where: The condition, such as `similarity > 0.3`.
+        where: The condition on its columns, such as `similarity > 0.3` (see RowFilter).
         folder: Folder that all nodes can read, in which the list of shards is stored.
         setting: Setting that has the condition, for messages.
         on_rows: Called with (done, total): numbers of rows checked so far and of all rows.

@@ -183,10 +183,12 @@ class ShardTable:
         return TableFile(folder, name, sha256, len(data))
 
     def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
-        """Return the table with other dropped rows of some shards, in memory and without a file.
+        """Return a copy of the table in which some shards have other dropped rows (rows that are
+        not part of the set). It is in memory and has no file.
 
         Args:
-            dropped: Sorted row numbers in the shard, int64, by index of the shard in this table.
+            dropped: All dropped rows of a shard, by index of the shard in this table: sorted row
+                numbers in the shard, int64. Other shards keep theirs.
         """
         lists = [dropped.get(number, self.dropped(number)) for number in range(len(self))]
         index = _SCHEMA.get_field_index("dropped")

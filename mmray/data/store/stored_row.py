@@ -57,12 +57,14 @@ class Media:
             they are empty until the image is read.
         ref: Index-only set: `file`, `offset` and `length` of the bytes in the folder of the source;
             otherwise None.
-        sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
+        sha256: Hex digest of the bytes; empty if an index-only set was prepared without a check.
         width: Upright width in pixels; 0 for audio, and if the set was prepared without a check.
         height: Upright height in pixels, 0 in the same cases.
-        duration: Seconds, of audio and video; None if the set was prepared without a check.
-        rate: Samples or frames per second, of audio and video.
-        channels: Channels of the sound, of audio and video; 0 for a silent video.
+        duration: Seconds of audio or video; None for an image, and if the set was prepared without
+            a check.
+        rate: Samples of audio or frames of a video per second; None in the same cases.
+        channels: Channels of the sound of audio or video, 0 for a silent video; None in the same
+            cases.
     """
 
     kind: str

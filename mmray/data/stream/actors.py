@@ -75,8 +75,8 @@ def rank_blocks(
             cluster. While it does, the rank keeps only its minimum number of actors.
 
     Returns:
-        An iterable of blocks, arrays of R rows by column such as `image` uint8 [R, 3, S, S] and
-        `input_ids` int32 [R, T]. Close it to end the actors.
+        An iterable of blocks, dicts of arrays of R rows with the columns that `read_block` of the
+        reader returns. Its `close()` ends the actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())

@@ -13,8 +13,8 @@ def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Blo
     """Concatenate the rows of several blocks (arrays of rows by column).
 
     Args:
-        parts: Blocks {column name: array [R, ...]} with the same columns. Columns of tokens [R, T]
-            are padded with zeros to the same T.
+        parts: At least one block {column name: array [R, ...]}, all with the same columns. Arrays
+            with two dimensions [R, T], such as token ids, are padded with zeros to the largest T.
         pixels: Memory for the column `image` of the result, uint8 [all rows, 3, S, S]; None: new
             memory.
 

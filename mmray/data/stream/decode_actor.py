@@ -13,9 +13,10 @@ from mmray.data.stream.slots import LentSlot
 class DecodeActor:
     """A Ray actor that reads and decodes the rows that a rank requests.
 
-    `decode(number, careful, slot)` returns a Decoded: `block`, arrays of R rows by column, and
-    `crashed`, whether an image crashed its decoder. With `careful` each image is decoded in a child
-    process first; `slot` is shared memory for the pixels, or None.
+    `decode(number, careful, slot)` returns a Decoded: `block`, arrays of R rows by column as the
+    reader's `read_block` returns them, and `crashed`, whether an image crashed its decoder. With
+    `careful` each image is decoded in a child process first; `slot` is shared memory for the
+    pixels, or None.
 
     Args:
         decoder: Decodes a block (some rows of the rank) by its number.

@@ -27,8 +27,9 @@ class Decoded(NamedTuple):
     """Some decoded rows (a block).
 
     Args:
-        block: Arrays of R rows by column, such as `image` uint8 [R, 3, S, S], `input_ids` int32 [R,
-            T], `valid` bool [R] and `pos` int64 [R] (position in the sample order).
+        block: Arrays of R rows by column, those of `RowReader.read_block` or
+            `ConversationReader.read_block`: `valid` bool [R], `pos` int64 [R] (position in the
+            sample order) and the others that these list.
         crashed: Whether an image ended the child process that decoded it.
     """
 
@@ -41,9 +42,9 @@ class BlockDecoder:
     data process.
 
     It is called with (number, careful, pixels) and returns a Decoded: `block`, arrays of R rows by
-    column, and `crashed`, whether an image crashed its decoder. With `careful` each image is
-    decoded in a child process first. `pixels` is memory for the images, uint8 [at least R, 3, S,
-    S], or None; with it the block has no column `image`.
+    column as the reader's `read_block` returns them, and `crashed`, whether an image crashed its
+    decoder. With `careful` each image is decoded in a child process first. `pixels` is memory for
+    the images, uint8 [at least R, 3, S, S], or None; with it the block has no column `image`.
 
     Args:
         reader: Reads and encodes rows of the training set.

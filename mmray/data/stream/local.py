@@ -32,10 +32,10 @@ MAX_CRASHES = 5
 class LocalBlocks(RankBlocks):
     """The rows of a worker without Ray, decoded by child processes (data processes).
 
-    Iterating yields blocks in sample order: arrays of R rows by column, such as `input_ids` int32
-    [R, T] and `pos` int64 [R]. A block has all rows of one or more steps. Its pixels are valid
-    until the next one is requested: then a data process may overwrite them. The processes start at
-    once. Iterating raises ResourceError if they keep dying.
+    Iterating yields blocks in sample order: dicts of arrays of R rows with the columns that
+    `read_block` of the reader returns. A block has all rows of one or more steps. Its pixels are
+    valid until the next one is requested: then a data process may overwrite them. The processes
+    start at once. Iterating raises ResourceError if they keep dying.
 
     Args:
         reader: Reads and encodes rows of the training set.

@@ -209,7 +209,11 @@ class RowReader(SetReader):
     """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
 
     `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `image` uint8 [R, 3, S, S], `input_ids` int32 [R, T], `valid` bool [R] and others.
+    `image` uint8 [R, 3, S, S]; `input_ids` int32 [R, T] and `num_tokens` int32 [R]; `key` (hash of
+    the row's key), `label` (-1: none) and `pos` (the position) int64 [R]; `valid` bool [R], False
+    for padding and unreadable rows. With `max_boxes` of the inputs they have `boxes`, `box_labels`
+    and `num_boxes`, too. A model of clips has `video`, `num_frames`, `audio`, `num_samples` and
+    `has_text` in place of `image`.
 
     Args:
         prepared: The set or mixture.
@@ -275,9 +279,12 @@ class RowReader(SetReader):
               int32 [R].
             - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
             - `valid` bool [R]; `pos` int64 [R], the positions.
-            - Further columns that the model's inputs ask for, such as `boxes` float32 [R, M, 4], or
-              `video` uint8 [R, F, 3, S, S] and `audio` int16 [R, N] (mono,
-              `model.inputs.audio_rate` samples per second).
+            - For a model with boxes (`max_boxes` M): `boxes` float32 [R, M, 4] (left, top, right,
+              bottom) in fractions of the input image, `box_labels` int64 [R, M] (-1: none) and
+              `num_boxes` int32 [R].
+            - For a model of clips: `video` uint8 [R, F, 3, S, S] and `num_frames` int32 [R];
+              `audio` int16 [R, N] (mono, `model.inputs.audio_rate` samples per second) and
+              `num_samples` int32 [R]; `has_text` bool [R].
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
@@ -332,10 +339,9 @@ class RowReader(SetReader):
                 [NUM_CLIP_UNIFORMS (51)]; None: no augmentation, and the middle of the span.
 
         Returns:
-            `image` uint8 [1, 3, S, S], for the image side S of the model; not for clips. The
-            further columns that the model's inputs ask for, such as `boxes` float32 [1, M, 4], or
-            `video` uint8 [1, F, 3, S, S] and `audio` int16 [1, N] (mono, `model.inputs.audio_rate`
-            samples per second).
+            The columns of `read_block` that come from the media, for one row: `image` uint8
+            [1, 3, S, S] and, for a model with boxes, `boxes`, `box_labels` and `num_boxes`. For a
+            model of clips `video`, `num_frames`, `audio`, `num_samples` and `has_text`.
 
         Raises:
             BadImage: The row has not one image, or several media of a kind, or one cannot be

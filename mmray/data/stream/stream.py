@@ -17,8 +17,9 @@ from mmray.ordered_map import OrderedMap, Pool
 class RankBlocks(OrderedMap[int, Any]):
     """Iterates the rows of a rank in sample order, some (a block) at a time.
 
-    A block is a dict of arrays of R rows by column, such as `image` uint8 [R, 3, S, S], `input_ids`
-    int32 [R, T] and `pos` int64 [R]. Iterating raises the errors of decoding.
+    A block is a dict of arrays of R rows by column, as `RowReader.read_block` or, for a
+    vision-language model, `ConversationReader.read_block` returns it. Iterating raises the errors
+    of decoding. `close()` ends the processes.
 
     Args:
         blocks: Which rows each block of all ranks has.

@@ -37,8 +37,9 @@ class RowCollator:
     It is called with a list of B EncodedRow, and returns a dict of tensors: `input_ids` int64, [1,
     T] if packed, otherwise [B, T]; `targets` int64 [N], the tokens to predict, and `target_index`
     int64 [N], the index in the flattened `input_ids` that predicts each; `cu_seqlens` int32 [B + 1]
-    if packed, the start of each row, then T; `position_ids`; and the inputs of the vision encoder,
-    such as `pixel_values` uint8.
+    if packed, the start of each row, then T; `position_ids`, if packed int64 [1, T], with
+    `rope_index` [4, 1, T] or [4, B, T] (the planes text, time, height and width), otherwise none;
+    and the inputs of the encoders of media that `join_media` returns, such as `pixel_values` uint8.
 
     Args:
         family: Names and layouts of the model's inputs.
@@ -144,25 +145,25 @@ def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[Encode
 
     Args:
         rows: Encoded rows.
-        dummy: A row with a medium of each kind.
+        dummy: A row with a medium of each kind that the model takes (image, video, audio).
 
     Returns:
-        The same rows, followed by the dummy row if no row has a medium of one of its kinds.
+        The same rows, and after them the dummy row if there is a kind of which no row has a medium.
     """
     kinds = {name for row in rows for name in row.images}
     return [*rows] if dummy.images.keys() <= kinds else [*rows, dummy]
 
 
 def join_media(rows: Sequence[EncodedRow]) -> Batch:
-    """Concatenate the inputs of the encoders of media along the first dimension, padding the others
-    with zeros.
+    """Concatenate the inputs of the encoders of images, videos and audio of several rows.
 
     Args:
         rows: Encoded rows, which may lack media.
 
     Returns:
-        Tensors by name, such as `pixel_values` [patches, values] and `image_grid_thw` int64
-        [images, 3], of the rows that have media.
+        A tensor for each name in `images` of the rows, such as `pixel_values` [patches, values] and
+        `image_grid_thw` int64 [images, 3]: the arrays of all rows that have it, concatenated along
+        the first dimension. Other dimensions are padded with zeros to the largest size.
     """
     names = dict.fromkeys(name for row in rows for name in row.images)
     return {
@@ -211,8 +212,8 @@ def iter_row_batches(
     """Yield the micro-batches of a rank for each step.
 
     Args:
-        blocks: This rank's rows in sample order, some at a time: arrays by column, such as
-            `num_tokens` int32 [R] and `record` (encoded rows as bytes).
+        blocks: This rank's rows in sample order, some at a time: arrays by column, as
+            `ConversationReader.read_block` returns them.
         plan: The sample plan, which has the number of rows of each step.
         first_step: The step of the first block.
         rank: The global rank of this process.
@@ -223,9 +224,9 @@ def iter_row_batches(
     Yields:
         The micro-batches of one step. Each has `key` (hash of the row's key), `label` (-1: none)
         and `pos` (position in the sample order, -1 for padding) int64 [R], `valid` bool [R] and
-        `num_tokens` int32 [R] of its R rows, and the inputs of the model for the valid rows only,
-        such as `input_ids` and `pixel_values`. The iteration ends early if there are no more
-        blocks.
+        `num_tokens` int32 [R] of its R rows, and what `collate` returns for the valid rows only:
+        `input_ids`, `targets`, `pixel_values` and others. The iteration ends early if there are no
+        more blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

@@ -50,10 +50,10 @@ class RowError(ValueError):
     """A row that the model cannot be trained on, which is then quarantined.
 
     Args:
-        reason: Short word: `messages` (no answer), `tokens` (too many), `image` (rejected by the
-            processor), `images` (the numbers of media and of their parts differ) or `media` (the
+        reason: `messages` (no answer), `tokens` (too many), `image` (a medium that the processor
+            rejects), `images` (the numbers of media and of their parts differ) or `media` (the
             model takes none of this kind).
-        detail: A sentence for the user.
+        detail: A sentence for the user, which is also the message of the error.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -64,14 +64,15 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """Inputs of one row of T tokens.
+    """A conversation with its media as inputs of a vision-language model, T tokens.
 
     Args:
-        input_ids: int32 [T].
-        loss_mask: bool [T], True for the assistant's tokens.
-        images: Inputs of the encoders of media by name, as the processor returns them, such as
-            `pixel_values` and `pixel_values_videos` (uint8, not normalized), `image_grid_thw`, and
-            `input_features` (log-mel spectrograms, float16). Empty without media.
+        input_ids: Token ids int32 [T], with those that stand for media.
+        loss_mask: bool [T], True for the assistant's tokens, which the model learns to predict.
+        images: Inputs of the encoders of images, videos and audio, under the names and in the
+            shapes of the model's processor in transformers, such as `pixel_values` and
+            `pixel_values_videos` (uint8, not normalized), `image_grid_thw`, and `input_features`
+            (log-mel spectrograms, float16). Empty without media.
     """
 
     input_ids: np.ndarray
@@ -86,7 +87,7 @@ class MediaSize(NamedTuple):
         width: Upright width in pixels; 0 for audio.
         height: Upright height in pixels; 0 for audio.
         times_s: Times of the frames of a video in seconds from its start, ascending; () for an
-            image.
+            image and for audio.
         samples: Number of samples of audio, at the rate of the model's processor
             (`ProcessorEncoder.audio_rate`); 0 for others.
     """
@@ -106,8 +107,8 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
             exported may lack settings.
 
     Returns:
-        Those that the section has, by name: `max_tokens`, `max_pixels`, `min_pixels`, `frames`,
-        `frame_rate` and `frame_pixels`.
+        Those of `max_tokens`, `max_pixels`, `min_pixels`, `frames`, `frame_rate` and `frame_pixels`
+        that the section has, by name.
     """
     return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
@@ -115,10 +116,10 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
 class ProcessorEncoder:
     """Encodes conversations with the processor of a model.
 
-    `encode(messages, media)` takes messages {"role", "content"}, whose content is a text or a list
-    of parts, and the decoded images, videos and audio of these parts. It returns an EncodedRow:
-    `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's tokens), and `images`, the
-    inputs of the vision encoder by name.
+    `encode(messages, media)` takes messages {"role": "system" | "user" | "assistant", "content":
+    a text or a list of parts}, and the decoded images, videos and audio of these parts. It returns
+    an EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's tokens),
+    and `images`, the inputs of the encoders of media by name.
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
@@ -207,15 +208,17 @@ class ProcessorEncoder:
         """Encode one row for training. Special tokens in the texts of its messages are removed.
 
         Args:
-            messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
+            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
+                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
+                {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
                 3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
                 part of its kind, in order.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], True for the assistant's
-            tokens, and `images`, the inputs of the vision encoder by name, such as `pixel_values`.
+            tokens, and `images`, the inputs of the encoders of media by name, such as
+            `pixel_values`.
 
         Raises:
             RowError: The row has no answer, too many tokens, or media that do not match its parts
@@ -243,14 +246,15 @@ class ProcessorEncoder:
         """Encode a conversation up to where the model generates the assistant's next message.
 
         Args:
-            messages: Messages {role, content}. content is a text or a list of parts
-                {"type": "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
+            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
+                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
+                {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
                 3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
                 part of its kind, in order.
 
         Returns:
-            An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the vision encoder by
+            An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the encoders of media by
             name, and `loss_mask`, False everywhere. The number of tokens is not limited.
 
         Raises:
@@ -337,9 +341,10 @@ class ProcessorEncoder:
         its media.
 
         Args:
-            messages: Messages {role, content}. content is a text or a list of parts {"type":
-                "image" | "video" | "audio"} and {"type": "text", "text": "..."}.
-            sizes: Size of the medium of each part, in order.
+            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
+                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
+                {"type": "text", "text": "..."}.
+            sizes: Size of the medium of each image, video and audio part, in order.
 
         Returns:
             The number of tokens, those of the chat template and of the media included.
@@ -362,7 +367,8 @@ class ProcessorEncoder:
 
         Args:
             length_s: Length of the video in seconds.
-            phase: Number in [0, 1): place of each frame in its interval.
+            phase: Number in [0, 1): place of each frame in its interval, the time from a frame to
+                the next; 0: its start.
 
         Returns:
             Seconds from the start of the video, ascending.
@@ -371,8 +377,8 @@ class ProcessorEncoder:
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids that the model generated, without special tokens and white
-        space at its ends.
+        """Return the text of token ids (one sequence that the model generated), without special
+        tokens and without white space at its ends.
         """
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
 

@@ -26,7 +26,7 @@ class Family:
     `media_kinds(frames, weights)` returns which of `image`, `video` and `audio` a row may have.
 
     Args:
-        pixels: Layout of `pixel_values` of a row: `patches` [patches, channels x values], `images`
+        pixels: Layout of `pixel_values` of a row: `patches` [patches, values of a patch], `images`
             [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`
             [1, tiles, 3, H, W]. Empty: the family takes no images.
         projector: Names of the modules between the encoders and the language model, such as

@@ -39,8 +39,8 @@ class ConversationReader(SetReader):
     The processor is loaded on first use.
 
     `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `valid` bool [R], `num_tokens` int32 [R], `record` object [R] (the encoded row as bytes) and
-    others.
+    `key` (hash of the row's key), `label` (-1: none) and `pos` (the position) int64 [R], `valid`
+    bool [R], `num_tokens` int32 [R], and `record` object [R] (the encoded row as bytes).
 
     Args:
         prepared: The set or mixture.
@@ -122,8 +122,8 @@ class ConversationReader(SetReader):
         Args:
             row: A row with the bytes of its media.
             choice: Index of the caption to use, whose span a video or audio is cut to.
-            phase: Random number in [0, 1): place of each frame in its interval, and of the part of
-                audio that the model takes.
+            phase: Random number in [0, 1): place of each frame of a video in its interval, and,
+                of audio that is longer than the model takes, place of the part that is used.
 
         Returns:
             RGB images of PIL, `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
@@ -157,12 +157,13 @@ class ConversationReader(SetReader):
             choice: Index of the caption to use, if the row has no messages; the question
                 `model.inputs.question` precedes it. Its span is the part of videos and audio that
                 is used.
-            phase: Random number in [0, 1) that selects the frames of a video, and the part of audio
-                that is longer than the model takes.
+            phase: Random number in [0, 1) that selects the frames of a video, and the part that is
+                used of audio that is longer than the model takes.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's
-            tokens), and `images`, the inputs of the vision encoder by name, such as `pixel_values`.
+            tokens), and `images`, the inputs of the encoders of media by name, such as
+            `pixel_values`.
 
         Raises:
             BadImage: A medium cannot be decoded.
@@ -183,7 +184,8 @@ def read_clip(
 
     Args:
         media: Video or audio with its bytes.
-        encoder: Processor of the model, which chooses times and length.
+        encoder: Processor of the model, which determines the times of the frames, and the rate and
+            the longest length of audio.
         span: Start and end in seconds, as timestamps of the file; None: the whole file.
         phase: Number in [0, 1): place of each frame in its interval, and of the samples in a span
             over `max_audio_s`.

@@ -46,7 +46,8 @@ def generate_conversations(out: Path) -> Path:
         out: Folder in which the set gets a folder named by its version, such as `v1`.
 
     Returns:
-        Path of sample-vlm.jsonl, whose rows have `id`, `images`, `messages` and `split`.
+        Path of sample-vlm.jsonl, whose rows have `id`, `images` (paths relative to the file's
+        folder), `messages` ({"role", "content"}) and `split` (`train` or `test`).
 
     Raises:
         UsageError: `out` is not writable.

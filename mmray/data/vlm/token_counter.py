@@ -25,8 +25,8 @@ class ProcessorCounter:
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        limits: Limits by name, as in `model.inputs`: `max_tokens`, `max_pixels`, `min_pixels`,
-            `frames`, `frame_rate` and `frame_pixels`.
+        limits: Limits by name, as in `model.inputs`: `max_pixels`, `min_pixels`, `frames`,
+            `frame_rate` and `frame_pixels`; `max_tokens` is ignored.
         question: User message of a row that has only captions. Of several captions the longest
             counts.
     """

@@ -36,7 +36,7 @@ class FrameProcessor:
     """Resizes the frames of videos and cuts them into patches, as the video processors of
     transformers do for the Qwen-VL family.
 
-    transformers' processor of a model calls it in place of its video processor.
+    The processor of a model in transformers calls it in place of its own video processor.
 
     It is called with (videos, video_metadata): the frames of each video, uint8 [F, H, W, 3], and
     what `metadata` returned for it. It returns a dict with `pixel_values_videos` uint8 [patches,
@@ -44,7 +44,9 @@ class FrameProcessor:
     and width), and `video_metadata` unchanged.
 
     Args:
-        settings: The weights' settings of the video processor, such as `patch_size`.
+        settings: The settings of the weights' video processor, as in its config file (JSON values):
+            `image_mean`, `image_std`, `size` (or `min_pixels` and `max_pixels`), and optionally
+            `rescale_factor`, `patch_size`, `merge_size` and `temporal_patch_size`.
         per_clip: Whether the limits of pixels in `settings` are for all frames of a clip together
             (Qwen3-VL), not for each.
         max_pixels: Maximum width x height of a frame after resizing; None: that of `settings`.

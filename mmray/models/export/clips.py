@@ -29,8 +29,9 @@ class ClipEmbedder(Embedder):
     their similarity.
 
     `embed_texts`, `embed_audio`, `embed_video` and `embed_images` take lists of N texts, encoded
-    files or their paths, or images, and return L2-normalized tensors float32 [N, D]. `mmray.load`
-    returns an instance for an export of a model of the kind `towers`.
+    files (bytes) or their paths, or images, and return L2-normalized tensors float32 [N, D].
+    `mmray.load` returns an instance for an export of a model of the kind `towers`; the constructor
+    is that of Embedder.
     """
 
     def embed_audio(
@@ -39,7 +40,7 @@ class ClipEmbedder(Embedder):
         """Embed audio, or the sound of videos.
 
         Args:
-            files: N encoded files, or their paths.
+            files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
             batch: Number of files in a forward.
@@ -59,7 +60,7 @@ class ClipEmbedder(Embedder):
         """Embed the frames of videos.
 
         Args:
-            files: N encoded files, or their paths.
+            files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
             batch: Number of files in a forward.

@@ -295,8 +295,9 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
         max_tokens: Maximum number of tokens of a text.
 
     Returns:
-        The text of tokenizer.json, and the values of tokenizer_config.json, such as
-        `model_max_length` and `pad_token`.
+        The text of tokenizer.json, and the values of tokenizer_config.json by name:
+        `tokenizer_class`, `model_max_length`, `pad_token` and, if the model attends to its padding,
+        `model_input_names`.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
@@ -323,8 +324,9 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
             `mean` and `std` are read.
 
     Returns:
-        The values; None for the fit `pad`, because transformers does not support padding with
-        white.
+        The values by name, such as `size` and `image_mean`, of a CLIPImageProcessor (fit `crop`) or
+        a ViTImageProcessor; None for the fit `pad`, because transformers does not support padding
+        with white.
     """
     if inputs["fit"] == "pad":
         return None

@@ -116,9 +116,10 @@ class Conversations:
         """Return the assistant's next message of a conversation, or of each of several.
 
         Args:
-            messages: A conversation: a list of {"role": ..., "content": ...} up to a message of the
-                user; content is a text, or a list of parts {"type": "image" | "video" | "audio"}
-                and {"type": "text", "text": ...}. Several conversations are a list of such lists.
+            messages: A conversation: a list of {"role": "system" | "user" | "assistant", "content":
+                ...} up to a message of the user. The content is a text, or a list of parts {"type":
+                "image" | "video" | "audio"} and {"type": "text", "text": ...}. Several
+                conversations are a list of such lists.
             images: The media of the parts, in order: paths of images, videos and audio (the suffix
                 determines the kind), or PIL images; of several conversations a list of such lists.
             max_new_tokens: Maximum number of tokens of an answer.

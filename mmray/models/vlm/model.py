@@ -52,10 +52,10 @@ class Vlm(nn.Module):
 
     Forward takes a micro-batch that `collator` built, a dict with `input_ids` int64 ([1, T] if rows
     are packed, otherwise [B, T]), `targets` int64 [N], the N tokens to predict, `target_index`
-    int64 [N], the index in the flattened `input_ids` that predicts each, and the pixels and other
-    inputs of the encoders of images, videos and audio. It returns the scalars `loss_sum`, the
-    cross-entropy summed over the targets, and `num_correct`, the number of targets with the largest
-    logit.
+    int64 [N], the index in the flattened `input_ids` that predicts each, and the inputs of the
+    encoders of images, videos and audio, such as `pixel_values` uint8. It returns the scalars
+    `loss_sum`, the cross-entropy summed over the targets, and `num_correct`, the number of targets
+    with the largest logit.
 
     Args:
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
@@ -65,9 +65,11 @@ class Vlm(nn.Module):
             the same model returned: the model has random weights, because the caller loads them.
 
     Attributes:
-        mean, std: Mean and standard deviation of the channels of images, for pixels in 0..255,
-        float [3]; empty if the model takes no images. video_mean, video_std: The same of videos;
-        empty without videos.
+        mean: Mean of each channel of images, for pixels in 0..255, float [3]; empty if the model
+            takes no images.
+        std: Standard deviation of each channel in the same way.
+        video_mean: Mean of each channel of videos, float [3]; empty if the model takes no videos.
+        video_std: Standard deviation of each channel of videos in the same way.
 
     Raises:
         UsageError: The weights cannot be loaded, or are not supported.
@@ -338,9 +340,10 @@ class Vlm(nn.Module):
         """Generate the assistant's next message of each conversation by greedy decoding.
 
         Args:
-            conversations: For each conversation its messages {role, content}, of which the last is
-                the user's. content is a text or a list of parts {"type": "image" | "video" |
-                "audio"} and {"type": "text", "text": ...}.
+            conversations: For each conversation its messages {"role": "system" | "user" |
+                "assistant", "content": ...}, of which the last is the user's. The content is a text
+                or a list of parts {"type": "image" | "video" | "audio"} and {"type": "text",
+                "text": ...}.
             images: For each conversation its media, one per part in order: RGB images of PIL or
                 uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
                 seconds), and mono audio int16 [N], `encoder.audio_rate` samples per second.
