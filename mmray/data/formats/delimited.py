@@ -50,8 +50,11 @@ class _Layout(NamedTuple):
 class CsvSource(JsonlSource):
     """A .csv file with commas, tabs, semicolons or bars; images are paths relative to it.
 
-    The first line has the names of the columns. It is constructed and used like any Source: `scan`
-    yields its chunks, and `read(chunk)` the rows of one as RawRow.
+    The first line has the names of the columns.
+
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -268,8 +271,11 @@ class CsvSource(JsonlSource):
 class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it.
 
-    The first line has the names of the columns. It is constructed and used like any Source: `scan`
-    yields its chunks, and `read(chunk)` the rows of one as RawRow.
+    The first line has the names of the columns.
+
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
 
     Attributes:
         suffixes: Suffixes of its files.

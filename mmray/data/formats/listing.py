@@ -41,8 +41,11 @@ class ListingSource(Source):
     Each subclass implements `list_rows` for one layout of files: it yields each row as a dict of
     `origin` (its location, for messages) and the columns that it has: `id`, `image`, `audio` and
     `video` (paths relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes`
-    ([x, y, width, height] in pixels) and `box_labels`. It is constructed and used like any Source:
-    `scan` yields chunks of the rows, and `read(chunk)` the rows of one as RawRow.
+    ([x, y, width, height] in pixels) and `box_labels`.
+
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
 
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
@@ -188,8 +191,9 @@ class ClassFolders(ListingSource):
     `caption_template` with the name of the class in place of `{}`. An image outside the folders of
     classes has neither, so it is an incomplete row.
 
-    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
-    the rows of one as RawRow, with `id`, `image`, `text`, `label` and `split`.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow. The values are `id`, `image`, `text`, `label` and `split`.
     """
 
     title = "a folder for each class"
@@ -232,8 +236,9 @@ class ImageTextPairs(ListingSource):
     """Rows of a/b.jpg, or a clip a/b.mp4, with captions in a/b.txt or a/b.jpg.txt, one a line, or
     subtitles a/b.srt, whose texts have times; a file without its counterpart is an incomplete row.
 
-    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
-    the rows of one as RawRow, with `id`, `image`, `audio` or `video`, `texts` and `split`.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow. The values are `id`, `image`, `audio` or `video`, `texts` and `split`.
     """
 
     title = "media and text pairs"
@@ -304,8 +309,9 @@ class JsonArraySource(ListingSource):
 
     The array is read one object at a time. Each object is a row: values by column name.
 
-    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
-    the rows of one as RawRow.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
     """
 
     title = "JSON array"
@@ -376,10 +382,11 @@ class CocoSource(ListingSource):
     the memory. An image without captions gets `caption_template` with the names of its categories
     as its caption. Boxes keep COCO's [x, y, width, height] in pixels.
 
-    It is constructed and used like any Source: `scan` yields chunks of the rows, and raises
-    DataError if a document is not COCO or describes other images than the first; `read(chunk)`
-    yields the rows of one as RawRow, with `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of
-    categories) and `split`, as far as the documents define them.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow. The values are `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and
+    `split`, as far as the documents define them. `scan` raises DataError if a document is not COCO
+    or describes other images than the first.
     """
 
     title = "COCO"

@@ -47,8 +47,9 @@ MAX_CHUNKS_PER_ROW_GROUP = 16
 class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order.
 
-    It is constructed and used like any Source: `scan` yields its chunks, and `read(chunk)` the rows
-    of one as RawRow.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
 
     A subclass for another kind of files replaces `names()` (their paths, relative to the folder of
     the source), `splits(names)` (split by path; None: none), `cumulative_rows(name)` (rows up to
@@ -290,8 +291,9 @@ class ParquetSource(Source):
 class HFSavedSource(ParquetSource):
     """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`.
 
-    It is constructed and used like any Source: `scan` yields chunks of the rows, and `read(chunk)`
-    the rows of one as RawRow. Its other methods are those of ParquetSource, for Arrow files.
+    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow. Its other methods are those of ParquetSource, for Arrow files.
     """
 
     title = "Hugging Face datasets"

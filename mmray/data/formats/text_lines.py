@@ -91,8 +91,11 @@ class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
     to their file.
 
-    A line is one row, a JSON object of values by column name. It is constructed like any Source,
-    and used like it: `scan` yields its chunks, and `read(chunk)` the rows of one as RawRow.
+    A line is one row, a JSON object of values by column name.
+
+    `open_source` constructs it, with the arguments of Source. `scan` yields its chunks (parts
+    that one task reads each), and `read(chunk)` the rows of one as RawRow: line, location, and
+    values by mmray's column names or a BadRow.
 
     A subclass for another text format replaces `check(name)` (raises DataError for a wrong file),
     `iter_records(name, lines)` (yields the records of a file; a false value for a blank one) and

@@ -176,8 +176,9 @@ class DedupResult:
             same captions, only under `prepare.duplicates` = text.
         num_same_text: Number of rows that are no duplicates and have the captions of an earlier
             such row.
-        contaminated: By number of a contaminated row a sentence for quarantine.jsonl, such as which
-            image of which set it repeats. `dropped`, a mask bool [N], has these rows too.
+        contaminated: By number of a contaminated row a sentence for quarantine.jsonl: which row of
+            which set it repeats. `dropped`, a mask bool [N], has these rows too. Empty unless
+            `prepare.drop_overlap` is set.
     """
 
     duplicate_of: np.ndarray
@@ -301,9 +302,9 @@ def _map_digests(file: IO[bytes]) -> np.ndarray:
 def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     """Find the rows that repeat another one.
 
-    Of equal rows a held-out one is kept, otherwise the earliest. A key (name of a row) that is
-    repeated within its split is an error under each rule but `keep`, and no row is a duplicate of
-    such a row.
+    Of equal rows a held-out one is kept, otherwise the earliest. Under each rule but `keep` a row
+    whose key (name) an earlier row of its split has is a duplicate too, with reason 1; no other row
+    counts as a duplicate of it.
 
     Args:
         packed: Digests (of images, captions and keys), splits and shards of the rows.

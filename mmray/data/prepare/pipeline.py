@@ -188,8 +188,9 @@ def prepare(
         progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
             `stage` (`scan`, `pack`, `deduplicate`, `hash` or `tokenize`), `done_rows`, `total_rows`
             (0: unknown), `bad_rows` and `is_estimate`. None: not reported.
-        log: Called with (message, label), where the label is the word to print before the message;
-            None: not logged.
+        log: Called with (message, label), where the label is the word to print before the message:
+            `source`, `splits`, `ignored`, `columns`, `kept`, `example` or `download`. None: not
+            logged.
         retry: Also read those parts of the source again in which an earlier prepare could not read
             or decode rows.
 
