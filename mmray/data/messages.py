@@ -58,9 +58,10 @@ def parse_messages(
         value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The role
             is `system`, `user` or `human`, or `assistant`, `gpt`, `chatgpt`, `model` or `bot`. The
             content is a text, in which each `<image>` or `<img>PATH</img>` marks an image, or a
-            list of parts: {"type": "text", "text": "..."}, or {"type": "image", "image": PATH},
-            where the medium may be missing (also `video`, `audio`, and `image_url` and so on). Keys
-            may be None, as in an Arrow struct.
+            list of parts: {"type": "text", "text": "..."}, or a medium of type `image`,
+            `image_url`, `video`, `video_url`, `audio` or `audio_url`, such as {"type": "image",
+            "image": PATH}, also under `url` or `path`; without a URL type it may be missing. Values
+            of keys may be None, as in an Arrow struct.
         kinds: Kinds whose marks count in a text: `image` (`<image>`), `video` (`<video>`) and
             `audio` (`<audio>`).
 

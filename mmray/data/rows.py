@@ -56,7 +56,7 @@ class BadRow(ValueError):
     """A source row that is quarantined: written to quarantine.jsonl instead of the prepared set.
 
     Args:
-        stage: Where it failed: `parse` (the line), `columns` (their values), `read` (a file),
+        stage: Where it failed: `parse` (the record), `columns` (a value), `read` (a file),
             `decode` (an image, audio or video) or `text` (a caption).
         reason: A short word, such as `missing-image`, by which rows are counted.
         detail: A sentence for the user.
