@@ -176,7 +176,7 @@ def exif_orientation(data: bytes, max_pixels: int) -> int:
 
     Args:
         data: Encoded bytes.
-        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
+        max_pixels: Maximum width x height.
 
     Returns:
         1 (upright) to 8; 1 if there is none or its EXIF block is damaged.

@@ -124,7 +124,7 @@ class SubprocessDecoder:
     def thumbnail(self, data: bytes, damaged: bool = False) -> str | None:
         """Return a thumbnail of an image as a data URI (WebP, at most 128 pixels a side).
 
-        The child process makes it, because a corrupt image may crash the decoder.
+        The child process decodes the image first, because a corrupt one may crash the decoder.
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
