@@ -201,8 +201,8 @@ class PretrainedDualEncoder(DualEncoder):
                 those in `spec`.
 
         Returns:
-            An instance of this class, such as CLIPModel. Its `build_notes` are lines for the
-            console about interpolated positions, a tuple of str.
+            The model, an instance of the class of transformers, such as CLIPModel. Its attribute
+            `build_notes`, a tuple of str, has lines for the console about interpolated positions.
 
         Raises:
             UsageError: Weights cannot be read or are missing, they do not suit the tokenizer, or

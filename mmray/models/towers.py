@@ -131,10 +131,10 @@ class Towers(PairHeads, nn.Module):
         Args:
             audio: Mono samples int16 [B, N], `model.inputs.audio_rate` per second, zeros after
                 those of a row.
-            num_samples: Number of samples of each row, int64 [B].
+            num_samples: Number of samples of each row, int64 [B]; 0 for a row without audio.
 
         Returns:
-            L2-normalized embeddings [B, D].
+            L2-normalized embeddings [B, D]; arbitrary for a row without audio.
         """
         assert self.audio is not None, "the model has no audio"
         return _embedding(self.audio(audio, num_samples))
@@ -145,10 +145,10 @@ class Towers(PairHeads, nn.Module):
         Args:
             video: Pixels uint8 [B, F, 3, S, S], RGB and not normalized; S is
                 `model.inputs.image_side`.
-            num_frames: Number of frames of each row, int64 [B].
+            num_frames: Number of frames of each row, int64 [B]; 0 for a row without video.
 
         Returns:
-            L2-normalized embeddings [B, D].
+            L2-normalized embeddings [B, D]; arbitrary for a row without video.
         """
         assert self.video is not None, "the model has no video"
         return _embedding(self.video(video, num_frames))

@@ -147,9 +147,9 @@ class WeightedSum:
                 as `image_embed` [B, D] and the scalar `logit_scale`.
             batch: Columns of these rows by name, such as `valid` bool [B], False for padding, and
                 `label` int64 [B].
-            gathered: Rows of all ranks, for terms over all pairs: each of `gathered_outputs` [G,
-                ...], `valid` bool [G], and the int `offset`, the index of the first local row among
-                the G. None: the local rows are all rows.
+            gathered: Rows of all ranks, for terms over all pairs: the outputs that the attribute
+                `gathered_outputs` names [G, ...], `valid` bool [G], and the int `offset`, the index
+                of the first local row among the G. None: the local rows are all rows.
 
         Returns:
             The loss sums times their weights [K], the counts int64 [K], and metrics by name: for

@@ -69,9 +69,9 @@ class Objective(Protocol):
                 with all its columns. A global loss (over pairs of rows of all ranks) gets all rows
                 of this rank with the one-dimensional columns, such as `valid` bool [B], False for
                 padding, and `label` int64 [B].
-            gathered: For global losses, the rows of all ranks: each of `gathered_outputs` [G, ...],
-                `valid` bool [G], and the int `offset`, the index of this rank's first row among the
-                G. None: the batch is the whole global batch.
+            gathered: For global losses, the rows of all ranks: the outputs that the attribute
+                `gathered_outputs` names [G, ...], `valid` bool [G], and the int `offset`, the index
+                of this rank's first row among the G. None: the batch is the whole global batch.
 
         Returns:
             The loss sum, its denominator (the number of valid rows or target tokens), and the sums
@@ -137,13 +137,13 @@ class HardNegativeMining(Protocol):
         The result must not depend on how rows are split into micro-batches and ranks.
 
         Args:
-            outputs: The outputs in `score_outputs` [B, ...] and the scalars in
-                `scalar_output_names`, without gradient.
+            outputs: The outputs that the attribute `score_outputs` names [B, ...] and the scalars
+                that `scalar_output_names` names, without gradient.
             batch: Columns of the B rows of the micro-batch by name, such as `pos` int64 [B], the
                 position in the sample order.
-            gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
-                `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
-                micro-batch's first row among the G.
+            gathered: Rows of all ranks: the outputs in `score_outputs` and the batch's columns in
+                the attribute `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`,
+                the index of the micro-batch's first row among the G.
 
         Returns:
             Columns [B, ...] by name, such as `negative_ids` int64 [B, T].

@@ -51,10 +51,10 @@ def auto_folder() -> Path:
 
 
 def node_cache() -> ShardCache:
-    """Return the cache on the local disk for the tables of shards, in the temporary folder of the
-    node.
+    """Return the cache of this node for tables of shards, of at most 4 GiB.
 
-    A table of shards lists the files of a prepared set.
+    A table of shards is an Arrow file that lists the files of a prepared set. The cache is a folder
+    in the temporary folder of the node.
 
     Raises:
         UsageError: The temporary folder cannot be used.
@@ -75,7 +75,8 @@ class ShardCache:
         folder: A folder of each node, or `auto` for one in its temporary folder.
         max_bytes: Limit of all entries in the folder, also those of other sets. Above it the least
             recently used ones are deleted.
-        used_bytes: How many bytes a run uses at a time; the disk must have them.
+        used_bytes: How many bytes of entries a run uses at a time. The disk must have room for
+            them.
     """
 
     def __init__(self, folder: str, max_bytes: int, used_bytes: int = 0) -> None:
@@ -91,10 +92,11 @@ class ShardCache:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder on this node, which is created.
+        """The folder of the entries on this node; reading it creates the folder.
 
         Raises:
-            UsageError: It cannot be used, or the disk has less than `used_bytes`.
+            UsageError: It cannot be used, or the disk has no room for the constructor's
+                `used_bytes`.
         """
         try:
             is_auto = self._address == AUTO
@@ -114,10 +116,11 @@ class ShardCache:
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
     ) -> pa.Buffer:
-        """Return the bytes of an entry; the first process of a node that needs it fetches it.
+        """Return the bytes of an entry (a file of the cache); the first process of a node that
+        needs it fetches it.
 
         Args:
-            name: File name of the entry.
+            name: File name of the entry in the folder of the cache.
             size: Its size in bytes; an entry of another size is fetched again.
             fetch: Called without arguments; returns the bytes from the object store. Its errors are
                 raised.

@@ -57,7 +57,7 @@ class PreparedSet:
             texts of other columns are not used. None: all texts, equally often.
 
     Attributes:
-        table: The shards of the full set.
+        table: The shards (files) of the full set.
         shard_numbers: Indices in it of the shards with rows of this set, int64.
     """
 
@@ -154,11 +154,11 @@ class PreparedSet:
         return self._with(captions=weights)
 
     def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
-        """Return this set with other shards, such as some of them, or all with more dropped rows.
+        """Return a set that has the rows of other shards (files) in the same folder.
 
         Args:
-            shards: Entries of the manifest: file, number of rows and dropped rows of each shard
-                (file of the set).
+            shards: The shards of the result, such as some of this set's, or all of them with more
+                dropped rows (rows of a file that are not part of the set).
         """
         return self._with(manifest=replace(self.manifest, shards=shards))
 
@@ -236,7 +236,7 @@ class PreparedSet:
         Returns:
             The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
             `data`), `texts` or `messages`, `label` (None: none) and others. The bytes of the images
-            of an index-only set are read from its source.
+            of an index-only set (which refers to the images in its source) are read from there.
 
         Raises:
             IndexError: A number is outside the set.
@@ -267,7 +267,7 @@ class PreparedSet:
 
         Raises:
             IndexError: A number is outside the set.
-            OSError: A shard cannot be read.
+            OSError: A shard (file of the set) cannot be read.
             ValueError: A shard is damaged; the message has its name.
         """
         return self._read_batches(rows)
@@ -316,7 +316,8 @@ class PreparedSet:
             None.
 
         Raises:
-            DataError: A shard has no such columns, because the set grew after it was scored.
+            DataError: A shard (file of the set) has no such columns, because the set grew after it
+                was scored.
         """
         types = column_types(self.manifest.columns)
         names = [name for name, kind in types.items() if kind in TYPES]

@@ -34,11 +34,12 @@ Columns = dict[str, dict[str, str]]  # type of each column by its name, by folde
 
 
 def column_file(folder: str, shard_file: str) -> str:
-    """Return the path of the file with columns of a shard, relative to the folder of the set.
+    """Return the path of the Arrow file with columns of the rows of a shard, relative to the folder
+    of the set: `columns/FOLDER/NAME.arrow`.
 
     Args:
         folder: Name of the folder of these columns, such as `kept`.
-        shard_file: Path of the shard.
+        shard_file: Path of the shard, such as `shards/NAME.arrow`.
     """
     return f"{COLUMNS_DIR}/{folder}/{PurePosixPath(shard_file).stem}.arrow"
 

@@ -194,9 +194,10 @@ def check_where(
 
     Args:
         where: The condition, such as `similarity > 0.3` (see RowFilter).
-        types: Type of each column of the set by name, such as {"width": "int64"}; None instead of a
-            type that is not known yet, or of all columns.
-        place: The set, for the message.
+        types: Type of each column of the set by name: `bool`, `int64`, `double` or `string`, or
+            None for a type that is not known yet. None: the columns are not known, and only the
+            syntax is checked.
+        place: Name or path of the set, for the message.
         setting: Setting that has the expression, such as `data.where`.
 
     Returns:
@@ -275,8 +276,8 @@ def select_rows(
 ) -> PreparedSet:
     """Return the rows of a set for which a condition holds, in their order and numbered from 0.
 
-    The columns of its shards are read, several shards at a time, but no images. The result refers
-    to the shards of the set; only its list of dropped rows is another one.
+    The columns of its shards (files) are read, several shards at a time, but no images. The result
+    refers to the shards of the set; only its list of dropped rows (those left out) is another one.
 
     Args:
         prepared: The set.

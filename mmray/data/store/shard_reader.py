@@ -26,7 +26,7 @@ MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 
 
 class ReadRequest(NamedTuple):
-    """Rows of one record batch (8 adjacent rows) of a shard that are to be read.
+    """Rows to read from one record batch (8 adjacent rows) of a shard (file of the set).
 
     Attributes:
         shard: Number of the shard in the table of shards.
@@ -45,7 +45,7 @@ class ReadRequest(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A range of bytes of a shard that is read in one request.
+    """A range of bytes of a shard (file of the set) that is read in one request.
 
     Attributes:
         start: First byte.
@@ -65,7 +65,8 @@ Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 
 
 class ShardReader:
-    """Reads record batches of the shards in a folder; safe for threads, cheap to pickle.
+    """Reads record batches (8 adjacent rows) of the shards, the files of a prepared set; safe for
+    threads, cheap to pickle.
 
     On an object store, nearby batches share a request. With a cache, a block (a larger range of
     adjacent rows) is fetched completely once, and kept on the local disk.

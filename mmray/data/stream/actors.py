@@ -228,7 +228,8 @@ class ActorPool:
         return max(2 * num_actors, self._blocks.blocks_per_step) + 1
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of blocks of this rank in the object store of a node.
+        """Return the largest number of blocks (rows that one actor decodes at a time) of this rank
+        in the object store of a node.
 
         Args:
             node: ID of the node of a started actor.
@@ -274,11 +275,11 @@ class ActorPool:
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:
-        """Start and end actors, so that the rank waits little for blocks; at most every UPDATE_S
-        (0.5) seconds.
+        """Start and end actors, so that the rank waits little for decoded rows; at most every
+        UPDATE_S (0.5) seconds.
 
         Args:
-            waited_s: Seconds that the rank has waited for blocks in total so far.
+            waited_s: Seconds that the rank has waited for rows in total so far.
         """
         now_s = time.monotonic()
         if now_s < self._next_update_s:

@@ -15,8 +15,8 @@ class DecodeActor:
 
     `decode(number, careful, slot)` returns a Decoded: `block`, arrays of R rows by column as the
     reader's `read_block` returns them, and `crashed`, whether an image crashed its decoder. With
-    `careful` each image is decoded in a child process first; `slot` is shared memory for the
-    pixels, or None.
+    `careful` each image is decoded in a child process first; `slot` is a part of shared memory
+    for the pixels, or None.
 
     Args:
         decoder: Decodes a block (some rows of the rank) by its number.
@@ -36,8 +36,8 @@ class DecodeActor:
             number: Number of the block in the run.
             careful: Decode each image in a child process first, to find one that crashes its
                 decoder.
-            slot: Shared memory for the pixels, which the rank lends if it is on this node; None:
-                the pixels are returned through Ray's object store.
+            slot: Part of shared memory for the pixels, which the rank lends if it is on this node;
+                None: the pixels are returned through Ray's object store.
 
         Returns:
             A Decoded: `block`, arrays of the rows by column, and `crashed`, whether an image

@@ -53,8 +53,8 @@ def resolve_block_shuffle(
     rows.
 
     With `data.shuffle_blocks auto`, sets on disks (also mounted ones) and sets that fit into the
-    cache of a node (`data.local_cache`) are shuffled fully, others by blocks. Other values of
-    `data.shuffle_blocks` state it.
+    cache of a node (`data.local_cache`) are shuffled fully, others by blocks. The value 1 is a full
+    shuffle, and LANESxROWSxBLOCKS, such as `64x1024x4`, sets the fields of the BlockShuffle.
 
     Args:
         data: The `data` section.

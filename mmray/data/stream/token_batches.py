@@ -176,7 +176,8 @@ class TokenPlan(SamplePlan):
             themselves, such as the ranks of a node; None: all ranks.
 
     The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_rows` of a
-    step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and `block_shuffle`.
+    step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and `block_shuffle`
+    (the shuffle of blocks of adjacent rows).
     """
 
     num_tokens: np.ndarray = field(compare=False)

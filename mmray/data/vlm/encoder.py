@@ -47,7 +47,7 @@ SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_t
 
 
 class RowError(ValueError):
-    """A row that the model cannot be trained on, which is then quarantined.
+    """A row that the model cannot be trained on; it is left out and listed in quarantine.jsonl.
 
     Args:
         reason: `messages` (no answer), `tokens` (too many), `image` (a medium that the processor
@@ -212,8 +212,8 @@ class ProcessorEncoder:
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
-                part of its kind, in order.
+                3] and their times in seconds), and mono audio int16 [N] with `audio_rate` samples
+                per second: one for each part of its kind, in order.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], True for the assistant's
@@ -250,8 +250,8 @@ class ProcessorEncoder:
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and audio int16 [N] of `audio_rate`: one for each
-                part of its kind, in order.
+                3] and their times in seconds), and mono audio int16 [N] with `audio_rate` samples
+                per second: one for each part of its kind, in order.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the encoders of media by

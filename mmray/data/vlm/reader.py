@@ -218,7 +218,7 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
     """Return the encoded rows that `ConversationReader.read_block` has read.
 
     Args:
-        block: Its result; the column `record` object [R] (bytes) is read.
+        block: Its result, a dict of columns; `record` object [R] (bytes) is read.
 
     Returns:
         For each of the R rows, in order, an EncodedRow (`input_ids`, `loss_mask` and `images`), or

@@ -27,11 +27,12 @@ class CrossEncoder(nn.Module):
     other modalities.
 
     Forward takes the features of the other modalities by name, [B, N, width] each, text features
-    [B, T, text_width] and the attention mask of the text, int64 [B, T]. It returns one feature of
-    each pair, [B, W]: the mean over the tokens.
+    [B, T, text_width], the attention mask of the text, int64 [B, T], and optionally masks of the
+    other modalities by name, int64 [B, N], 0 for padding. It returns one feature vector for each
+    pair (a text and the other modalities of its row), [B, W]: the mean over the tokens.
 
     Args:
-        spec: The `model.cross` section: width, depth, heads and dropout.
+        spec: The `model.cross` section: width W, depth, heads and dropout.
         widths: Width of the features of each other modality by its name, such as `image`.
         text_width: Width of the text features.
         num_positions: Number of positions N of features that have no positions of their own, such

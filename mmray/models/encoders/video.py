@@ -82,7 +82,7 @@ class FrameEncoder(nn.Module):
 
 class VideoMae(nn.Module):
     """The encoder of VideoMAE (Tong et al. 2022, arXiv:2203.12602): features of blocks, each of a
-    patch in some consecutive frames.
+    patch in `tubelet_size` (a value of its config) consecutive frames.
 
     Its number of frames is fixed, so the last frame of a clip with fewer is repeated.
 
