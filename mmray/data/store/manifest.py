@@ -136,8 +136,10 @@ def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 class RowCounts:
-    """Counts the rows of a set by language, number of images and kinds of media, for its manifest:
-    `add` the rows, then read `fields`.
+    """Counts the rows of a set by language, number of images and kinds of media, for its manifest.
+
+    `add(split, language, kinds)` counts a row; `fields()` returns the counts so far as the fields
+    `languages`, `num_images` and `media_kinds` of a Manifest.
     """
 
     def __init__(self) -> None:

@@ -101,7 +101,8 @@ def write_columns(folder: AnyPath, name: str, shard_file: str, columns: pa.Recor
         folder: Folder of the set.
         name: Name of the folder of these columns, such as `kept`.
         shard_file: Path of the shard, relative to the folder of the set.
-        columns: A value for each row of the shard file.
+        columns: The columns with their names: a value for each row of the shard file, also for
+            those that are dropped from the set.
     """
     (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
     with (

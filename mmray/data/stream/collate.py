@@ -21,11 +21,11 @@ NumpyBatch = dict[str, np.ndarray]
 def is_flat(batch: Batch) -> bool:
     """Return whether a micro-batch cannot be sliced by row, because its tensors join all rows.
 
-    So are the micro-batches of a vision-language model: they have `target_index`, and only valid
-    rows.
+    True for the micro-batches of a vision-language model, whose tokens and pixels are those of all
+    valid rows together.
 
     Args:
-        batch: Tensors by column.
+        batch: Tensors by column; a flat one has `target_index`.
     """
     return "target_index" in batch
 
@@ -79,7 +79,7 @@ def iter_micro_batches(
 
 
 class PixelMemory:
-    """Memory for the pixels of one step, used again by the next.
+    """Memory for the pixels of one training step, used again by the next.
 
     New memory for each step would cost a page fault every 4 KiB.
 
