@@ -49,13 +49,12 @@ Reporter = TypeVar("Reporter", bound="RunReporter")
 
 
 class Sections(TypedDict, total=False):
-    """Sections of the config, as in a recipe file.
+    """Sections of the config, as in a recipe file; all are optional.
+
+    A section is a dict {field: value}, such as {"train": {"steps": 100}}, or an object of its class
+    in mmray.config, such as Train for `train`; the fields of the class are the legal names.
 
     `data` may be the training set alone (data.train): an address, or rows that `prepare` takes.
-
-    Each section is a dict {field: value}, such as {"train": {"steps": 100}}, or an object of
-    mmray.config; all are optional. The names are `model`, `objective`, `prepare`, `data`,
-    `augment`, `batch`, `optimizer`, `train`, `evaluate`, `cluster` and `run`.
     """
 
     model: Settings
@@ -95,7 +94,8 @@ def train(
 
     Returns:
         The run, which finished or was stopped: a Run, whose `result` is the content of result.json
-        (`status`, `steps`, `scores`), `metrics` the last metrics by name and `path` its folder.
+        (such as `status`, which is `finished` or `stopped`), `metrics` the last metrics by name and
+        `path` its folder.
 
     Raises:
         UsageError: a setting is unknown or invalid.
@@ -134,9 +134,10 @@ def prepare(
         source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
             COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset; or
             rows in memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
-            DatasetDict, or an iterable of dicts, with columns such as `text` and `image` (a path,
-            bytes of a file, a PIL image, or a uint8 array [H, W, C]). Until the set is complete,
-            rows are stored as Parquet files in the folder OUT.rows.
+            DatasetDict, or an iterable of dicts, with the columns of mmray.builtin.COLUMNS that
+            they have, such as `text` and `image` (a path, bytes of a file, a PIL image, or a uint8
+            array [H, W, C]). Until the set is complete, rows are stored as Parquet files in the
+            folder OUT.rows.
         out: folder of the set.
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
@@ -277,7 +278,8 @@ def select(
     Args:
         source: folder of the prepared set, or its address.
         out: folder of the smaller set, which must be empty or not exist.
-        where: condition on columns of the set, such as `clip_score > 0.25`; None: all rows.
+        where: condition on columns of the set in Python, with comparisons, `and`, `or`, `not` and
+            `in`, such as `clip_score > 0.25 and width >= 200`; None: all rows.
         deduplicate: `semantic=0.95` leaves out rows whose image has an embedding with at least this
             cosine to that of a kept row. `score` with `embeddings` writes the embeddings. If a set
             has several columns of embeddings, name one instead of `semantic`. None: no row is left
@@ -405,7 +407,9 @@ def evaluate(
 
     Returns:
         Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`; those of a
-        set with a name as `NAME/METRIC`.
+        set with a name as `NAME/METRIC`. The evaluators in mmray.evaluation list them:
+        `Evaluator.score`, `ConversationEvaluator.score` for kind `vlm`, and `ClipEvaluator.score`
+        for kind `towers`.
 
     Raises:
         UsageError: the folder is not a run, has no such checkpoint, or a setting is invalid.
@@ -468,7 +472,8 @@ def evaluate_weights(
             `batch=64`.
 
     Returns:
-        Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`.
+        Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`;
+        `mmray.evaluation.evaluator.Evaluator.score` lists them.
 
     Raises:
         UsageError: the weights cannot be loaded, or a setting is invalid.
@@ -581,9 +586,9 @@ def tune(
 
     Args:
         recipe: name of a recipe, YAML file, or config.
-        space: setting -> values to compare, such as `{"batch.micro": [8, 16]}`, or a range
-            `{"optimizer.lr": "loguniform(1e-5,1e-3)"}`; None: the learning rate, for goals `loss`
-            and `recall`.
+        space: setting -> values to compare, such as `{"batch.micro": [8, 16]}`, or a range,
+            `uniform(LOW,HIGH)` or `loguniform(LOW,HIGH)`, such as `{"optimizer.lr":
+            "loguniform(1e-5,1e-3)"}`; None: the learning rate, for goals `loss` and `recall`.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
         samples: configurations to sample; None: 32 if there is a range, otherwise all.
         search: how configurations are suggested: `random`, or `optuna` (extra `optuna`).

@@ -64,7 +64,8 @@ def is_column_name(name: str) -> bool:
 
 
 class ModelKind(NamedTuple):
-    """Classes of a model kind, as `module:Class`.
+    """Classes of a model kind, as `module:Class`; KINDS has those of each built-in kind by its
+    name.
 
     Args:
         settings: Its `model` section, a subclass of `mmray.config.model:Model`. The class also

@@ -49,8 +49,8 @@ class Arrival(NamedTuple):
 def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
     """Return the rows/s of all consumers together, which receive blocks of rows at the same time.
 
-    The rate of a consumer is measured from its first arrival after WARMUP_ARRIVALS (6) to its last
-    one.
+    The rate of a consumer is measured from its first arrival after the WARMUP_ARRIVALS (6) of the
+    warm-up to its last one; with fewer than 8 arrivals between the last two, and with one it is 0.
 
     Args:
         consumers: For each consumer its Arrivals in order of time, at least one, each with `at_s`
@@ -66,7 +66,7 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
 
 class CaptionDataset(Dataset[Any]):
     """Base of the PyTorch datasets that `bench loader` compares with the stream: it tokenizes
-    captions, and subclasses read images or clips in `__getitem__`.
+    captions. A subclass implements `__len__` and `__getitem__`, which reads an image or a clip.
 
     `encode(text)` returns a dict with `input_ids` and `attention_mask`, int64 [T].
 
@@ -113,8 +113,8 @@ class TextbookDataset(CaptionDataset):
     """PyTorch dataset of images in plain code, as tutorials write it: a baseline of `mmray bench
     loader`.
 
-    A row has `image` float32 [3, side, side], normalized, and `input_ids` and `attention_mask`
-    int64 [512].
+    A row has `image` float32 [3, side, side], normalized with the mean and deviation of ImageNet,
+    and `input_ids` and `attention_mask` int64 [512].
 
     Args:
         files: (image file, caption) of each row.
@@ -197,10 +197,11 @@ class TunedDataset(CaptionDataset):
 
 @ray.remote(num_cpus=0)
 class LoaderWorker:
-    """A Ray actor that receives rows for the duration of a method call and drops them.
+    """A Ray actor, made with `LoaderWorker.remote(rank)`, that receives rows for the duration of a
+    method call and drops them.
 
     Each method returns a list of Arrival: the wall time in seconds, and the number of rows, of each
-    block that it received.
+    block (rows read together) or batch that it received, also of the first ones (warm-up).
 
     Args:
         rank: Number of the process, from 0.
@@ -251,11 +252,11 @@ class LoaderWorker:
                 TunedDataset or PlainClips.
             batch: Rows of a batch.
             workers: Processes of the DataLoader.
-            window_s: Seconds to receive batches, after the first (warm-up) ones.
+            window_s: Seconds to receive batches, after the first WARMUP_ARRIVALS (6), the warm-up.
 
         Returns:
-            For each batch an Arrival: `at_s`, the wall time in seconds, and `rows`, its number of
-            rows.
+            For each batch, also of the warm-up, an Arrival: `at_s`, the wall time in seconds, and
+            `rows`, its number of rows.
         """
         seed = torch.Generator().manual_seed(self.rank)
         sized: Any = dataset
@@ -285,11 +286,11 @@ class LoaderWorker:
                 consecutive rows of the order, as many as a rank of the stream has in a step.
             reader: Reads and decodes the rows of a prepared set.
             plan: Order of the rows.
-            window_s: Seconds to receive chunks, after the first (warm-up) ones.
+            window_s: Seconds to receive chunks, after the first WARMUP_ARRIVALS (6), the warm-up.
 
         Returns:
-            For each chunk an Arrival: `at_s`, the wall time in seconds, and `rows`, its number of
-            rows.
+            For each chunk, also of the warm-up, an Arrival: `at_s`, the wall time in seconds, and
+            `rows`, its number of rows.
         """
         rows = plan.rank_rows
         starts = range(self.rank * rows, plan.steps * plan.global_rows, world * rows)

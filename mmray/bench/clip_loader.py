@@ -79,7 +79,8 @@ def write_clips(modality: str, rows: int, cache: Path) -> Path:
         cache: Parent of the folder, which keeps the files for later benchmarks.
 
     Returns:
-        The folder, with rows.jsonl and the files.
+        The folder, with the files and rows.jsonl, a line per span: `audio` or `video` (name of the
+        file), `text`, and `t0_s` and `t1_s` (start and end in seconds).
     """
     folder = cache / f"{modality}-{VERSION}-{rows}"
     if (folder / ROWS).exists():
@@ -148,7 +149,8 @@ class PlainClips(CaptionDataset):
     """PyTorch dataset of audio or video clips in plain code, a baseline of `mmray bench loader`.
 
     A row has `input_ids` and `attention_mask` int64 [512], and `video` float32 [8, 3, 224, 224], 8
-    normalized frames of 2 s, or `audio` float32 [160,000], 10 s with values in -1..1.
+    frames of 2 s normalized with the mean and deviation of ImageNet, or `audio` float32 [160,000],
+    10 s with values in -1..1.
 
     Args:
         rows: File, start in the file in seconds, and caption of each clip.

@@ -56,9 +56,9 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
     Returns:
         `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
         `torch`), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the loop by
-        hand, the median over the rounds), `spread` ({min, max, pairs} by ratio), `rows` (a dict per
-        loop with its name as `arm`, and medians: `samples_per_s`, `tokens_per_s` and its last
-        `loss`) and `notes` (texts).
+        hand, the median over the rounds), `spread` (by ratio `min` and `max` over the rounds, and
+        `pairs`, their number), `rows` (a dict per loop with its name as `arm`, and medians:
+        `samples_per_s`, `tokens_per_s` and its last `loss`) and `notes` (texts).
 
     Raises:
         UsageError: The model cannot be built.

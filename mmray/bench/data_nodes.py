@@ -74,7 +74,7 @@ def measure_decoding(config: Config) -> float:
     """Return how many JPEGs of 500 x 375 pixels a core decodes and resizes per second.
 
     Args:
-        config: The recipe, with the size of its images.
+        config: The recipe; `model.inputs` has the size to which images are resized.
     """
     return photos_per_s(lambda data: transform(decode(data), config.model.inputs), DECODE_S)
 

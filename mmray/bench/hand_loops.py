@@ -74,7 +74,8 @@ def train_by_hand(
 
 
 def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
-    """Return the CLIP (softmax contrastive) loss over the rows of all ranks.
+    """Return the CLIP (softmax contrastive) loss, the mean over the rows of all ranks and both
+    directions, as a scalar.
 
     Gradients flow to this rank's rows only.
 

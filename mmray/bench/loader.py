@@ -94,11 +94,13 @@ def bench_loader(
 
     Returns:
         `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and `torch`;
-        `data_workers`, the used number), `ratios` (of the rates of two loaders, such as
-        `stream_vs_tuned`, medians), `spread` ({min, max, pairs} by ratio), `rows` (per loader:
-        `arm`, its name, `images_per_s` (of clips `clips_per_s` and `hours_per_s`) with its `lowest`
-        and `highest`, and `first_batch_s`, medians) and `notes` (texts about the bottleneck of
-        images).
+        `data_workers`, the used number), `ratios` (of the rates of two loaders, medians:
+        `stream_original_vs_textbook`, `stream_prepared_vs_textbook`, `stream_vs_tuned` and
+        `stream_vs_reader`; of clips `stream_vs_plain`, `stream_prepared_vs_plain` of audio, and
+        `stream_vs_reader`), `spread` (by ratio `min` and `max` over the rounds, and `pairs`, their
+        number), `rows` (per loader: `arm`, its name such as `stream prepared`, `images_per_s` (of
+        clips `clips_per_s` and `hours_per_s`) with its `lowest` and `highest`, and `first_batch_s`,
+        medians) and `notes` (texts about the bottleneck of images).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
@@ -284,7 +286,8 @@ def write_images(data: str | None, images: int, cache: Path) -> Path:
         cache: Parent of the folder, which keeps such images for later benchmarks.
 
     Returns:
-        The folder, with captions.jsonl and the image files.
+        The folder, with the image files and captions.jsonl, a line {image: name of the file, text:
+        caption} for each.
     """
     if data is None:
         folder = cache / f"photos-{synthetic_images.VERSION}-{images}"

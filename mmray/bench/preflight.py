@@ -200,7 +200,7 @@ def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
 
     Args:
         node_id: ID of the node.
-        report: What was measured on it: load, GPUs, rates of disk and decoding, ...
+        report: The NodeReport of `measure_node` on it.
 
     Yields:
         A Finding for each measurement: `level` (`ok`, `warning` or `error`), `name`, `observed`
@@ -281,7 +281,8 @@ def receive(reference: list[Any]) -> float:
     """Return the MB/s at which an object of another node arrives here (Ray task).
 
     Args:
-        reference: A list with the ObjectRef, so that Ray does not fetch it before the task.
+        reference: A list with the ObjectRef of the object alone, so that Ray does not fetch it
+            before the task.
     """
     start_s = time.monotonic()
     size = ray.get(reference[0]).nbytes

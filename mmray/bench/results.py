@@ -60,9 +60,9 @@ def compare(
         notify: Called with a line after each measurement.
 
     Returns:
-        `ratios` (medians over the rounds, by name), `spread` ({min, max, pairs} by ratio) and
-        `rows`: of each arm its name as `arm`, the medians of its values, and the `lowest` and
-        `highest` rate.
+        `ratios` (medians over the rounds, by name), `spread` (by ratio `min` and `max` over the
+        rounds, and `pairs`, their number) and `rows`: of each arm its name as `arm`, the medians of
+        its values, and the `lowest` and `highest` rate.
     """
     measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for number in range(rounds):

@@ -78,10 +78,10 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     Returns:
         `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
         `torch`), `batch` (text), `ratios` (samples/s of mmray's loop relative to the others:
-        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max, pairs} by
-        ratio), and `rows`: a dict per loop with its name as `arm`, medians of `samples_per_s` (with
-        `lowest` and `highest`) and of the last `loss`, `tflops` (model TFLOP/s per device), and
-        `mfu` (its share of the peak, if that is known).
+        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` (by ratio `min` and `max`
+        over the rounds, and `pairs`, their number), and `rows`: a dict per loop with its name as
+        `arm`, medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`,
+        `tflops` (model TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
 
     Raises:
         UsageError: The objective or the settings are not supported.
@@ -138,10 +138,10 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
 
     Returns:
         `micro` (rows of a micro-batch), `ratios` (samples/s of mmray's loop relative to the others:
-        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` ({min, max, pairs} by
-        ratio), and `rows`: a dict per loop with its name as `arm`, medians of `samples_per_s` (with
-        `lowest` and `highest`) and of the last `loss`, `tflops` (model TFLOP/s per device), and
-        `mfu` (its share of the peak, if that is known).
+        `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` (by ratio `min` and `max`
+        over the rounds, and `pairs`, their number), and `rows`: a dict per loop with its name as
+        `arm`, medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`,
+        `tflops` (model TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
     """
     group = bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
@@ -191,10 +191,11 @@ class StepTimer:
 
     Args:
         devices: Devices whose kernels must have finished before a time is taken.
-        total_until: Record only the total of all steps until this one; None: record each step.
+        total_until: Record only one time, of all steps from the end of the warm-up to this one;
+            None: record each step.
         warmup_steps: Number of first steps that are not recorded.
-        times_s: Filled with the seconds.
-        metrics: The newest logged metrics.
+        times_s: Filled with the seconds of each recorded step, or with the one total.
+        metrics: Replaced by the newest logged metrics, by name such as `train/loss`.
     """
 
     devices: tuple[torch.device, ...]
@@ -227,7 +228,7 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class Bench:
-    """Model and synthetic batches of one rank.
+    """Model and synthetic batches of one rank; `build_bench` makes it.
 
     `train(model, shape, steps)` runs mmray's loop, and `loop_window`, `bare_window` and
     `best_window` time a loop and return (seconds, last loss).
@@ -268,11 +269,13 @@ class Bench:
         Args:
             model: The model, not wrapped.
             shape: Global batch and micro-batch in rows.
-            steps: Number of steps.
+            steps: Total number of steps, with those before `first`.
             num_rows: Number of valid rows; steps after them have padding.
-            first: First step that is taken.
-            load: Called with a function that maps (key, meta tensor) to the tensor to read into;
-                returns the state of a checkpoint to resume from. None: start at step 0.
+            first: First step that is taken, from 0; with `load` the step of the checkpoint.
+            load: Reads a checkpoint to resume from: called with a function (key of a saved tensor,
+                such as `model/log_scale`; meta tensor of its shape) that returns the tensor to read
+                it into, it returns the state, nested dicts of tensors and JSON values. None: start
+                at step 0.
             options: Other arguments of the training loop (fields of TrainSpec), such as
                 `callbacks`.
 
@@ -302,8 +305,9 @@ class Bench:
                 `shape.auto` is True.
 
         Returns:
-            The BatchShape with the micro-batch of a run as `micro_batch_size`, and the memory by
-            component in GiB, such as `memory/activations_gib`.
+            The BatchShape with the micro-batch of a run as `micro_batch_size`, and the memory of
+            this rank in GiB: `memory/parameters_gib`, `memory/gradients_gib`,
+            `memory/optimizer_gib` and `memory/activations_gib`.
         """
         objective = objectives.build(self.config.objective)
         return dry_run(self.config, self.model, objective, self.group, shape, steps=1)

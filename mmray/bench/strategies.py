@@ -59,17 +59,18 @@ def bench_strategies(
     Args:
         config: The model and the batch.
         steps: Timed steps, after 3 warm-up steps.
-        only: Names of the strategies to run, such as `fsdp bf16`, in addition to `ddp fp32`; empty:
-            all.
+        only: Names of the strategies to run in addition to `ddp fp32`: `ddp bf16`, `ddp fp16`,
+            `fsdp fp32`, `fsdp bf16`, `single fp32` or `branches fp32`; empty: all.
         notify: Called with one line of text after each strategy.
 
     Returns:
         `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
-        `torch`), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, such as
-        `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts on columns, failures). A row has `strategy`,
-        `workers`, `samples_per_s`, `p50_s` and `p95_s` of a step, `comm_share` (0 to 1, of the time
-        in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative difference)
-        and `error`. If the strategy failed, `error` is the reason and there are no measurements.
+        `torch`), `batch` (text), `ratios` (samples/s relative to `ddp fp32`, by STRATEGY_vs_ddp
+        such as `fsdp_bf16_vs_ddp`), `rows` and `notes` (texts on columns, failures). A row has
+        `strategy`, `workers`, `samples_per_s`, `p50_s` and `p95_s` of a step, `comm_share` (0 to 1,
+        of the time in collectives), `peak_gib`, `loss` after the last step, `loss_vs_ddp` (relative
+        difference) and `error`. If the strategy failed, `error` is the reason and there are no
+        measurements.
 
     Raises:
         UsageError: A name in `only` is unknown.

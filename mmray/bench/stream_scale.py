@@ -167,7 +167,8 @@ class SleepingReader:
 
 
 class RankGroup:
-    """A process with several ranks, one in each thread, which receive rows until `stop`.
+    """Several ranks, one in each thread, which receive rows from the construction until `stop`;
+    made a Ray actor with `ray.remote`.
 
     Args:
         plan: Order and number of the rows.

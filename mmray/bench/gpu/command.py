@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Args:
         argv: Arguments such as `["--out", "results", "--stages", "step"]`; None: those of this
-            process.
+            process. The stages are `environment`, `run`, `step`, `kernels`, `nccl`, `checks`,
+            `memory`, `resnet` and `models`.
 
     Returns:
         Exit status: 1 if a case failed, otherwise 0.
@@ -102,7 +103,8 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     write STAGE.json.
 
     Args:
-        name: Name of the stage, such as `step`.
+        name: Name of the stage: `environment`, `run`, `step`, `kernels`, `nccl`, `checks`,
+            `memory`, `resnet` or `models`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results.
         end_s: time.monotonic() after which no further case starts.
@@ -131,7 +133,8 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     limit.
 
     Args:
-        name: Name of the stage, such as `step`.
+        name: Name of the stage: `environment`, `run`, `step`, `kernels`, `nccl`, `checks`,
+            `memory`, `resnet` or `models`.
         device_type: `cuda`, or `cpu` for the same code with tiny models.
         folder: Folder of the results, in which STAGE.json and STAGE.log are written.
         limit_s: Time limit in seconds.

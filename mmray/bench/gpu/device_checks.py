@@ -68,7 +68,7 @@ def bench_of(kind: str, device: torch.device, double: bool = True, **settings: A
     """Build a tiny model with the same initial weights on each device, and synthetic batches.
 
     Args:
-        kind: Name of the tiny model, such as `clip`, `siglip` or `fusion`.
+        kind: Name of the tiny model: `clip`, `siglip` or `fusion`.
         device: The device of the model.
         double: Whether the model is in float64 instead of float32.
         settings: Fields of the section `train`, such as `precision="bf16"`.
@@ -96,8 +96,9 @@ def train(
     Args:
         bench: Model and batches.
         shape: Global batch and micro-batch in rows; by default 8, in micro-batches of 3.
-        steps: Number of steps.
-        options: Other arguments of Bench.train, such as `num_rows`.
+        steps: Number of steps, by default 3.
+        options: Other arguments of Bench.train: `num_rows`, `first`, `load`, and fields of
+            TrainSpec such as `callbacks`.
     """
     outcome = bench.train(bench.model, shape, steps, **options)
     assert (outcome.status, outcome.steps) == ("finished", steps), outcome
@@ -137,7 +138,7 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
     The runs train a tiny model with EMA and activation checkpointing.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model: `clip`, `siglip` or `fusion`.
         device: The device to check.
 
     Returns:
@@ -170,7 +171,7 @@ def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
     one pass.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model: `clip`, `siglip` or `fusion`.
         device: The device to check.
 
     Returns:
@@ -191,7 +192,7 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
     All micro-batches have one shape, because each shape is compiled separately.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model: `clip`, `siglip` or `fusion`.
         device: The device to check.
 
     Returns:
@@ -213,11 +214,12 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
     A step of several micro-batches must use no graphs.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model: `clip` or `siglip`.
         device: The device to check; on a CPU no graphs are captured.
 
     Returns:
-        The largest differences of the weights, by backend of torch.compile; `none` is eager.
+        The largest difference of the weights for each backend of torch.compile: `none` (not
+        compiled), and `inductor` on a GPU or `aot_eager` on a CPU.
 
     Raises:
         AssertionError: A difference is above the tolerance, or graphs were not used as expected.
@@ -260,8 +262,8 @@ def check_branches(kind: str, device: torch.device) -> dict[str, float]:
     In half precision the weights must be finite.
 
     Args:
-        kind: Name of a tiny model with an image and a text branch, such as `clip`.
-        device: The first device.
+        kind: Name of the tiny model: `clip` or `siglip`.
+        device: `cpu`, or the first of two GPUs.
 
     Returns:
         The largest difference of the weights: `from_cpu`.
@@ -283,7 +285,7 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
     The loss of bf16 must be close to that of fp32, the one of fp16 finite.
 
     Args:
-        kind: Name of the tiny model, a model kind such as `clip`.
+        kind: Name of the tiny model: `clip`, `siglip` or `fusion`.
         device: The device to check.
         syncs: Object whose attribute `count` (int) is the number of host synchronizations so far;
             None: torch counts them.
@@ -333,7 +335,8 @@ CHECKS: tuple[tuple[Callable[..., dict[str, float]], tuple[str, ...]], ...] = (
 class SyncCounter:
     """Host synchronizations with a GPU so far, and the lines of Python that caused them.
 
-    `count` is their number, and `places` the number by source line.
+    `count_syncs()` makes it and fills `caught`; after its block the numbers stay as they are.
+    `count` is the number of synchronizations, and `places` the number by source line.
 
     Attributes:
         caught: Warnings that were caught: one of torch per synchronization, and unrelated ones.
@@ -361,9 +364,9 @@ class SyncCounter:
 
 @contextmanager
 def count_syncs() -> Iterator[SyncCounter]:
-    """Return a context manager in whose block host synchronizations with a GPU are counted.
+    """Return a context manager that counts the host synchronizations with a GPU in its block.
 
-    It yields an object with the `count` so far, and `places`, the counts by source line.
+    It yields a SyncCounter, with the `count` so far, and `places`, the counts by source line.
 
     It uses the warnings of torch.cuda.set_sync_debug_mode. Without CUDA the count is 0.
     """
@@ -388,7 +391,8 @@ class SyncsPerStep:
         syncs: Object whose attribute `count` (int) is the number of host synchronizations so far.
 
     Attributes:
-        counts: Value of `syncs.count` at the start and after each step.
+        counts: Values of `syncs.count`: the first when the callback is constructed, then one after
+            each step.
         lines: Metrics of each logged step: dicts with `step` and values by name, such as
             `train/loss`.
     """

@@ -32,15 +32,16 @@ MICRO_BATCHES = 2
 def nccl(device: torch.device) -> Iterator[Case]:
     """Yield cases (named checks) that run distributed code in a process group of one rank.
 
-    They are the collectives, DDP, FSDP2, and the copy of a checkpoint to the host. The backend is
-    NCCL on a GPU and gloo on a CPU.
+    Their backend is NCCL on a GPU and gloo on a CPU.
 
     Args:
         device: The device to check.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, runs the check and
-        returns its values by name, a dict.
+        (name, function) of each case: the function is called without arguments and returns a dict.
+        The cases are `process group` (returns what `process_group` returns, and must run first),
+        `ddp` and `fsdp` (what `compare_gradients` returns) and `checkpoint staging` (what `staging`
+        returns).
     """
     yield "process group", partial(process_group, device)
     yield "ddp", partial(compare_gradients, device, strategy._replicate)
@@ -49,10 +50,10 @@ def nccl(device: torch.device) -> Iterator[Case]:
 
 
 def process_group(device: torch.device) -> dict[str, Any]:
-    """Start a process group of this process alone, as a worker does, and run each collective once.
+    """Start a process group of this process alone, which stays open, and run each collective once.
 
     Args:
-        device: The device.
+        device: The device; the backend is NCCL on a GPU and gloo on a CPU.
 
     Returns:
         `start_s` (seconds) and `backend`.
@@ -83,8 +84,7 @@ def compare_gradients(
 ) -> dict[str, float]:
     """Check that accumulated gradients of a wrapped module equal those of the module alone.
 
-    Call `process_group(device)` first: it starts a group of this process alone, with NCCL on a GPU
-    and Gloo on a CPU.
+    Call `process_group(device)` first: it starts the process group, of this process alone.
 
     Args:
         device: The device to check.

@@ -31,7 +31,7 @@ KERNEL_KINDS = {
 
 
 class ProfiledSteps:
-    """Callback of a training loop that profiles 5 steps after the warm-up.
+    """Callback of a training loop that profiles 5 steps after the first 3 (warm-up).
 
     The loop calls `on_step(step, metrics)`, which starts and stops the profile.
 
@@ -50,8 +50,7 @@ class ProfiledSteps:
         self.profile = profile(activities=[kind])
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Start the profile after the warm-up steps, and stop it after PROFILED_STEPS (5) further
-        steps.
+        """Start the profile after step 3, and stop it after PROFILED_STEPS (5) further steps.
 
         Args:
             step: Number of steps taken, from 1.
@@ -66,15 +65,16 @@ class ProfiledSteps:
 def kernels(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`.
 
-    Measured are the kernels that take most time, the time by kind of kernel, and the largest gaps
-    between kernels, in which the device waits for the host.
+    There is a case for many and one for few rows in a step, as `rows_of` returns them.
 
     Args:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a list
+        of dicts with a `case`. The first has `step_ms`, `busy_share` (0 to 1, of the time in which
+        a kernel ran), `kernels_per_step`, the run's metrics that end with `_share`, and what
+        `kernel_kinds` returns; then follow those of `top_kernels` and of `largest_gaps`.
     """
 
     def profile_loop(rows: int) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def kernels(device: torch.device) -> Iterator[Case]:
 
 
 def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the kernels that take most time, in descending order.
+    """Yield the NUM_KERNELS (25) kernels that take most time, in descending order.
 
     Args:
         spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
@@ -138,10 +138,11 @@ def kernel_kinds(spans: list[Span]) -> dict[str, float]:
 
     Args:
         spans: Start and end in microseconds, and name, of each kernel of PROFILED_STEPS (5) steps.
-            The kind follows from the name.
+            The kind is the first of `attention`, `convolution`, `matrix product`, `compiled`,
+            `copy` and `optimizer` whose words are in the name, otherwise `other`.
 
     Returns:
-        For example {"attention_ms": 1.2, "matrix product_ms": 8.1, "other_ms": 0.4}.
+        KIND_ms for each kind that occurs, such as {"attention_ms": 1.2, "matrix product_ms": 8.1}.
     """
     total_us: dict[str, float] = defaultdict(float)
     for start, end, name in spans:

@@ -41,14 +41,17 @@ ROUNDS = 2  # of each measurement of a rate
 def environment(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements): versions, devices, and the rates that limit a step.
 
-    The rates are those of a matrix product, of a copy in the device's memory, and of a copy to it.
+    The rates are those of a matrix product, of a copy in the device's memory, and of a copy to it
+    from pinned memory of the host.
 
     Args:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a dict:
+        of `machine` what `describe_machine` returns, with further versions, the free memory and the
+        GPUs; of the others a rate (`tflops`, `gb_per_s_read_and_written` and `gb_per_s`) with its
+        `lowest` and `highest`.
     """
 
     is_gpu = device.type == "cuda"
@@ -123,8 +126,9 @@ def checks(device: torch.device) -> Iterator[Case]:
         device: The device to check.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a dict:
+        the differences or losses that the check_... functions of device_checks return, or
+        {"skipped": reason}. A failed check raises AssertionError.
     """
     for check, kinds in CHECKS:
         name = check.__name__.removeprefix("check_")
@@ -136,7 +140,8 @@ def checks(device: torch.device) -> Iterator[Case]:
 
 
 def models(device: torch.device) -> Iterator[Case]:
-    """Yield cases (named measurements) in which the model of every recipe takes two steps.
+    """Yield cases (named measurements) in which the model of each recipe of images and texts (not
+    `vlm` or `towers`) takes two steps.
 
     Steps are eager in fp32, bf16 and fp16, and compiled in bf16.
 
@@ -144,8 +149,9 @@ def models(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a dict:
+        `rows` (of a step), `first_step_s`, `step_s` (of the second one), `loss`, `peak_gib`, and
+        `loss_vs_fp32_eager` (relative difference).
     """
     eager_losses: dict[str, float] = {}
 
@@ -194,8 +200,10 @@ def memory(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a dict:
+        first `rows` (global batch), `micro` (rows of the micro-batch that was found) and
+        `probe_gib` (predicted memory); then `micro_after` (micro-batch at the end), `peak_gib`, and
+        on a GPU `reserved_gib` and `total_gib`.
     """
     rows = GLOBAL_ROWS if device.type == "cuda" else TINY_GLOBAL_ROWS
     micros: dict[str, int] = {}
@@ -229,14 +237,14 @@ def memory(device: torch.device) -> Iterator[Case]:
 
 def step(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that time mmray's loop and two loops written by hand, for
-    the recipe `clip`.
+    the recipe `clip`: one with many and one with few rows in a step, as `rows_of` returns them.
 
     Args:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns what
+        `measure_step` returns, a list of dicts.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
@@ -251,8 +259,8 @@ def resnet(device: torch.device) -> Iterator[Case]:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns what
+        `measure_step` returns, a list of dicts.
     """
     rows = rows_of(device)[0]
     yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)
@@ -267,9 +275,11 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
         rows: Rows of a step.
 
     Returns:
-        The ratios `loop_vs_bare` and `loop_vs_best` with the lowest and highest of the rounds, and
-        then a dict per loop (`loop`, `bare` and `best`): `samples_per_s` with its `lowest` and
-        `highest`, the last `loss`, `tflops`, and `mfu` if the peak of the device is known.
+        Dicts with a `case`. The first has the ratios of samples/s, `loop_vs_bare` and
+        `loop_vs_best`, each also as NAME_lowest and NAME_highest of the rounds. Then follows one
+        per loop, mmray's (`loop`) and those by hand, with the settings of the recipe (`bare`) and
+        with the fastest ones (`best`): `samples_per_s` with its `lowest` and `highest`, the last
+        `loss`, `tflops`, and `mfu` if the peak of the device is known.
     """
     bench = build_bench(recipe(name, device), Group(device=device), rows)
     result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
@@ -295,7 +305,8 @@ def run_stage(
     A failed case does not end the stage.
 
     Args:
-        name: Name of the stage, such as `step`.
+        name: Name of the stage: `environment`, `run`, `step`, `kernels`, `nccl`, `checks`,
+            `memory`, `resnet` or `models`.
         device: The device to measure.
         write: Called with the rows of all cases so far before and after each case. A row has
             `case`, its measurements and `seconds`, or `error` or `skipped` with the reason; the

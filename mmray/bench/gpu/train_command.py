@@ -43,14 +43,16 @@ def run(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that run `mmray train`, and its loop alone with the same
     global batch and micro-batch.
 
-    The model is that of the recipe `sample`, and then of `clip` without and with Ray.
+    The cases are `sample` (that recipe), `photos` (prepares a set), `clip loop` (the loop alone),
+    `clip` and `clip through Ray`.
 
     Args:
         device: The device to measure.
 
     Yields:
-        (name, function) of each case: the function is called without arguments, and returns its
-        values by name, a dict or a list of dicts.
+        (name, function) of each case: the function is called without arguments, and returns a dict:
+        what `train_command`, `prepare_photos` or `loop_alone` returns, and for the last two
+        `run_vs_loop` (samples/s of the run relative to those of the loop alone).
     """
     numbers = NUMBERS[device.type]
     folder = Path(tempfile.mkdtemp(prefix="mmray-bench-"))
@@ -147,9 +149,10 @@ def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
         config: The recipe file.
 
     Returns:
-        `samples_per_s` (median), `lowest`, `highest`, `first_steps_taken_s` (seconds from the
-        command to the stage `training`), `elapsed_s`, `data_wait_share` (0 to 1), `peak_gib`, and
-        recall@1 if it was evaluated.
+        `samples_per_s` (median of the logged steps without the first two lines of metrics.jsonl),
+        `lowest`, `highest`, `first_steps_taken_s` (seconds from the command to the stage
+        `training`), `elapsed_s`, `data_wait_share` (0 to 1, median), `peak_gib`, and if it was
+        evaluated the metrics `recall_at_1/...` of result.json.
 
     Raises:
         RuntimeError: The command failed.
@@ -204,7 +207,7 @@ def run_command(command: list[str], folder: Path) -> None:
 
 
 def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
-    """Time mmray's loop on synthetic batches, with the settings of a run.
+    """Time mmray's loop on synthetic batches, without `mmray train`, with the settings of a run.
 
     Args:
         config: The config of the run.
