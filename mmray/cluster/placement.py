@@ -60,7 +60,7 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 
 @dataclass(frozen=True)
 class SchedulableNodes:
-    """Nodes on which workers can start now.
+    """Nodes on which workers can start now, as `schedulable_nodes()` returns them.
 
     `excluding_unavailable(selector)` extends a label selector so that it excludes `unavailable`.
 
@@ -117,7 +117,7 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 
     Args:
         demand: Resources of the workers and of the data.
-        timeout_s: Seconds after which the wait ends without an error.
+        timeout_s: Longest wait in seconds; then the present nodes are returned without an error.
 
     Returns:
         The nodes at the end of the wait, each a Node: `resources` (amount by name, such as {"CPU":

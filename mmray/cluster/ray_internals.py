@@ -147,7 +147,7 @@ def list_as_waiting(run: str, priority: int, is_waiting: bool) -> None:
     Args:
         run: Name of the run, unique in the job.
         priority: Its `cluster.priority`.
-        is_waiting: Whether the workers of the run have not started yet.
+        is_waiting: True: add it, because its workers have not started; False: remove it.
     """
     with _checked("the waiting runs"):
         from ray.experimental import internal_kv
@@ -237,11 +237,9 @@ def request_nodes(
 def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: Any) -> Any:
     """Run Ray Train's controller on this node, with workers in a placement group that exists.
 
-    Ray's own controller requests the placement group, so a run that waits for resources would have
-    one: 250 MiB with a helper process. Two of Ray's callbacks, which start a process each, are left
-    out. One provides datasets of Ray Data, which no run has. The other removes the placement group
-    if the controller dies, as the driver does here. For a trial it stays, because the driver of a
-    trial is an actor: if that dies, Ray would keep its placement groups until the sweep ends.
+    Ray's callback for datasets is not used. The one that removes the placement group if the
+    controller dies is used only in an actor (the driver of a trial); another caller removes the
+    group itself.
 
     Args:
         group: The placement group, with a bundle for each worker.

@@ -36,7 +36,7 @@ class ResourceWait:
 
     Args:
         demand: The resources that the command needs.
-        timeout_s: Seconds after which the command gives up.
+        timeout_s: Seconds from the construction of this object after which the command gives up.
         log: Called with (line, label), where the label is the word to print before the line, such
             as `waiting`.
         setting: Name of the setting with this limit, for messages.
@@ -115,7 +115,8 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
     """Set for this process on which nodes `wait_for_data_cpu` waits for a free CPU, and how long.
 
     Args:
-        cluster_config: The `cluster` section: nodes with `data_label`, for `queue_timeout_s`.
+        cluster_config: The `cluster` section: `data_label` selects the nodes, and `queue_timeout_s`
+            limits the wait.
         log: Called with (line, label), where the label is the word to print before the line
             (`waiting`), while a job waits.
     """
@@ -177,7 +178,8 @@ def is_reserved(group: PlacementGroup) -> bool:
 class Contention:
     """Detects that others wait for resources, so that a run gives back what it does not need.
 
-    `must_yield()` returns whether others wait.
+    `must_yield()` returns whether others wait. Call it every few seconds, because the time that
+    they wait counts from the call that first saw them.
     """
 
     def __init__(self) -> None:

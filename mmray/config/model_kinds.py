@@ -84,7 +84,8 @@ class EmbeddingModel(Model):
     """Base of the settings of models with an image and a text branch and one embedding space.
 
     `branches` are the names of the parts of its torch module, and `objectives` those that can train
-    it.
+    it. Scores are cosines divided by a learned temperature, which starts at `temperature`, plus a
+    learned bias, which starts at `logit_bias` (None: no bias).
     """
 
     branches: ClassVar[tuple[str, ...]] = ("image", "text")

@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 class EvalReader:
     """Reads every held-out row once, in batches; base class of the evaluators.
 
-    A subclass implements `score(model, group, objective, global_rows)`, which gets the model, the
-    Group of all ranks, the objective and the rows of a step, and returns metrics by name.
-    `batches()` yields batches, in the form that the subclass defines.
+    `batches()` yields lists of pairs: index of the row in the set, and the stored Row. EvalDataset
+    and its subclasses yield dicts of tensors instead.
+
+    Each evaluator has a method `score(model, group, objective, global_rows, save_examples=None)`.
+    It gets the unwrapped model, the Group of all ranks, the objective of the run, the number of
+    rows of a step, and a function to call with the content of examples.json. It returns metrics by
+    name.
 
     Args:
         prepared: The set with the held-out rows.
@@ -78,8 +82,8 @@ class EvalReader:
             limit: Only the first `limit` rows of the set are divided; None: all.
 
         Yields:
-            A batch in the form of the subclass: a dict of tensors by column for models that embed,
-            a list with an entry per row for conversations.
+            A batch: for models that embed a dict of tensors by column (see EvalDataset), for
+            conversations a list of pairs (index of the row in the set, stored Row).
 
         Raises:
             OSError: An object store fails.
@@ -165,11 +169,13 @@ class EvalRow(NamedTuple):
 
     Attributes:
         number: Index of the row in the set.
-        columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], transformed, and further
-            ones such as boxes, each [1, ...].
-        texts: Its captions, as the encoder formats them.
+        columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], resized and cropped; and
+            if `model.inputs.max_boxes` M is not 0, `boxes` float32 [1, M, 4], `box_labels` int64
+            [1, M] and `num_boxes` int32 [1].
+        texts: Its captions; with the token of their language before them, if the model has such
+            tokens.
         label: Class of the row; -1: none.
-        image_hash: Equal for equal images.
+        image_hash: Hash of the bytes of its images, int64.
     """
 
     number: int
@@ -185,7 +191,9 @@ class EvalDataset(EvalReader):
     A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
     set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
     `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
-    for equal captions) int64 [C]. Some models get further columns, such as boxes.
+    for equal captions) int64 [C]. If `model.inputs.max_boxes` is not 0, also `boxes` float32 [B, N,
+    4] (left, top, right, bottom in fractions of the image), `box_labels` int64 [B, N] (-1: none)
+    and `box_mask` bool [B, N], False for padding.
 
     Args:
         prepared: The set with the held-out rows.
@@ -251,7 +259,7 @@ class EvalDataset(EvalReader):
 
         Returns:
             `input_ids` and `attention_mask` int64 [C, T], and the columns by name as tensors
-            [number of items, ...].
+            [number of items, ...], such as `boxes` or `audio`, as a model reads them.
         """
         columns = {
             name: np.concatenate([item.columns[name] for item in items])

@@ -49,8 +49,9 @@ class SetsEvaluator:
             group: The Group of all ranks, with which they exchange embeddings.
             objective: Objective of the run, with `count` and `compute_loss`, for the metric `loss`.
             global_rows: Number of rows of a step.
-            save_examples: Called once with the content of examples.json, JSON values: hits and
-                misses of the first set that has some; given on one rank or none.
+            save_examples: Called at most once, with the content of examples.json: hits and misses
+                of the first set that has some, as JSON values. Given on one rank or none; None: not
+                called.
 
         Returns:
             Equal on all ranks: the metrics of each evaluator, of a set with a name under

@@ -45,8 +45,7 @@ class ClipEvaluator(EvalDataset):
     """Computes retrieval metrics of a model of kind `towers` on held-out clips.
 
     A clip is a row with one of its texts: the middle of the text's span, if it is longer than
-    `model.inputs.clip_s`. It is built with the set of the held-out rows, the `model.inputs`
-    section, the content of tokenizer.json, and the `evaluate` section.
+    `model.inputs.clip_s`. The constructor is that of EvalDataset; `inputs` are ClipInputs.
 
     `score(model, group, objective, global_rows)` returns metrics by name, such as
     `recall_at_1/audio_to_text`.
@@ -72,15 +71,17 @@ class ClipEvaluator(EvalDataset):
             group: The ranks.
             objective: Not used.
             global_rows: Not used.
-            save_examples: Called with examples of hits and misses as JSON values, the content of
-                examples.json; given on one rank or none.
+            save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
+                returns (the content of examples.json). Given on one rank or none; None: not called.
 
         Returns:
             Equal on all ranks: `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` for
-            each direction such as `audio_to_text`, `recall_at_1/mean`, `rows` (number of clips) and
-            `bad_rows`; with a classification head `classification/top_1`, `/top_5` and `/rows`. A
-            clip that lacks a modality is left out of its directions. Recall and accuracy are 0 to
-            1. In directions from or to text, all clips with the same text are correct results.
+            each direction A_to_B of two of `text`, `audio` and `video`, such as `audio_to_text`,
+            `recall_at_1/mean`, `rows` (number of clips) and `bad_rows`; with a classification head
+            `classification/top_1`, `classification/top_5` (more than 5 classes) and
+            `classification/rows`. A clip that lacks a modality is left out of its directions.
+            Recall and accuracy are 0 to 1. In directions from or to text, all clips with the same
+            text are correct results.
 
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.

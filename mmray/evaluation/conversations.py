@@ -98,8 +98,8 @@ class ConversationEvaluator(EvalReader):
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_rows: Unused.
-            save_examples: Called with generated answers to show as JSON values, the content of
-                examples.json; given on one rank or none.
+            save_examples: Called with some generated answers, what `answer_examples` returns and
+                `rows` (the content of examples.json). Given on one rank or none; None: not called.
 
         Returns:
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,

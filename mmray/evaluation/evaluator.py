@@ -35,8 +35,7 @@ from mmray.objectives.protocol import Objective, split_objective
 class Evaluator(EvalDataset):
     """Computes retrieval and classification metrics of a model that embeds images and texts.
 
-    It is built with the set of the held-out rows, the `model.inputs` section, the content of
-    tokenizer.json, and the `evaluate` section.
+    The constructor is that of EvalDataset.
 
     `score(model, group, objective, global_rows)` returns metrics by name, such as
     `recall_at_1/image_to_text` and `zero_shot/top_1`.
@@ -61,16 +60,19 @@ class Evaluator(EvalDataset):
                 except the two embeddings.
             global_rows: Rows of a step of the run. The loss is computed within groups of this many
                 rows, unless `evaluate.loss_batch` is set.
-            save_examples: Called with examples of hits and misses as JSON values, the content of
-                examples.json; given on one rank or none.
+            save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
+                returns (the content of examples.json). Given on one rank or none; None: not called.
 
         Returns:
             Equal on all ranks: `rows` (distinct images) and `bad_rows`. Unless the task is
             `zero_shot`, `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION
-            `image_to_text` or `text_to_image`), `recall_at_1/mean`, and maybe `loss`. With class
-            names, unless the task is `retrieval`, `zero_shot/top_1`, `zero_shot/top_5`,
-            `zero_shot/mean_per_class_recall` and `zero_shot/rows`. For each classification head
-            `NAME/top_1`, `NAME/top_5` and `NAME/rows`.
+            `image_to_text` or `text_to_image`), `recall_at_1/mean`, and maybe `loss` (mean over the
+            rows). With class names, unless the task is `retrieval`, `zero_shot/top_1`,
+            `zero_shot/top_5`, `zero_shot/mean_per_class_recall` and `zero_shot/rows`. With a
+            classification head `classification/top_1`, `classification/top_5` and
+            `classification/rows`, and with a region head `regions/top_1`, `regions/top_5` and
+            `regions/boxes`. Recall and accuracy are 0 to 1; there is no `top_5` with at most 5
+            classes.
 
         Raises:
             DataError: No row is readable, or a label has no class name.
@@ -266,7 +268,8 @@ def retrieval_scores(
 
     Returns:
         `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION `image_to_text`
-        or `text_to_image`), `recall_at_1/mean`, and maybe `loss`.
+        or `text_to_image`), `recall_at_1/mean`, and `loss`, the mean over the rows, if the
+        objective reads no outputs of the model but the two embeddings.
     """
     metrics: dict[str, float] = {}
     for direction, values in retrieval_ranks.items():

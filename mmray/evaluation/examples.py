@@ -151,7 +151,8 @@ class RetrievalExamples:
         """Choose hits and misses of a direction, and decode their media.
 
         Args:
-            direction: Such as `audio_to_text`.
+            direction: Name of the direction, a key of the examples, such as `audio_to_text` or
+                `image_to_text`.
             ranked: Its ranks: `ranks` int64 [Q], `queries`, `gallery` and `is_correct`.
         """
         queries = ranked.queries
@@ -186,8 +187,9 @@ class RetrievalExamples:
             caption, rank, answers: [{row, key, caption, score, correct}]}, in which `row` is the
             index of a row, or for audio and video index of the row and number of the text, such as
             `7.1`. By `row` as text, `images` has a thumbnail, or the middle frame of a video, as
-            data URI, and `clips` (missing for a set of images) the frames and the sound, each if it
-            can be decoded. `rows` is the number of images or clips.
+            data URI, and `clips` (missing for a set of images) {start_s, end_s, frames: [{time_s,
+            image}], sound}, with thumbnails and an MP3 (None: no sound) as data URIs; what cannot
+            be decoded is missing. `rows` is the number of images or clips.
         """
         clips = {} if self._clip_s is None else {"clips": self._clips}
         return {"rows": num_rows, **self._directions, **clips, "images": self._images}

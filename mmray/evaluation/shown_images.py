@@ -16,7 +16,8 @@ class ShownImage(NamedTuple):
     """An image of an evaluation.
 
     Attributes:
-        title: What it shows: `image_to_text/hit`, `text_to_image/miss`, `answers/wrong` and so on.
+        title: What it shows: DIRECTION/hit or DIRECTION/miss, such as `image_to_text/hit`, or
+            `answers/correct` or `answers/wrong`.
         caption: Caption and rank, or the question with the generated and the correct answers.
         image: A thumbnail in RGB.
     """
@@ -30,8 +31,8 @@ def shown_images(examples: Mapping[str, Any]) -> list[ShownImage]:
     """Return the images of an evaluation: hits, misses, and generated answers.
 
     Args:
-        examples: Content of examples.json, which has at most 12 queries in each direction, or 12
-            conversations.
+        examples: Content of examples.json, as `RetrievalExamples.values` or `answer_examples`
+            returns it.
 
     Returns:
         A ShownImage for each query or conversation: `title` (such as `image_to_text/hit`),

@@ -53,8 +53,8 @@ class SetStatistics:
         durations_s: Duration of each audio and video in seconds.
         text_lengths: Number of characters of each caption, or of all messages of a conversation.
         token_counts: Number of tokens of the same texts; empty without a tokenizer.
-        repeats: Numbers of the rows with the same image, audio or video by its digest, the largest
-            group first.
+        repeats: By SHA-256 of an image, audio or video the numbers of the rows that have it, at
+            least two; the largest group first.
     """
 
     num_rows: int = 0
@@ -69,20 +69,25 @@ class SetStatistics:
 
 @dataclass(frozen=True)
 class SetRecord:
-    """What the page of a prepared set shows.
+    """What the page of a prepared set shows; `SetRecord.read` makes it.
 
     Attributes:
         prepared: The set, or a split of it.
-        rows: The sampled rows as JSON values: `key`, `source`, `media`, `tokens` and `text` (for a
-            table), `facts` (pairs of name and text), `images` (data URIs), `texts` (dicts) and
-            `turns` (of a conversation); of an unreadable row only `key`, `text` and `error`.
+        rows: The sampled rows as JSON values. All have `key`, `text` (the first 80 characters of
+            all texts) and `error` (a sentence if the row cannot be read, else None); others also:
+            `source` (its place in the source), `media` (kinds and sizes as text, such as `image 640
+            × 480`), `tokens` (of each text, as one text), `facts` (pairs of name and text, such as
+            split and scores), `images` (thumbnails as data URIs; None: not decodable), `num_hidden`
+            (number of further images), `texts` (dicts of `text`, `tokens`, `span` in seconds and
+            `column`, and of audio or video `clip` or `clip_error`), and `turns` of a conversation
+            ({role, parts}; None: no conversation).
         statistics: Properties of more rows.
-        repeats: The largest groups of rows with the same image, audio or video: `count` of the
+        repeats: The 12 largest groups of rows with the same image, audio or video: `count` of the
             rows, `keys` of the first ones, `kind` of the medium and `image` (data URI or None).
         quarantine: Counts and examples of quarantined rows: `num_read`, `num_rows`, `reasons`
-            (pairs of reason and count) and `shown` (examples as {reason, key, source, detail,
-            image}, with a thumbnail or None as image).
-        page: The HTML file, once it is written.
+            (pairs of reason and count), `shown` (examples as {reason, key, source, detail, image},
+            with a thumbnail or None as image), and the other keys of `quarantine_summary`.
+        page: The HTML file; None before it is written.
     """
 
     prepared: PreparedSet
@@ -94,8 +99,9 @@ class SetRecord:
 
     @property
     def table(self) -> list[dict[str, str]]:
-        """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media`, `tokens` of the
-        texts, and `text`, the first MAX_CELL (80) characters of the texts.
+        """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media` (kinds and sizes,
+        such as `image 640 × 480`), `tokens` (numbers of tokens of the texts) and `text`, the first
+        MAX_CELL (80) characters of the texts. All are texts, "" if unknown.
         """
         return [{name: row.get(name, "") for name in TABLE_COLUMNS} for row in self.rows]
 
@@ -191,7 +197,9 @@ def describe_basis(record: SetRecord) -> str:
 
 
 def describe_sizes(record: SetRecord) -> str:
-    """Return a sentence about images without a known size, which the charts leave out."""
+    """Return a sentence about images without a known size, which the charts leave out; "" if there
+    are none.
+    """
     if not (unsized := record.statistics.num_unsized):
         return ""
     return (

@@ -48,7 +48,9 @@ class RunRecord:
     def data(self) -> dict[str, Any]:
         """Content of data.json, which identifies the data; {} if it is missing.
 
-        It has `train` (sets and weights), `fingerprint`, `num_rows` and `tokenizer` (hex digest).
+        It has `train` (sets and weights as text, such as `prepared/a + 2 * prepared/b`),
+        `fingerprint` (hex digest of the rows), `num_rows` (of an epoch) and `tokenizer` (hex digest
+        of its file).
         """
         return read_json(self.folder / "data.json")
 
@@ -63,8 +65,9 @@ class RunRecord:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """Content of result.json: `status`, `steps`, `scores` (metrics of the last evaluation by
-        name), `metrics` and others.
+        """Content of result.json: `status`, `steps`, `metrics` (the last ones by name), `scores`
+        (those of the last evaluation), and what `mmray.training.supervisor.Supervisor.train` lists;
+        of a failed run `status` and `error`.
 
         Empty if the file is missing.
         """
@@ -72,8 +75,8 @@ class RunRecord:
 
     @cached_property
     def examples(self) -> dict[str, Any]:
-        """Content of examples.json: hits and misses of the newest evaluation, lists by direction
-        such as `image_to_text`, and thumbnails.
+        """Content of examples.json: hits and misses of the newest evaluation, as
+        `RetrievalExamples.values` or `answer_examples` of mmray.evaluation returns them.
 
         Empty if the file is missing.
         """
@@ -81,7 +84,9 @@ class RunRecord:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """The lines of metrics.jsonl by step, each with `step` and values by name."""
+        """The lines of metrics.jsonl in the order of the file, each with `step`, and values by name
+        such as `train/loss`; NaN and infinity are None.
+        """
         lines = read_lines(self.folder / "metrics.jsonl")
         return [line for line in lines if isinstance(line.get("step"), int)]
 
@@ -208,7 +213,8 @@ def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
 
     Args:
         scores: Metrics by name, of which `recall_at_K/DIRECTION` and `median_rank/DIRECTION` are
-            read (DIRECTION `image_to_text` or `text_to_image`), maybe of several sets.
+            read (DIRECTION one of mmray.evaluation.DIRECTIONS, such as `image_to_text`), maybe of
+            several sets.
 
     Returns:
         A dict of texts per set and measured direction, by column: "" (name of set and direction),

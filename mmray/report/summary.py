@@ -292,10 +292,10 @@ def quarantine_summary(
         `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
         (quarantined by the run), `reasons` (pairs of reason and count, the most frequent first),
         `shown` (example rows as {reason, key, source, detail, file}; `file` locates the image in
-        the source as {file, offset, length}, or is None), `contamination` (overlap of
-        training and held-out rows, a dict per checked set: `set`, its name, the counts in `leakage`
-        of its manifest, and example `pairs`), and `unread` (names of sets that cannot be read from
-        here).
+        the source as {file, offset, length}, or is None), `contamination` (overlap of training and
+        held-out rows, a dict per checked set: `set` (its name), the entries of `Manifest.leakage`,
+        and `pairs`, example lines of leaks.jsonl), and `unread` (names of sets that cannot be read
+        from here).
     """
     readable = [folder for folder in folders if _is_readable(folder / MANIFEST)]
     reasons: Counter[str] = Counter()

@@ -22,7 +22,7 @@ class Column(NamedTuple):
             trials.jsonl, such as `peak_gib`.
         title: Heading.
         digits: Digits after the point; None: about three significant digits.
-        scale: Factor of the shown value.
+        scale: Factor by which the value is multiplied before it is shown.
     """
 
     field: str
@@ -94,8 +94,11 @@ class SweepRecord:
 
     Attributes:
         folder: The folder.
-        summary: Content of sweep.json: `status`, `recommendation` (the best trial and why),
-            `elapsed_s`, `gpu_hours`, and what was searched; {} if it is missing.
+        summary: Content of sweep.json, {} if it is missing: `status`, `recommendation` ({best, why,
+            per_global}, or None), `elapsed_s`, `recipe`, `goal`, `space` (by setting the listed
+            values, or the range as text) and `environment`. Of trials that train also `rungs`,
+            `searcher`, `scheduler`, `concurrency`, `device` and `gpu_hours`; of measured batch
+            shapes `measures` (`shapes`), `workers` and `limit_gib`.
         trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 
@@ -127,9 +130,10 @@ class SweepRecord:
 
     @property
     def status(self) -> str:
-        """The status in sweep.json, such as `finished`, `stopped`, `budget` or `failed`.
+        """The status in sweep.json: `finished`, `stopped` (by the user), `budget` (it is spent) or
+        `failed`.
 
-        `unfinished` if the sweep is running or was killed.
+        It is `unfinished` if the sweep is running or was killed.
         """
         status = self.summary.get("status", "unfinished")
         return "unfinished" if status == "running" else str(status)

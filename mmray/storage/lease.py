@@ -47,8 +47,8 @@ class Lease:
     Args:
         directory: local folder or folder on a store.
         heartbeat_s: seconds between two heartbeats.
-        stale_after_s: seconds without a heartbeat after which an owner on another machine counts as
-            dead, and its lease can be taken over.
+        stale_after_s: seconds without a heartbeat (by default 60) after which an owner on another
+            machine counts as dead, and its lease can be taken over.
         activity: what an owner does with the directory, for the UsageError of a second process.
         advice: what the user of the second process can do, for the same error.
 
@@ -292,7 +292,7 @@ def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
     Args:
         directory: Folder of the run or set that the lease protects.
         stale_after_s: A process on another machine counts as the holder if its last heartbeat is
-            younger than this, in seconds by the clock of this machine.
+            younger than this, in seconds by the clock of this machine; by default 60.
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)

@@ -263,7 +263,7 @@ def train_rungs(
     Args:
         trial: The trial: its settings and config.
         plan: Recipe, goal, rungs and data of the sweep.
-        start: Index of the first rung to train to.
+        start: Index of the first rung to train to, from 0.
         stop: Index after the last rung to train to.
         reporter: Receives the progress of the run.
         report_rung: Called with a Rung when the trial has reached one: `samples` (number of trained

@@ -125,9 +125,10 @@ def prepare_data(
         reporter: Receives progress and log lines.
 
     Returns:
-        The feasible trials, and a TrialData: `sets` (folders of the prepared sets), `num_rows` and
-        `held_out_rows` of the largest one. A trial is not feasible if its batch settings contradict
-        each other, it needs more resources than the cluster has, or it cannot use its data.
+        The feasible trials, and a TrialData: `sets` (addresses of the prepared sets), `num_rows`
+        and `held_out_rows` of the largest one. A trial is not feasible if its batch settings
+        contradict each other, it needs more resources than the cluster has, or it cannot use its
+        data.
 
     Raises:
         MmrayError: The last such error, if no trial is feasible.

@@ -94,8 +94,8 @@ def resolve_sweep_dir(
 
     Args:
         base: The recipe of the sweep, with `run.storage` and `run.name`.
-        identity: Entries of sweep.json that must be equal for a sweep to be resumed, such as
-            `goal`.
+        identity: Entries of sweep.json that must be equal for a sweep to be resumed, JSON values by
+            name: `space`, `goal` and `rungs`, or `space` and `measures`.
         reporter: Receives the log line.
         restart: Also return the folder of such a sweep that has finished.
 
@@ -178,7 +178,9 @@ class SweepReporter(RunReporter, Protocol):
 class SweepState:
     """The rows of the trials of a running sweep, the time it has taken, and whether it must stop.
 
-    Ray Tune calls its methods in a thread; signal handlers call `on_signal`.
+    Of each trial `add` (if Optuna suggested it), `start`, `start_workers`, `reach` for each rung
+    and `end` are called, and `poll` all the time, in a thread of Ray Tune. The main thread calls
+    `on_signal` for a signal.
 
     Attributes:
         folder: The folder of the sweep.
@@ -237,8 +239,8 @@ class SweepState:
 
     @property
     def gpu_seconds(self) -> float:
-        """Sum over the trials so far of their seconds times their GPUs (their workers if they have
-        no GPU).
+        """Sum over the trials so far of their seconds with workers times their GPUs; without GPUs a
+        worker counts as one.
         """
         self._add_running_time()
         gpus_per_worker = self.plan.request.base.train.gpus_per_worker

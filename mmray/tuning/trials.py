@@ -63,8 +63,9 @@ class TrialData:
     """The prepared data of all trials.
 
     Attributes:
-        sets: Folders of the prepared sets, {"train": folder, "eval": folder or None}, by a text
-            that is equal for trials with the same data (`data_key`).
+        sets: The prepared sets, as values of the settings `data.train` and `data.eval`, {"train":
+            text, "eval": text or None}, by a text that is equal for trials with the same data
+            (`data_key`).
         num_rows: Number of rows of the largest set.
         held_out_rows: Number of held-out rows of the set that has most.
     """
