@@ -738,12 +738,12 @@ def _check_recommendation(sweep: SweepRecord) -> None:
 @contextmanager
 def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | ConsoleReporter]:
     """Yield a reporter; that of the console, the default, shows a bar or lines meanwhile."""
-    shown = ConsoleReporter() if reporter is None else reporter
-    if isinstance(shown, ConsoleReporter):
-        with shown.show_progress(title):
-            yield shown
+    active = ConsoleReporter() if reporter is None else reporter
+    if isinstance(active, ConsoleReporter):
+        with active.show_progress(title):
+            yield active
     else:
-        yield shown
+        yield active
 
 
 def _load(recipe: str | Path | Config) -> Config:
@@ -759,27 +759,27 @@ def _weights_config(weights: str | Path | Config) -> Config:
 
 
 def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:
-    given = {name: _plain(value) for name, value in sections.items()}
-    data = given.get("data")
+    overrides = {name: _plain(value) for name, value in sections.items()}
+    data = overrides.get("data")
     if data is not None and not isinstance(data, Mapping):
-        given["data"] = {"train": data}
-    config = override(recipe, {name: value for name, value in given.items() if name != "data"})
-    return (
-        override(config, {"data": _stored(config, given["data"])}) if data is not None else config
-    )
+        overrides["data"] = {"train": data}
+    config = override(recipe, {name: value for name, value in overrides.items() if name != "data"})
+    if data is None:
+        return config
+    return override(config, {"data": _stored(config, overrides["data"])})
 
 
 def _stored(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `data` with rows in memory stored in `data.cache`, as their address."""
     stored = dict(data)
-    given = [
+    in_memory = [
         name for name in ("train", "eval") if not isinstance(data.get(name), (str, type(None)))
     ]
-    if given:
+    if in_memory:
         from mmray.data.formats.in_memory import store_rows
 
         cache = data.get("cache", config.data.cache)
-        for name in given:
+        for name in in_memory:
             stored[name] = store_rows(
                 data[name], cache, config.prepare.column_names, config.prepare.keep
             )

@@ -156,7 +156,7 @@ DEVICE_TEXT = re.compile(
     r"|unhandled cuda error|ncclUnhandledCudaError|No CUDA GPUs are available|CUDA unknown error",
     re.IGNORECASE,
 )
-# of torch and NCCL
+# Messages of torch and NCCL.
 CUDA_ERROR = re.compile(r"(?:CUDA (?:driver )?error: |Cuda failure (?:\d+ )?')(.*)")
 # A bug in a kernel or a wrong call raises these on a sound GPU; they would recur on every node.
 CODE_ERROR = re.compile(

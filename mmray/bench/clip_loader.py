@@ -23,7 +23,7 @@ from mmray.bench.synthetic_images import synthetic_photos
 from mmray.config import ClipInputs
 from mmray.data.media.encode import encode_audio
 
-VERSION = 1  # of the generator; part of the folder name
+VERSION = 1  # version of the generator; part of the folder name
 SPANS_PER_FILE = 4
 SIDE = 224
 FRAMES = 8
@@ -32,7 +32,7 @@ VIDEO_RATE = 25
 VIDEO_SIZE = (320, 240)
 AUDIO_S = 20
 AUDIO_RATE = 44_100
-SAMPLE_RATE = 16_000  # of the model
+SAMPLE_RATE = 16_000  # what the model takes, per second
 ROWS = "rows.jsonl"
 CLIP_S = {"audio": 10.0, "video": 2.0}
 SUFFIXES = {"audio": "flac", "video": "mp4"}

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 NUM_ROWS = 256
-IMAGE_SIDES = (64, 512)  # of the synthetic images, in pixels
-PADDED_ROWS = 8  # of a padded micro-batch, if the recipe has no batch.micro
+IMAGE_SIDES = (64, 512)  # sides of the synthetic images in pixels
+PADDED_ROWS = 8  # rows of a padded micro-batch, if the recipe has no batch.micro
 MIN_STEPS = 4
 
 

@@ -57,14 +57,14 @@ RATIOS = {
 }
 CLIP_RATIOS = {
     "stream_vs_plain": ("stream clips", "plain clips"),
-    "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # of audio
+    "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # audio only
     "stream_vs_reader": ("stream clips", "reader clips"),
 }
-# Of clips: they are larger than images and take longer.
+# Clips are larger than images and take longer.
 CLIP_GLOBAL_ROWS = 64
 EXPECTED_CLIP_RATE = {"audio": 100, "video": 60}  # clips/s per actor
 Notify = Callable[[str], None]
-# of one loader; returns the arrivals of each consumer
+# Measures one loader, and returns the arrivals of each consumer.
 RunWindow = Callable[[], list[list[Arrival]]]
 
 

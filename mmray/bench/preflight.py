@@ -41,7 +41,7 @@ TIMEOUT_S = 120.0
 DECODE_S = 1.0
 TRANSFER_MB = COLLECTIVE_MB = 64
 ROUNDS = 3
-BUSY_FRACTION = 0.5  # of the cores, before the measurements
+BUSY_FRACTION = 0.5  # share of the cores before the measurements
 # Below the first value a figure is poor, below the second it is bad.
 DECODES_PER_S = (200.0, 80.0)
 MB_PER_S = (300.0, 50.0)
@@ -206,23 +206,23 @@ def rate_node(node_id: str, report: NodeReport) -> Iterator[Finding]:
         A Finding for each measurement: `level` (`ok`, `warning` or `error`), `name`, `observed`
         (text) and `fix` ("" if it is ok).
     """
-    place = f"node {node_id[:8]}"
+    node = f"node {node_id[:8]}"
     is_busy = report.busy_cores > BUSY_FRACTION * report.num_cores
     busy = f"{report.busy_cores:.1f} of {report.num_cores} cores were busy before the measurements"
     fix = "repeat when the node is idle: the rates below are too low"
-    yield _finding("warning" if is_busy else "ok", f"{place} load", busy, fix)
+    yield _finding("warning" if is_busy else "ok", f"{node} load", busy, fix)
     if report.gpus_of_ray:
         gpus = f"torch can use {report.gpus_of_torch}, Ray counts {report.gpus_of_ray}"
         fix = "update the driver, or use the image for its CUDA version"
         lacks_gpus = report.gpus_of_torch < report.gpus_of_ray
-        yield _finding("error" if lacks_gpus else "ok", f"{place} GPUs", gpus, fix)
+        yield _finding("error" if lacks_gpus else "ok", f"{node} GPUs", gpus, fix)
     for finding in (check_shm(report.shm_gib, report.memory_gib), report.disk):
-        yield replace(finding, name=f"{place} {finding.name}")
+        yield replace(finding, name=f"{node} {finding.name}")
     fix = "synchronize the clocks (chrony): times in logs and leases of runs use them"
     observed = f"differs from the driver's by {abs(report.clock_s):.2f} s"
-    yield _finding(_level(-abs(report.clock_s), CLOCK_S), f"{place} clock", observed, fix)
+    yield _finding(_level(-abs(report.clock_s), CLOCK_S), f"{node} clock", observed, fix)
     fix = "use faster cores for data nodes" + (", when the node is idle" if is_busy else "")
-    yield _rate(f"{place} decoding", report.decodes_per_s, "JPEGs/s a core", DECODES_PER_S, fix)
+    yield _rate(f"{node} decoding", report.decodes_per_s, "JPEGs/s a core", DECODES_PER_S, fix)
 
 
 def _level(value: float, limits: tuple[float, float]) -> Level:

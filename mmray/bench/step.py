@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
 NUM_BATCHES = 4  # used in rotation
-VOCAB_SIZE = 30522  # of BERT; used if the config has none
+VOCAB_SIZE = 30522  # BERT's; used if the config has none
 # steps -> seconds of the timed steps, and the last loss
 Window = Callable[[int], tuple[float, float]]
 
@@ -446,7 +446,7 @@ class Bench:
         return model
 
     def _use_graphs(self, model: nn.Module, shape: BatchShape) -> None:
-        # of an earlier window: a branch and its graphs are a reference cycle
+        # Frees the graphs of an earlier window: a branch and its graphs are a reference cycle.
         gc.collect()
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -506,7 +506,7 @@ def micro_batches(
         The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]
         (position of the row in the sample order) and `valid` bool [B] replaced.
     """
-    size = len(batches[0]["image"])  # of a micro-batch, or of a step
+    size = len(batches[0]["image"])  # rows of a micro-batch, or of a step
     for step in range(first, plan.steps):
         positions = torch.from_numpy(plan.positions(step, rank))
         micros = []

@@ -83,14 +83,14 @@ def bench_strategies(
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     device_type = select_device(config).type  # the same for all rows, with one worker too
-    chosen = {
+    strategies = {
         name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)
     }
     rows: list[dict[str, Any]] = []
-    for number, (name, train) in enumerate(chosen.items(), 1):
+    for number, (name, train) in enumerate(strategies.items(), 1):
         row = {"strategy": name} | _time_row(config, train, shape, device_type, steps)
         result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
-        notify(f"{number} of {len(chosen)}, {name}: {result}")
+        notify(f"{number} of {len(strategies)}, {name}: {result}")
         rows.append(row)
     base = rows[0]
     ratios = {}

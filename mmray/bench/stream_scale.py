@@ -28,8 +28,8 @@ from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
 
 BLOCK_ROWS = 128
-SIDE = 32  # of the images, in pixels
-MIN_DECODE_S = 0.25  # of a block: 512 images/s for each process
+SIDE = 32  # side of the images in pixels
+MIN_DECODE_S = 0.25  # time of a block: 512 images/s for each process
 # Of all ranks: with more, blocks take longer, so that the CPU time of a block is not that of a
 # machine without free cores.
 MAX_BLOCKS_PER_S = 32

@@ -16,7 +16,7 @@ from PIL import Image
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.storage.paths import write_atomic
 
-VERSION = 1  # of the generator; part of the folder name
+VERSION = 1  # version of the generator; part of the folder name
 WIDTH = 500
 HEIGHT = 375
 QUALITY = 95

@@ -17,7 +17,7 @@ from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
 
 HIDDEN = ("workers", "error")  # not in a table: it would be too wide, and notes have the errors
-# of the values in a table, by the end of their name; others have about three digits
+# Formats of values in a table, by the end of their name; others have about three digits.
 STYLES = {"_share": ".0%", "mfu": ".1%", "loss": ".4f", "_vs_ddp": "+.3%"}
 
 

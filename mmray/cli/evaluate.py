@@ -147,7 +147,7 @@ def _evaluate_run(argv: Sequence[str], console: ConsoleReporter) -> None:
     from mmray.training.evaluate_export import evaluate_model
 
     with console.show_progress("evaluating"):
-        found = evaluate_model(
+        results = evaluate_model(
             to_path(command.run),
             command.data,
             command.split,
@@ -162,9 +162,9 @@ def _evaluate_run(argv: Sequence[str], console: ConsoleReporter) -> None:
             accelerator=command.accelerator,
         )
     if command.interpolate is None:
-        _show(found[0], command.json, console)
+        _show(results[0], command.json, console)
         return
-    by_share = dict(zip(shares, found, strict=True))
+    by_share = dict(zip(shares, results, strict=True))
     console.print(interpolation_table(by_share))
     rows = [{"share": share, "metrics": metrics} for share, metrics in by_share.items()]
     write_json(command.json, {"interpolate": rows})

@@ -289,10 +289,10 @@ def check_working_dir(working_dir: Path) -> None:
     Raises:
         UsageError: A file or folder has the name of a package that workers import.
     """
-    if found := sorted(_modules_in(working_dir) & set(_WORKER_PACKAGES)):
+    if shadowed := sorted(_modules_in(working_dir) & set(_WORKER_PACKAGES)):
         raise UsageError(
-            f"{found[0]} in {working_dir} would replace the package {found[0]} in the workers: "
-            "rename it, or start the command in another folder"
+            f"{shadowed[0]} in {working_dir} would replace the package {shadowed[0]} in the "
+            "workers: rename it, or start the command in another folder"
         )
 
 

@@ -28,7 +28,7 @@ from mmray.version import VERSION
 GIB = 2**30
 MIN_MEMORY_GIB = 2.0
 MIN_DISK_GIB = 5.0
-# of memory; Ray's object store takes 30 %, or slow files in /tmp if /dev/shm is too small
+# Share of the memory. Ray's object store takes 30 %, or slow files in /tmp if /dev/shm is smaller.
 MIN_SHM_SHARE = 0.25
 MIN_OPEN_FILES = 4096
 PROBE_MB = 8

@@ -64,7 +64,8 @@ def connect(address: str | None) -> JobSubmissionClient:
     Raises:
         ResourceError: It cannot be reached.
     """
-    logging.getLogger("ray").setLevel(logging.WARNING)  # of the packages that it uploads
+    # Hides lines about the packages that Ray uploads.
+    logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:

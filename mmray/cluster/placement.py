@@ -177,7 +177,8 @@ def autoscaling_pools() -> list[Pool]:
     """
     groups = autoscaler_groups()
     if groups is None:
-        file = LAUNCHER_FILE.expanduser()  # of `ray up`, on the head node, where submitted jobs run
+        # `ray up` writes it on the head node, where submitted jobs run.
+        file = LAUNCHER_FILE.expanduser()
         return parse_launcher_config(yaml.safe_load(file.read_text())) if file.exists() else []
     return [
         Pool(name, resources, UNLIMITED if limit < 0 else limit)

@@ -18,7 +18,7 @@ from mmray.report.run import (
     scores_by_set,
 )
 
-MIN_WIDTH = 12  # of a column of text in a narrow terminal
+MIN_WIDTH = 12  # characters of a text column in a narrow terminal
 _NUMBER = re.compile(r"-?[\d,.]+(e[-+]?\d+)?%?|[-–]")
 COMPACT = "compact"  # style of a column: about three digits
 

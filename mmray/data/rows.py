@@ -48,7 +48,7 @@ _KINDS = (
 _BASE64_IMAGES = ("/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkq", "TU0AK", "Qk", "AAAA")
 _MIN_BASE64_LENGTH = 64
 _BASE64_BYTES = tuple(each.encode() for each in (*_BASE64_IMAGES, _DATA_URI))
-_URL_SAFE = str.maketrans("-_", "+/")  # of base64 with other characters, for addresses
+_URL_SAFE = str.maketrans("-_", "+/")  # variant of base64 for addresses
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 

@@ -39,10 +39,11 @@ OOM_ADVICE = (
     "--train.parallel fsdp, or use a smaller model or a larger GPU"
 )
 ONE_ROW_TOO_LARGE = f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}"
-HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
-# of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
+HOST_FRACTION = 0.8  # share of a host's free memory that its ranks may use
+# Share of a GPU's memory that `batch.micro auto` leaves free for fragmentation and longer captions.
 HEADROOM = 0.05
-# peak memory of a row : bytes that autograd saves; on a CPU 1.05 (resnet50-bert) to 1.2 (sample)
+# Peak memory of a row divided by the bytes that autograd saves: on a CPU 1.05 (resnet50-bert) to
+# 1.2 (sample).
 PEAK_PER_SAVED = 1.2
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
@@ -164,7 +165,7 @@ def probe_memory(
         "parameters": sum(to_local(weight).nbytes for weight in weights),
         "gradients": sum(gradient.nbytes for gradient in gradients),
         "optimizer": sum(to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
-        "activations": activations,  # of two devices (`branches`), those of the first
+        "activations": activations,  # with `branches`, only of the first device
     }
     table = {f"memory/{name}_gib": value / GIB for name, value in sizes.items()}
     return batch_shape.with_micro_batch_size(size), table

@@ -30,20 +30,19 @@ if TYPE_CHECKING:
     from mmray.config import Optimizer as OptimizerConfig
 
 Groups = list[dict[str, Any]]
-LAST_BLOCKS = re.compile(r"(\w+)\[:-(\d+)\]")  # of optimizer.freeze
+LAST_BLOCKS = re.compile(r"(\w+)\[:-(\d+)\]")  # a value of optimizer.freeze, such as `text[:-2]`
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
-EPSILON: dict[str, Any] = {
-    "eps": 1e-6
-}  # CLIP's for ViTs; torch's 1e-8 is too small for gradients in bf16
+# CLIP's epsilon for ViTs; torch's 1e-8 is too small for gradients in bf16.
+EPSILON: dict[str, Any] = {"eps": 1e-6}
 BUILT_IN = {  # class, its default arguments, and its extra of pip
     "adamw": (f"{__name__}:EagerAdamW", EPSILON, ""),
     "muon": (f"{__name__}:MuonAndAdamW", EPSILON, ""),
     "lion": ("timm.optim:Lion", {}, "timm"),
     "adamw8bit": ("bitsandbytes.optim:AdamW8bit", EPSILON, "bitsandbytes"),
 }
-NORM_EPSILON = 1e-6  # of torch's clip_grads_with_norm_
-COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
+NORM_EPSILON = 1e-6  # as in torch's clip_grads_with_norm_
+COOLDOWN_FRACTION = 0.2  # share of the steps after warm-up in which the schedule `cooldown` decays
 
 
 class EagerAdamW(AdamW):
@@ -430,7 +429,7 @@ class ExponentialMovingAverage:
         self._weights = {name: weight.detach() for name, weight in weights.items()}
         self._averages = {name: weight.clone() for name, weight in self._weights.items()}
         first_names = {weight: name for name, weight in weights.items()}
-        # of all weights, also those that are tied to another
+        # The names of all weights, also of those that are tied to another.
         self._names = {
             name: first_names[weight]
             for name, weight in model.named_parameters(remove_duplicate=False)

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from mmray.config import Train
     from mmray.data.stream.order import SamplePlan
 
-CheckpointState = dict[str, Any]  # of a checkpoint: nested dicts of tensors and JSON values
+CheckpointState = dict[str, Any]  # nested dicts of tensors and JSON values, as in a checkpoint
 # Key and meta tensor of a saved tensor -> the tensor to read it into: full, or this rank's shard.
 DestinationFn = Callable[[str, Tensor], Tensor]
 LoadCheckpointFn = Callable[[DestinationFn], CheckpointState]
 SeedFn = Callable[[int], int]  # index of a micro-batch -> seed of its forward
 EMA_KEY = "average"  # in a state: the EMA of the weights, under `module.` and the model's names
-# of a group: a trial of a sweep may resume with other values
+# Options of a parameter group that a trial of a sweep may change when it resumes.
 FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Report = Callable[[dict[str, Any]], Any]
-INPUT_BOUND_FRACTION = 0.15  # of the time; below it, more decode actors hardly help
+INPUT_BOUND_FRACTION = 0.15  # share of the time; below it, more decode actors hardly help
 HINT_EVERY_STEPS = 100  # steps between two hints
 TRAINING = "training"  # the stage that follows the first step
 

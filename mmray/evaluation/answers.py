@@ -23,7 +23,7 @@ ANLS_THRESHOLD = 0.5  # a lower similarity counts 0
 # pycocoevalcap needs Java for its tokenizer. Words are in lower case without punctuation, so the
 # scores differ slightly from published ones.
 MAX_NGRAM = 4  # longest n-gram
-SIGMA = 6.0  # of the Gaussian length penalty
+SIGMA = 6.0  # standard deviation of the Gaussian length penalty
 SCALE = 10.0  # as in the paper
 
 References = Sequence[Sequence[str]]

@@ -102,11 +102,11 @@ class EvalReader:
                 starts = range(0, len(after), RECORD_BATCH_ROWS)
                 ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
                 items: list[Any] = []
-                for row, found in zip(part.tolist(), chain.from_iterable(current), strict=True):
-                    if isinstance(found, Exception):
-                        self.skip(row, found)
+                for row, row_items in zip(part.tolist(), chain.from_iterable(current), strict=True):
+                    if isinstance(row_items, Exception):
+                        self.skip(row, row_items)
                     else:
-                        items += found
+                        items += row_items
                 for start in range(0, len(items), size):
                     yield self._collate(items[start : start + size])
                 self.on_rows(len(part))

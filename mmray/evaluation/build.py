@@ -57,11 +57,11 @@ class SetsEvaluator:
             Equal on all ranks: the metrics of each evaluator, of a set with a name under
             `NAME/METRIC`.
         """
-        shown: list[bool] = []
+        is_saved: list[bool] = []
 
         def save_first(examples: dict[str, Any]) -> None:
-            if save_examples is not None and not shown:
-                shown.append(True)
+            if save_examples is not None and not is_saved:
+                is_saved.append(True)
                 save_examples(examples)
 
         metrics: dict[str, float] = {}

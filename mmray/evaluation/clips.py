@@ -102,11 +102,11 @@ class ClipEvaluator(EvalDataset):
         for query, gallery in permutations(embeds, 2):
             direction = f"{query}_to_{gallery}"
             numbers = (present[query] & present[gallery]).nonzero().flatten()
-            found = _ranks(embeds, query, gallery, numbers, identity, group)
-            if len(found.ranks):
-                metrics |= retrieval.retrieval_metrics(found.ranks, direction)
+            ranked = _ranks(embeds, query, gallery, numbers, identity, group)
+            if len(ranked.ranks):
+                metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
                 if save_examples is not None:
-                    examples.add(direction, found)
+                    examples.add(direction, ranked)
         recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
         if not recalls:
             raise DataError(
@@ -191,7 +191,7 @@ def _ranks(
     queries = embeds[query][numbers]
     results = embeds[gallery][numbers]
     index = torch.arange(len(numbers))
-    found = items(gallery, numbers)
+    gallery_items = items(gallery, numbers)
     query_ids = gallery_ids = index
     if "text" not in (query, gallery):
         pairs = torch.stack([index, index])
@@ -205,11 +205,11 @@ def _ranks(
             pairs = torch.stack([index, text_id])
             counts = text_id.bincount()
             ranks = compute_ranks_in_parallel(queries, results[first], pairs, group, counts)
-            found = items(gallery, numbers[first])
+            gallery_items = items(gallery, numbers[first])
             gallery_ids = torch.arange(len(first))
         else:
             pairs = torch.stack([text_id, index])
             ranks = compute_ranks_in_parallel(queries[first], results, pairs, group)[text_id]
     return RankedDirection(
-        ranks, items(query, numbers), found, lambda number: query_ids[number] == gallery_ids
+        ranks, items(query, numbers), gallery_items, lambda number: query_ids[number] == gallery_ids
     )

@@ -33,7 +33,7 @@ from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep, steps_in_
 if TYPE_CHECKING:
     from mmray.config import Config
 
-MAX_NEW_TOKENS = 64  # of an answer
+MAX_NEW_TOKENS = 64  # tokens of an answer
 MAX_BATCH = 64  # rows of a forward pass
 NUM_SHOWN = 6  # correct answers, and wrong ones, in the report
 
@@ -237,13 +237,13 @@ def answer_examples(
     by_result: dict[bool, list[Answer]] = {True: [], False: []}
     for answer in answers:
         by_result[exact_match([answer.text], [answer.references]) == 1].append(answer)
-    shown: list[dict[str, Any]] = []
-    for correct, chosen in by_result.items():
-        step = max(1, len(chosen) // NUM_SHOWN)
-        for answer in chosen[::step][:NUM_SHOWN]:
+    entries: list[dict[str, Any]] = []
+    for correct, group in by_result.items():
+        step = max(1, len(group) // NUM_SHOWN)
+        for answer in group[::step][:NUM_SHOWN]:
             with suppress(OSError, ValueError):
                 [row] = prepared.read(np.array([answer.number]))
-                shown.append(
+                entries.append(
                     {
                         "key": row.key,
                         "turns": _shown_turns(row, question),
@@ -252,7 +252,7 @@ def answer_examples(
                         "correct": correct,
                     }
                 )
-    return {"answers": shown}
+    return {"answers": entries}
 
 
 def _shown_turns(row: Row, question: str) -> list[dict[str, Any]]:

@@ -158,14 +158,20 @@ class RetrievalExamples:
         queries = ranked.queries
         gallery = ranked.gallery
         has_images = self._clip_s is None
-        chosen = select_queries(ranked.ranks, NUM_SHOWN if has_images else NUM_CLIPS)
+        shown_queries = select_queries(ranked.ranks, NUM_SHOWN if has_images else NUM_CLIPS)
         k = NUM_RETRIEVED if has_images else NUM_RETRIEVED_CLIPS
-        is_correct = torch.stack([ranked.is_correct(query) for query in chosen.tolist()])
-        embeds = queries.embeds[queries.embed_index[chosen]]
+        is_correct = torch.stack([ranked.is_correct(query) for query in shown_queries.tolist()])
+        embeds = queries.embeds[queries.embed_index[shown_queries]]
         best, scores = top_k(
             embeds, gallery.embeds, is_correct, k, self._device, gallery.embed_index
         )
-        columns = (chosen, ranked.ranks[chosen], best, scores, is_correct.gather(1, best))
+        columns = (
+            shown_queries,
+            ranked.ranks[shown_queries],
+            best,
+            scores,
+            is_correct.gather(1, best),
+        )
         shown = self._directions[direction] = []
         for query, rank, *results in zip(*(column.tolist() for column in columns), strict=True):
             answers = [

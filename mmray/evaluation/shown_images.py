@@ -38,22 +38,22 @@ def shown_images(examples: Mapping[str, Any]) -> list[ShownImage]:
         A ShownImage for each query or conversation: `title` (such as `image_to_text/hit`),
         `caption` and `image` (PIL). Those without a readable image are omitted.
     """
-    shown = []
+    results = []
     for direction in DIRECTIONS:
         for item in examples.get(direction, ()):
             data = examples.get("images", {}).get(str(item["row"]))
             title = f"{direction}/{'hit' if item['rank'] == 1 else 'miss'}"
             if data:
                 caption = f"{item['caption']} (rank {item['rank']})"
-                shown.append(ShownImage(title, caption, _decode(data)))
+                results.append(ShownImage(title, caption, _decode(data)))
     for answer in examples.get("answers", ()):
         parts = [part for turn in answer["turns"] for part in turn["parts"]]
         images = [part["image"] for part in parts if part.get("image")]
         question = " ".join(part["text"] for part in parts if "text" in part)
         caption = f"{question} -> {answer['answer']} (correct: {' | '.join(answer['references'])})"
         title = f"answers/{'correct' if answer['correct'] else 'wrong'}"
-        shown += [ShownImage(title, caption, _decode(data)) for data in images[:1]]
-    return shown
+        results += [ShownImage(title, caption, _decode(data)) for data in images[:1]]
+    return results
 
 
 def _decode(data_uri: str) -> Image.Image:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLASSES = ("CLIPAttention", "SiglipAttention")  # of transformers, not imported here
+CLASSES = ("CLIPAttention", "SiglipAttention")  # classes of transformers, not imported here
 
 
 def fuse_projections(model: nn.Module) -> None:

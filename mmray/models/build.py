@@ -42,7 +42,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
-    if spec.kind in REMOVED_KINDS:  # of an export of an earlier version
+    if spec.kind in REMOVED_KINDS:  # an export of an earlier version
         raise UsageError(REMOVED_KINDS[spec.kind])
     rows = spec.vocab_size or vocab_size
     if spec.kind in KINDS:

@@ -346,7 +346,7 @@ def initialize_clip(net: Any) -> None:
 
     nn.init.normal_(text.embeddings.token_embedding.weight, std=0.02)
     nn.init.normal_(text.embeddings.position_embedding.weight, std=0.01)
-    residual_std = (text_width * 2 * depth) ** -0.5  # of layers that add to the residual stream
+    residual_std = (text_width * 2 * depth) ** -0.5  # for layers that add to the residual stream
     for layer in text.encoder.layers:
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
@@ -573,10 +573,10 @@ def drop_patches(patches: Tensor, dropout: float) -> Tensor:
     Returns:
         Hidden states [B, K, W] with K = round(N x (1 - dropout)).
     """
-    kept = max(1, round(patches.shape[1] * (1 - dropout)))
+    num_kept = max(1, round(patches.shape[1] * (1 - dropout)))
     index = (
         torch.rand(patches.shape[:2], device=patches.device)
-        .argsort(dim=1)[:, :kept]
+        .argsort(dim=1)[:, :num_kept]
         .sort(dim=1)
         .values
     )

@@ -28,7 +28,7 @@ from mmray.report.summary import quarantine_summary
 from mmray.storage.paths import AnyPath, to_path
 
 MAX_ROWS = 10_000  # read for statistics
-MAX_BYTES = 512 << 20  # of these rows, estimated from the size of the shards
+MAX_BYTES = 512 << 20  # limit of these rows, estimated from the size of the shards
 ROWS_PER_READ = 256
 MAX_TOKENS = 1 << 20
 CLIP_S = 10.0  # longest excerpt of audio and video
@@ -128,12 +128,12 @@ class SetRecord:
         """
         draw = np.random.default_rng(seed)
         total = prepared.num_rows
-        chosen = np.sort(draw.choice(total, min(num_rows, total), replace=False))
+        row_numbers = np.sort(draw.choice(total, min(num_rows, total), replace=False))
         encoder = TextEncoder(tokenizer_json, MAX_TOKENS) if tokenizer_json else None
         with closing(SubprocessDecoder()) as decoder:
             viewer = _RowViewer(prepared, encoder, decoder)
-            columns = prepared.columns(chosen)
-            read = zip(chosen.tolist(), read_each(prepared, chosen), columns, strict=True)
+            columns = prepared.columns(row_numbers)
+            read = zip(row_numbers.tolist(), read_each(prepared, row_numbers), columns, strict=True)
             rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
             groups = list(statistics.repeats.items())[:MAX_REPEATS]
@@ -145,13 +145,15 @@ class SetRecord:
         return cls(prepared, rows, statistics, repeats, quarantine)
 
 
-def _read_quarantined(prepared: PreparedSet, place: dict[str, Any] | None) -> bytes | None:
-    """Return the image at a place of the source of a set; None if it is not there."""
+def _read_quarantined(prepared: PreparedSet, location: dict[str, Any] | None) -> bytes | None:
+    """Return an image of the source of a set by its `location`; None if it cannot be read."""
     source = prepared.manifest.source
     links = prepared.manifest.settings.get("follow_links")
-    if place is not None:
+    if location is not None:
         with suppress(OSError, BadRow, MmrayError):
-            return read_image(to_path(source["folder"]), ImageRef(place["file"], **place), links)
+            return read_image(
+                to_path(source["folder"]), ImageRef(location["file"], **location), links
+            )
     return None
 
 

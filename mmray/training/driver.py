@@ -170,17 +170,17 @@ def _train(
     resolved = resolve_run(backend.resolve(config), reporter)
     given = config.cluster
     # Device and CPUs depend on the machine: the run's file keeps what was given.
-    saved = resolved.config.with_cluster(
+    saved_config = resolved.config.with_cluster(
         accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker
     )
     is_auto = config.data.shuffle_blocks == "auto"
-    selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps, is_auto)
+    selection = run_dir.select_run(saved_config, resolved.data_identity, resolved.steps, is_auto)
     if is_auto and selection.action == "resume":
         # `auto` depends on the number of workers and the size of the cache, which may change.
-        stored = run_dir.stored_shuffle(selection.path)
-        if stored != saved.data.shuffle_blocks:
-            kept = config.replace(data=config.data.replace(shuffle_blocks=stored))
-            return _train(kept, reporter, backend, should_stop)
+        stored_shuffle = run_dir.stored_shuffle(selection.path)
+        if stored_shuffle != saved_config.data.shuffle_blocks:
+            data = config.data.replace(shuffle_blocks=stored_shuffle)
+            return _train(config.replace(data=data), reporter, backend, should_stop)
     if selection.skipped:
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
         advice = "use its settings or raise --train.steps to resume it"
@@ -194,7 +194,7 @@ def _train(
         reporter.log(f"the data has moved from {trained_on['train']} to {address}", "moved")
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(
-            selection.path, saved, resolved.data_identity, resolved.tokenizer_json
+            selection.path, saved_config, resolved.data_identity, resolved.tokenizer_json
         )
         _log_summary(resolved, run, reporter)
         if idle := describe_idle(

@@ -369,7 +369,7 @@ def _evaluate(
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
-        rows: list[int] = []  # of the batches that are done
+        rows: list[int] = []  # numbers of rows of the finished batches
 
         def on_rows(num_rows: int) -> None:
             rows.append(num_rows)
@@ -524,10 +524,10 @@ def _open_held_out(
     if config.data.eval is None:
         trained_on = RunDir(folder).read_json("data.json")
         address = Mixture.parse(trained_on["train"]).addresses[0]
-        found = find_set(folder, address, trained_on.get("fingerprint", ""))
-        if found != address:
-            reporter.log(f"the set has moved from {address} to {found}", "moved")
-        return {"": PreparedSet.open(found, split)}
+        location = find_set(folder, address, trained_on.get("fingerprint", ""))
+        if location != address:
+            reporter.log(f"the set has moved from {address} to {location}", "moved")
+        return {"": PreparedSet.open(location, split)}
     sets = {}
     for name, source, *_ in config.data.eval_sets:
         if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():

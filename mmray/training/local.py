@@ -252,17 +252,18 @@ def check_gpus(config: Config, workers: int = 1) -> None:
     Raises:
         ResourceError: torch can use fewer.
     """
-    needed = workers * config.train.gpus_per_worker
-    found = count_gpus()
+    num_needed = workers * config.train.gpus_per_worker
+    num_gpus = count_gpus()
     accelerator = config.cluster.accelerator
-    if found >= needed:
+    if num_gpus >= num_needed:
         return
-    if accelerator == "gpu" or (accelerator == "auto" and found and workers > 1):
+    if accelerator == "gpu" or (accelerator == "auto" and num_gpus and workers > 1):
         who = "a worker needs" if workers == 1 else f"{workers} workers need"
+        needed = f"{num_needed} GPU{'s' * (num_needed > 1)}"
         fix = "auto or cpu, or give --cluster.address" if workers == 1 else "cpu, or start fewer"
         raise ResourceError(
-            f"cluster.accelerator {accelerator}: {who} {needed} GPU{'s' * (needed > 1)} and torch "
-            f"sees {found} on this machine; set it to {fix}"
+            f"cluster.accelerator {accelerator}: {who} {needed} and torch "
+            f"sees {num_gpus} on this machine; set it to {fix}"
         )
 
 
@@ -296,7 +297,7 @@ class LocalWorkers(Workers):
     def __init__(self, processes: Sequence[ChildProcess | RankProcess], attempt: Attempt) -> None:
         self._processes = processes
         self._coordinator = Coordinator(attempt.bad_rows)
-        self._outcome: dict[str, Any] = {}  # of rank 0
+        self._outcome: dict[str, Any] = {}  # what rank 0 returned
         self._errors: list[Exception] = []
         decoders = num_decode_processes(attempt.resolved.config, len(processes))
         start = resume_point(attempt.resolved, attempt.checkpoint)

@@ -31,7 +31,7 @@ WASTED_STEPS = "wasted_steps"
 CHECKPOINT_S = "checkpoint_s"
 CHECK_INTERVAL_S = 1.0
 CAPACITY_INTERVAL_S = 5.0
-# of samples, which take at most this share of the time
+# The memory of the processes is sampled this often, in at most this share of the time.
 MEMORY_INTERVAL_S = 3.0
 MEMORY_COST_FRACTION = 0.01
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
@@ -224,8 +224,8 @@ class HangDetector:
         for record in records:
             progress = record.progress, record.state, record.in_collective
             # On a GPU a rank waits for another wherever it launches work behind a collective.
-            excused = some_wait and record.state not in STATE_TEXTS and record.age_s <= SILENT_S
-            if excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
+            is_excused = some_wait and record.state not in STATE_TEXTS and record.age_s <= SILENT_S
+            if is_excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
                 self._last[record.rank] = progress, now_s
             idle_s = now_s - self._last[record.rank][1]
             limit_s = self.limits_s[record.state]
@@ -392,7 +392,7 @@ class AttemptMonitor:
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _num_received: int = 0  # messages
     _next_check_s: float = 0.0
-    _data_wait_logs: int = 0  # of the present wait
+    _data_wait_logs: int = 0  # lines logged about the present wait
     _next_capacity_s: float = 0.0
     _next_share_s: float = 0.0
     _next_memory_s: float = 0.0
@@ -487,7 +487,7 @@ class AttemptMonitor:
         for message in messages:
             self.progress.update(message)
             self.batch_shape = message.get("batch_shape", self.batch_shape)
-            if "stage" in message:  # of DriverHandle.stage
+            if "stage" in message:  # sent by DriverHandle.stage
                 self.trained |= message["stage"] == TRAINING
                 self.reporter.status(message["stage"])
             if "phase" in message:

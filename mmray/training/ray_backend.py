@@ -63,13 +63,14 @@ from mmray.training.trackers import RayMetrics
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
-POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
+# Free resources are polled this often while workers of the last attempt release theirs.
+POLL_INTERVAL_S = 0.5
 STABLE_POLLS = 4
 MAX_POLLS = 20
 # Memory of a decode actor.
 ACTOR_GIB = 0.5
 BLOCKS_PER_ACTOR = 4
-MAX_DECODERS = 1024  # of a worker
+MAX_DECODERS = 1024  # decode actors of a worker
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 
 
@@ -103,7 +104,7 @@ class RayBackend:
         # at the last choice of the number of workers
         self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
-        self._metrics: RayMetrics | None = None  # of all attempts of the run
+        self._metrics: RayMetrics | None = None  # the same for all attempts of the run
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         if warning := version_warning():
@@ -186,7 +187,7 @@ class RayBackend:
         return True
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> WorkerFailed:
-        if isinstance(error, WorkerFailed):  # of `RayWorkers.waits_for_resources`
+        if isinstance(error, WorkerFailed):  # raised by `RayWorkers.waits_for_resources`
             return error
         failed = cause_in_group(error)
         if isinstance(failed.cause, ray.exceptions.OutOfMemoryError):

@@ -229,8 +229,8 @@ class Supervisor:
         self.reporter = reporter
         self.backend = backend
         self.starts = starts or []
-        # of earlier commands
         self.start_s = time.monotonic()
+        # The result of the earlier commands for this run.
         self.earlier = run.read_json("result.json")
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         # checkpoints from this step on were verified, or written by this command

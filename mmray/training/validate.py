@@ -121,13 +121,13 @@ def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> N
 def _check_where(
     setting: str, where: str, manifests: Mapping[str, Manifest | None], config: Config
 ) -> None:
-    kept = config.prepare.keep
+    kept_columns = config.prepare.keep
     types: Mapping[str, str | None] | None
     for address, manifest in manifests.items():
         if manifest is not None:
             types = column_types(manifest.columns)
         else:
-            types = None if kept == (KEEP_ALL,) else dict.fromkeys(kept)
+            types = None if kept_columns == (KEEP_ALL,) else dict.fromkeys(kept_columns)
         check_where(where, types, address, setting)
 
 
@@ -135,15 +135,17 @@ def _check_captions(
     setting: str, captions: str, manifests: Mapping[str, Manifest | None], config: Config
 ) -> None:
     """Raise UsageError if no set has a column of `data.captions`."""
-    known: list[str] = []
+    caption_columns: list[str] = []
     for manifest in manifests.values():
-        known += text_columns(config.prepare.columns) if manifest is None else manifest.text_columns
+        caption_columns += (
+            text_columns(config.prepare.columns) if manifest is None else manifest.text_columns
+        )
     for name in parse_captions(captions):
-        if name not in known:
+        if name not in caption_columns:
             hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
             raise UsageError(
                 f"{setting}: {', '.join(manifests)} has no column of captions `{name}`; "
-                f"{suggest(name, known) if known else hint}"
+                f"{suggest(name, caption_columns) if caption_columns else hint}"
             )
 
 

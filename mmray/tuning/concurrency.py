@@ -62,24 +62,24 @@ def plan_resources(
     nodes = placement.alive_nodes()
     pools = placement.autoscaling_pools()
     if concurrency is not None:
-        wanted = min(num_trials, concurrency)
+        max_trials = min(num_trials, concurrency)
     elif all(is_single_node(config) for config in configs):
-        wanted = 1
+        max_trials = 1
     else:
-        wanted = min(num_trials, _max_drivers(nodes))
+        max_trials = min(num_trials, _max_drivers(nodes))
     if concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
         # The user states that nodes will be added, and for how many trials.
-        return TrialResources(wanted)
+        return TrialResources(max_trials)
     cpus_per_worker = None
-    if wanted > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
+    if max_trials > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
         # `auto` would give all cores of the machine to each trial.
         decode_cpus = max(map(min_decoders, configs))
-        share = nodes[0].resources["CPU"] / wanted / demand.workers
+        share = nodes[0].resources["CPU"] / max_trials / demand.workers
         cpus_per_worker = float(max(1, int(share) - decode_cpus))
         per_worker = demand.per_worker | {"CPU": cpus_per_worker + decode_cpus}
         demand = replace(demand, per_worker=per_worker)
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, nodes) else 0.0)
-    num_concurrent, decode_actors = fit_trials(free, nodes, demand, wanted, pools)
+    num_concurrent, decode_actors = fit_trials(free, nodes, demand, max_trials, pools)
     if num_concurrent == 1:
         return TrialResources()
     return TrialResources(num_concurrent, decode_actors, cpus_per_worker)
@@ -98,7 +98,7 @@ def fit_trials(
     free: Sequence[Node],
     nodes: Sequence[Node],
     demand: Demand,
-    wanted: int,
+    max_trials: int,
     pools: Sequence[Pool] = (),
 ) -> tuple[int, int]:
     """Return how many trials fit at a time, and the largest number of decode actors of each.
@@ -110,16 +110,16 @@ def fit_trials(
         nodes: The same nodes with all of their resources, for a trial that must wait for other
             jobs.
         demand: Resources of one trial: workers and CPUs for data.
-        wanted: Upper limit of the number of trials.
+        max_trials: Upper limit of the number of trials.
         pools: Node types that an autoscaler can add.
 
     Returns:
         Number of trials and number of decode actors, both at least 1.
     """
     # Decode actors may be on all nodes of a pool.
-    combined = replace(demand, workers=demand.workers * wanted, data_cpus=MAX_DATA_NODES)
+    combined = replace(demand, workers=demand.workers * max_trials, data_cpus=MAX_DATA_NODES)
     cluster = max_cluster(combined, free, pools)
-    num_concurrent = max_concurrent(demand, cluster, wanted)
+    num_concurrent = max_concurrent(demand, cluster, max_trials)
     if num_concurrent == 0:
         num_concurrent = 1
         cluster = max_cluster(replace(demand, data_cpus=MAX_DATA_NODES), nodes, pools)

@@ -97,7 +97,7 @@ def run_trials_on_ray_tune(
         ended=(*ENDED, "pruned") if request.scheduler == "asha" else ENDED,
     )
     sweep_name = state.folder.path.name
-    trainable.__name__ = sweep_name  # of the actors of trials in Ray's dashboard
+    trainable.__name__ = sweep_name  # what Ray's dashboard calls the actors of trials
     if names is None:
         param_space = tune_space(request.base, request.space)
     else:

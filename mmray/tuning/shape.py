@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 START_ACCUMULATION = 64  # micro-batches in a step of the first size
 PATIENCE = 2  # sizes in a row that are no faster, after which the micro-batch doubles no more
-VISITS = 2  # of each size, before the best two are compared
-MAX_SLOWDOWN = 3.0  # of sizes that are visited again, relative to the fastest
-ROUNDS = 4  # of the comparison of the best two
-MAX_COMPARISON_S = 30.0  # of timed steps; fewer rounds if these would take longer
+VISITS = 2  # measurements of each size, before the best two are compared
+MAX_SLOWDOWN = 3.0  # sizes slower than this, relative to the fastest, are not measured again
+ROUNDS = 4  # measurements of each of the best two, to compare them
+MAX_COMPARISON_S = 30.0  # timed steps; fewer rounds if these would take longer
 TOLERANCE = 0.02  # relative; within it, less memory is better
 # A larger global batch has no advantage over one with this share of the highest samples/s.
 SUFFICIENT = 0.95
@@ -352,23 +352,23 @@ def recommend(
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_rows or 0 for row in rows}):
-        measured = {
+        by_micro = {
             row.micro: row for row in rows if row.global_rows == size and row.status == "finished"
         }
-        if measured:
-            pair = [measured[micro] for micro in best_two(measurements, size)]
+        if by_micro:
+            pair = [by_micro[micro] for micro in best_two(measurements, size)]
             best[size] = pick_faster(pair, measurements)
     if not best:
         return None
     rates = {size: row.samples_per_s or 0.0 for size, (row, _) in best.items()}
-    chosen = min(size for size, rate in rates.items() if rate >= SUFFICIENT * max(rates.values()))
-    row, why = best[chosen]
+    smallest = min(size for size, rate in rates.items() if rate >= SUFFICIENT * max(rates.values()))
+    row, why = best[smallest]
     if len(best) > 1:
         why += (
-            f" {chosen} is the smallest global batch with at least {SUFFICIENT:.0%} of the "
+            f" {smallest} is the smallest global batch with at least {SUFFICIENT:.0%} of the "
             "highest samples/s."
         )
-    if own_global not in (None, chosen):
+    if own_global not in (None, smallest):
         why += (
             f" The learning rate is still that for {own_global} rows: search it with --goal loss."
         )

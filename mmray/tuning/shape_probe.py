@@ -37,7 +37,7 @@ from mmray.tuning.sweep import resolve_sweep_dir
 from mmray.tuning.trials import as_recipe, own_global_rows
 
 GLOBAL = "batch.global"
-DEFAULT_VOCAB = 30522  # of BERT: the probe does not read the data, whose tokenizer has the size
+DEFAULT_VOCAB = 30522  # BERT's: the probe does not read the data, whose tokenizer has the size
 OnMessage = Callable[[dict[str, Any]], None]
 
 

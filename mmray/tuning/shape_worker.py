@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 60  # timed steps of a visit
 WINDOW_S = 0.6  # duration of a visit, if a step is shorter
-LABEL_TOKENS = 4  # of a synthetic label name
+LABEL_TOKENS = 4  # tokens of a synthetic label name
 # Called on rank 0 with `status`, `note`, `trying` (global batch and micro-batch) or `measured`.
 Report = Callable[[dict[str, Any]], Any]
 

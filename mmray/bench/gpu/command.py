@@ -22,7 +22,7 @@ import orjson
 
 from mmray.storage.paths import write_atomic
 
-TOTAL_S = 480.0  # of a command, whatever its stages
+TOTAL_S = 480.0  # limit of a command, whatever its stages
 # The stages by value, and their shares of TOTAL_S. Time that a stage leaves is for the next. On an
 # H200 each needs 12 s to import, compiling `clip` takes 40 s, and `resnet50-bert` 85 s.
 LIMITS_S = {
@@ -37,7 +37,7 @@ LIMITS_S = {
     "models": 15,
 }
 COMMAND = [sys.executable, "-m", "mmray.bench.gpu"]
-CPU_FACTOR = 3  # of the limits: a run on a CPU measures nothing, and may share its cores
+CPU_FACTOR = 3  # longer limits: a run on a CPU measures nothing, and may share its cores
 LAST_CASE_S = 15  # no case of a stage starts later than this before its limit
 
 

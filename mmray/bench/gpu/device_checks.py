@@ -347,13 +347,14 @@ class SyncCounter:
     @property
     def places(self) -> Counter[str]:
         """Number of host synchronizations so far by source line, such as `engine/step.py:12`."""
-        found = [
+        sync_warnings = [
             warning
             for warning in self.caught
             if "synchronizing CUDA operation" in str(warning.message)
         ]
         return Counter(
-            f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}" for warning in found
+            f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}"
+            for warning in sync_warnings
         )
 
     @property

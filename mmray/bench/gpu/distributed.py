@@ -97,9 +97,9 @@ def compare_gradients(
         AssertionError: The difference is above the tolerance.
     """
     expected = gradients(device, model_of(device))
-    found = gradients(device, wrap(model_of(device)))
+    wrapped = gradients(device, wrap(model_of(device)))
     largest = expected.abs().max()
-    return compare(TOLERANCE, from_module=(found / largest, expected / largest))
+    return compare(TOLERANCE, from_module=(wrapped / largest, expected / largest))
 
 
 def shard(device: torch.device, model: nn.Module) -> nn.Module:

@@ -197,17 +197,17 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
     """
     spans = sorted(spans)
     start_us, covered_until, last = spans[0]
-    found: list[tuple[float, str, str]] = []
+    gaps: list[tuple[float, str, str]] = []
     for start, end, name in spans:
         if start > covered_until:
-            found.append((start - covered_until, last, name))
+            gaps.append((start - covered_until, last, name))
         if end > covered_until:
             covered_until = end
             last = name
-    idle_us = sum(gap_us for gap_us, _, _ in found)
-    found.sort(key=lambda gap: gap[0], reverse=True)
+    idle_us = sum(gap_us for gap_us, _, _ in gaps)
+    gaps.sort(key=lambda gap: gap[0], reverse=True)
     rows = [
         {"gap_us": gap_us, "after": after[:60], "before": before[:60]}
-        for gap_us, after, before in found[:count]
+        for gap_us, after, before in gaps[:count]
     ]
     return 1 - idle_us / max(covered_until - start_us, 1e-9), rows

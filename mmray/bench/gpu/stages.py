@@ -35,7 +35,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import first_line
 from mmray.machine import free_memory
 
-ROUNDS = 2  # of each measurement of a rate
+ROUNDS = 2  # repetitions of each measurement of a rate
 
 
 def environment(device: torch.device) -> Iterator[Case]:
@@ -352,5 +352,5 @@ def describe_error(error: BaseException) -> str:
         for frame in extract_tb(error.__traceback__)[1:]
         if "mmray" in Path(frame.filename).parts
     ]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"

@@ -26,12 +26,12 @@ from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.config import Batch, Config, recipes, to_yaml
 from mmray.engine.collectives import Group
 
-SKIPPED_LINES = 2  # of metrics.jsonl: the first steps compile and capture CUDA graphs
+SKIPPED_LINES = 2  # first lines of metrics.jsonl: these steps compile and capture CUDA graphs
 LOOP_WINDOWS = 3
-CAPTIONS = 16  # of a photograph: rows of the set
+CAPTIONS = 16  # captions of a photograph; each is a row of the set
 WORDS = 80  # added to each caption
-VOCAB_SIZE = 49408  # of CLIP; the tokenizer of the captions has less
-ROOT = Path(__file__).parents[3]  # of the package
+VOCAB_SIZE = 49408  # CLIP's; the tokenizer of the captions has less
+ROOT = Path(__file__).parents[3]  # folder that contains the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 NUMBERS = {
     "cuda": {"photos": 256, "steps": 60, "sample_steps": 300},
@@ -158,8 +158,8 @@ def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
         RuntimeError: The command failed.
         AssertionError: The run was stopped or restarted.
     """
-    place = ["--run.storage", str(folder), "--run.name", name]
-    run_command([*TRAIN, str(config), *place], folder)
+    run_flags = ["--run.storage", str(folder), "--run.name", name]
+    run_command([*TRAIN, str(config), *run_flags], folder)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
     result = json.loads((folder / name / "result.json").read_text())
     assert result["status"] == "finished" and result["restarts"] == 0, result
@@ -189,7 +189,7 @@ def run_command(command: list[str], folder: Path) -> None:
     Raises:
         RuntimeError: It failed; the message has the end of its output.
     """
-    # of this process, also if mmray is not installed
+    # The command imports the package of this process, also if it is not installed.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command,

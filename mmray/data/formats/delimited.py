@@ -28,7 +28,7 @@ _LIST_COLUMNS = ("images", "audios", "videos", "texts", "boxes", "box_labels", *
 _NO_HEADER = "; if its first line is a row, number them: --columns image=1 text=2"
 _UTF16_ZEROS = {"UTF-16LE": slice(1, None, 2), "UTF-16BE": slice(0, None, 2)}
 _NUM_ZEROS = 8
-_SEPARATOR_LINE = re.compile(rb'"?sep=(\\t|.)"?\s*', re.I)  # of Excel
+_SEPARATOR_LINE = re.compile(rb'"?sep=(\\t|.)"?\s*', re.I)  # a line that Excel writes
 # an image, also one with the number of its caption (Flickr8k), or an address
 _IMAGE = rf".*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})"
 _DATA = re.compile(rf"(\w+://.*|{_IMAGE}(#\d+)?)", re.I)
@@ -75,9 +75,9 @@ class CsvSource(JsonlSource):
         """
         super().check(name)
         layout = self._layout(name)
-        place = f"{self.folder / name} ({self.describe()})"
-        check_columns(layout.names, self.columns, place, _NO_HEADER)
-        check_named(layout.names, self.keep, self.columns, place)
+        file = f"{self.folder / name} ({self.describe()})"
+        check_columns(layout.names, self.columns, file, _NO_HEADER)
+        check_named(layout.names, self.keep, self.columns, file)
 
     def describe(self) -> str:
         """Return the format with the delimiter that was found, such as `CSV with the delimiter
@@ -185,10 +185,10 @@ class CsvSource(JsonlSource):
             "skipinitialspace": f"{delimiter} " in line,
         }
 
-    def _check_names(self, names: list[str], place: str) -> None:
+    def _check_names(self, names: list[str], file: str) -> None:
         """Raise DataError if a name is repeated, or the first line has no names but a row."""
         if len(set(names)) < len(names):
-            raise DataError(f"{place}: duplicate column name: {', '.join(names)[:200]}")
+            raise DataError(f"{file}: duplicate column name: {', '.join(names)[:200]}")
         if known_columns(self.columns).isdisjoint(names):
             data = [number for number, name in enumerate(names, 1) if _DATA.fullmatch(name)]
             if data:
@@ -196,7 +196,7 @@ class CsvSource(JsonlSource):
                 # the longest field, not the number of a row
                 text = max(others, key=lambda number: len(names[number - 1]), default=data[0])
                 raise DataError(
-                    f"{place}: the first line has no names of columns but a row "
+                    f"{file}: the first line has no names of columns but a row "
                     f"({', '.join(names)[:200]}). Number the columns: "
                     f"--columns image={data[0]} text={text}"
                 )
@@ -292,7 +292,7 @@ class TsvSource(CsvSource):
         return super()._dialect(delimiter, line)
 
 
-def _check_line_ends(line: bytes, place: str) -> None:
+def _check_line_ends(line: bytes, file: str) -> None:
     """Raise DataError for text of which Python's csv gives no useful error."""
     if b"\0" in line:
         # ASCII characters have their zeros in the second or in the first byte
@@ -305,10 +305,10 @@ def _check_line_ends(line: bytes, place: str) -> None:
                 f"has zero bytes, as {encoding} without a byte order mark has: convert it with "
                 f"`iconv -f {encoding} -t UTF-8 FILE > NEW`"
             )
-        raise DataError(f"{place} {problem}")
+        raise DataError(f"{file} {problem}")
     if b"\r" in line.rstrip(b"\r\n"):
         raise DataError(
-            f"{place}: lines end with a carriage return only (old Macs): convert them with "
+            f"{file}: lines end with a carriage return only (old Macs): convert them with "
             "`tr '\\r' '\\n' < FILE > NEW`"
         )
 

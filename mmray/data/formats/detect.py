@@ -139,14 +139,14 @@ def _detect_file_format(folder: AnyPath, name: str) -> str:
     the text: JSON, or CSV.
     """
     head = read_head(folder, name, _HEAD_BYTES)
-    classes = {known: source_class(known) for known in FORMATS}
-    for known, source in classes.items():
+    classes = {format_name: source_class(format_name) for format_name in FORMATS}
+    for format_name, source in classes.items():
         if source.magic and head[source.magic_offset :].startswith(source.magic):
-            return known
+            return format_name
     suffix = PurePosixPath(name).suffix.lower()
-    for known, source in classes.items():
+    for format_name, source in classes.items():
         if suffix in source.suffixes and source.matches_file(folder, name):
-            return known
+            return format_name
     start = head.removeprefix(BOM).lstrip()[:1]
     if suffix == ".json" or start == b"{":
         return "jsonl"
@@ -154,11 +154,11 @@ def _detect_file_format(folder: AnyPath, name: str) -> str:
 
 
 def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
-    for known in FORMATS:
-        if source_class(known).matches_folder(names):
-            if known == "folders":
+    for format_name in FORMATS:
+        if source_class(format_name).matches_folder(names):
+            if format_name == "folders":
                 _check_class_folders(folder, names)
-            return known
+            return format_name
     if (folder / MANIFEST).is_file():
         raise DataError(
             f"{folder} is already prepared: use it as it is: mmray train --data.train {folder}"
@@ -183,7 +183,7 @@ def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
 
 
 def _file_suffixes() -> tuple[str, ...]:
-    return tuple(suffix for known in FORMATS for suffix in source_class(known).suffixes)
+    return tuple(suffix for format_name in FORMATS for suffix in source_class(format_name).suffixes)
 
 
 def _check_class_folders(folder: AnyPath, names: list[str]) -> None:

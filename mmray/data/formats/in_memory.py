@@ -221,8 +221,8 @@ def _tables(dataset: Any, columns: dict[str, str], keep: Sequence[str]) -> Itera
         try:
             table = pa.Table.from_pylist([encode_row(row, columns, keep) for row in part])
         except (pa.ArrowException, AttributeError) as error:
-            place = f"rows {first} to {first + len(part) - 1} of the dataset"
-            raise DataError(f"{place} have values of different types: {error}") from None
+            location = f"rows {first} to {first + len(part) - 1} of the dataset"
+            raise DataError(f"{location} have values of different types: {error}") from None
         yield table.replace_schema_metadata(metadata)
         first += len(part)
 

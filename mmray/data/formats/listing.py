@@ -29,8 +29,9 @@ from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
 
-CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")  # of a file next to each image
-_PIECE_BYTES = 1 << 20  # of a JSON array
+# Suffixes of a caption file next to each image.
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
+_PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 Rows = Iterator[dict[str, Any]]
 

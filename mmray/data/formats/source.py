@@ -361,7 +361,7 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
 
 
 def check_named(
-    names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], place: str
+    names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], file: str
 ) -> None:
     """Raise UsageError if a column that the user named does not exist in the source.
 
@@ -372,19 +372,19 @@ def check_named(
         keep: Value of `prepare.keep`: names of columns, or ("all",), which names none.
         columns: Names in the source by mmray's column names, such as {"text": "alt,synthetic"} for
             two columns of texts.
-        place: The file, for the message.
+        file: The file, for the message.
     """
-    wanted = {name: "--keep" for name in keep if name != KEEP_ALL}
+    flag_of = {name: "--keep" for name in keep if name != KEEP_ALL}
     for ours in columns:
         several = source_columns(columns, ours)
-        wanted |= dict.fromkeys(several if len(several) > 1 else (), f"--columns {ours}")
-    for name, flag in wanted.items():
+        flag_of |= dict.fromkeys(several if len(several) > 1 else (), f"--columns {ours}")
+    for name, flag in flag_of.items():
         if name not in names:
-            raise UsageError(f"{flag}: {place} has no column `{name}`; {suggest(name, names)}")
+            raise UsageError(f"{flag}: {file} has no column `{name}`; {suggest(name, names)}")
 
 
 def check_columns(
-    names: Sequence[str], columns: Mapping[str, str], place: str, no_match: str = ""
+    names: Sequence[str], columns: Mapping[str, str], file: str, no_match: str = ""
 ) -> None:
     """Raise DataError if no column of a source has images, audio or video, or none has texts.
 
@@ -395,7 +395,7 @@ def check_columns(
         names: Names of all columns of the source.
         columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
             {"text": "title"}; a column without an entry has mmray's name.
-        place: The file, for the message.
+        file: The file, for the message.
         no_match: Text that is added to the message if no column resembles one of images or texts.
     """
     advice = []
@@ -421,7 +421,7 @@ def check_columns(
     lacking = [theirs for theirs in columns.values() if theirs not in names]
     if missing and lacking:
         raise DataError(
-            f"{place} has no column `{lacking[0]}`, which --columns names; "
+            f"{file} has no column `{lacking[0]}`, which --columns names; "
             f"{suggest(lacking[0], names)}"
         )
     if missing:
@@ -429,7 +429,7 @@ def check_columns(
         # Names of columns do not show what kind of files they name.
         kinds = " (audio=, video= for such files)" if advice[0].startswith("image=") else ""
         raise DataError(
-            f"{place} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
+            f"{file} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
             f"{'one' if len(missing) == 1 else 'them'} with --columns {' '.join(advice)}"
             f"{kinds}{no_match if is_unknown else ''}"
         )

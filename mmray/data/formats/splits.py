@@ -25,7 +25,7 @@ _END = r"[-_. ]?(\d+|set|split|data|images|samples|shards?|seen|unseen|[a-d])"
 _FOLDER = re.compile(rf"({_WORD})({_END})*", re.I)
 # train-00000-of-00002, cc3m_val_0001; but not trainer or contest
 _IN_NAME = re.compile(rf"(?<![a-z])({_WORD})(?![a-z])", re.I)
-_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # of the second word in TestSet
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # before the second word in TestSet
 _NO_LETTER = re.compile(r"[^a-z]+")
 _PARTITION = re.compile(r"split=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
@@ -127,8 +127,8 @@ def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
         Split by path, such as {"val/0.tar": "val", "0.tar": None}.
     """
     splits = splits_of_paths(paths)
-    found = set(splits.values())
-    is_vehicle = found == {None, "train"}
+    names = set(splits.values())
+    is_vehicle = names == {None, "train"}
     return dict.fromkeys(paths) if is_vehicle else splits
 
 

@@ -59,7 +59,7 @@ _OTHER_COLUMNS = (
     *MESSAGE_COLUMNS,
 )
 _TEXT_EXTENSIONS = {"txt", *(suffix.removeprefix(".") for suffix in SUBTITLE_SUFFIXES)}
-_NUMBER = re.compile(r"[0-9]{1,4}")  # of an image of several in a sample
+_NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 _MAX_COMPARED_SAMPLES = 100_000  # to find samples whose files are not adjacent
@@ -141,7 +141,7 @@ class WebDatasetSource(Source):
                 adjacent.
         """
         samples = _group_samples(_iter_members(self.folder, chunk.file))
-        extensions: dict[str, frozenset[str]] = {}  # of the samples before
+        extensions: dict[str, frozenset[str]] = {}  # extensions in earlier samples, by their name
         for number, (stem, sample) in enumerate(samples, 1):
             before = extensions.get(stem)
             if before is not None and before.isdisjoint(sample):

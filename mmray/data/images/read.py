@@ -25,7 +25,7 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 Links = tuple[str, ...] | None
 """Folders to which symbolic links out of the folder of the source may lead. Empty: all folders of
 the file system of the source; None: links are not followed."""
-_MAX_COMPARED_NAMES = 100_000  # of a folder, to explain a missing file
+_MAX_COMPARED_NAMES = 100_000  # names of a folder that are compared, to explain a missing file
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
@@ -150,12 +150,12 @@ def _hint_at_missing(folder: Path, name: str) -> str:
     """Return what may be wrong with the path of a missing file, with the name that exists."""
     slashed = name.replace("\\", "/")
     if slashed != name and is_safe_path(slashed):
-        found = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
-        return f"; the path has backslashes, {found}: write it with /"
+        reason = f"and {slashed} exists" if (folder / slashed).is_file() else "as on Windows"
+        return f"; the path has backslashes, {reason}: write it with /"
     parent, slash, base = name.strip().rpartition("/")
     names, folders = _list_folder(folder / parent)
-    if exists := names.get(_simplify(base)):
-        return f"; {parent}{slash}{exists} exists: write its name exactly so"
+    if existing := names.get(_simplify(base)):
+        return f"; {parent}{slash}{existing} exists: write its name exactly so"
     for each in folders:
         if (folder / parent / each / base).is_file():
             return (

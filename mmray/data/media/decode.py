@@ -261,7 +261,7 @@ class _Run:
         self._samples = samples
         self._rate = rate
         self._resampler: Any = None
-        self._index = 0  # of the next resampled sample
+        self._index = 0  # index of the next resampled sample
         self._next_s = 0.0
 
     def add(self, frame: Any, time: float | None) -> None:

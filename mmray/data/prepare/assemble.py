@@ -387,13 +387,15 @@ def quarantine_rows(
     """
     dropped = dedup.dropped
     result = PrepareResult(packed.without(dropped), file_name)
-    wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
-    originals: list[pa.Array] = []  # keys of the rows `wanted`
-    for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
+    original_rows = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
+    originals: list[pa.Array] = []  # keys of `original_rows`
+    for start, record in iter_chunk_records(out, chunks if original_rows.size else ()):
         names = record["rows"]["key"]
-        first, last = np.searchsorted(wanted, (start, start + len(names)))
+        first, last = np.searchsorted(original_rows, (start, start + len(names)))
         originals.append(
-            pa.array([names[row - start] for row in wanted[first:last].tolist()], pa.string())
+            pa.array(
+                [names[row - start] for row in original_rows[first:last].tolist()], pa.string()
+            )
         )
     original_keys = pa.chunked_array(originals, pa.string())
     with open_output(out / file_name) as file:
@@ -402,7 +404,7 @@ def quarantine_rows(
             entries = record["bad_rows"]
             drops = dropped[start : start + len(rows["key"])]
             for index in np.flatnonzero(drops).tolist():
-                reason = _drop_reason(packed, dedup, start + index, wanted, original_keys)
+                reason = _drop_reason(packed, dedup, start + index, original_rows, original_keys)
                 names = {"line": "line", "key": "key", "source": "location"}
                 entries.append(
                     {name: rows[column][index] for name, column in names.items()} | reason

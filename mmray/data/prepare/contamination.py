@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 LEAKS = "leaks.jsonl"
 HASHES_DIR = "hashes"
 EXACT = -1
-PHASH_DISTANCE = 7  # of 256 bits: images whose hashes differ in more are different images
+PHASH_DISTANCE = 7  # bits of 256: images whose hashes differ in more are different images
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
-MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
+# Levels of 255, mean over the cells. JPEG with quality 30 changes them by 2.
+MAX_COLOR_DISTANCE = 4.0
 IMAGE_HASH_DTYPE = np.dtype(
     [
         ("sha256", "<u8", 2),
@@ -175,9 +176,9 @@ def check_contamination(
     )
     others = {address: PreparedSet.open(address) for address in settings.check_contamination}
     sets = [own, *others.values()]
-    wanted = {array_file(shard) for prepared in sets for shard in prepared.shards}
-    unwanted = set(list_names(out / HASHES_DIR)) - wanted
-    parallel_map(lambda name: (out / HASHES_DIR / name).unlink(), unwanted)
+    current_files = {array_file(shard) for prepared in sets for shard in prepared.shards}
+    stale_files = set(list_names(out / HASHES_DIR)) - current_files
+    parallel_map(lambda name: (out / HASHES_DIR / name).unlink(), stale_files)
     hashes = [_load_hashes(out, prepared, settings.max_pixels, on_rows) for prepared in sets]
     contaminated = _find_contaminated_rows(sets, hashes)
     _write_leaks(out, own, contaminated)
@@ -226,8 +227,8 @@ def _find_contaminated_rows(
     names = sorted(
         set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name)
     )
-    kept = [shard.num_kept for shard in own.shards]
-    priority = np.repeat([names.index(name) for name in splits], kept)[hashes[0]["row"]]
+    num_kept = [shard.num_kept for shard in own.shards]
+    priority = np.repeat([names.index(name) for name in splits], num_kept)[hashes[0]["row"]]
     # Each search: the set to search in, images to search for, and images to search in.
     searches = [(other, hashes[0], images) for other, images in zip(sets, hashes, strict=True)][1:]
     searches += [
@@ -240,14 +241,14 @@ def _find_contaminated_rows(
         index, distances = _matches(queries, references)
         hits = np.flatnonzero(index != NO_ROW)
         hits = hits[np.unique(queries["row"][hits], return_index=True)[1]]
-        found = queries[hits]
+        hit_queries = queries[hits]
         matches = references[index[hits]]
-        is_found[found["row"]] = True
+        is_found[hit_queries["row"]] = True
         contaminated += map(
             ContaminatedRow,
-            found["row"].tolist(),
-            own.keys(found["row"]),
-            found["image"].tolist(),
+            hit_queries["row"].tolist(),
+            own.keys(hit_queries["row"]),
+            hit_queries["image"].tolist(),
             repeat(other),
             matches["row"].tolist(),
             other.keys(matches["row"]),
@@ -340,7 +341,8 @@ def nearest(
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)
     reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
-    found = [np.zeros((3, 0), np.int64)]  # query, Hamming distance and reference of each match
+    # Query, Hamming distance and reference of each match.
+    best_matches = [np.zeros((3, 0), np.int64)]
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
             left = queries[query_rows[query]]
@@ -350,8 +352,8 @@ def nearest(
             near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
             matches = np.stack([query, distance, reference_rows[candidate]])[:, near]
             # Of a thousand similar frames of a video, a million pairs match.
-            found.append(_best_matches(matches))
-    query, distance, reference = _best_matches(np.concatenate(found, axis=1))
+            best_matches.append(_best_matches(matches))
+    query, distance, reference = _best_matches(np.concatenate(best_matches, axis=1))
     best = np.full((2, len(query_rows)), NO_ROW, np.int64)
     best[:, query] = [distance, reference]
     out = np.full((2, len(queries)), NO_ROW, np.int64)

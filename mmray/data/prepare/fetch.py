@@ -26,11 +26,11 @@ from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 MAX_REDIRECTS = 5
 MAX_ATTEMPTS = 3
-MAX_BYTES = 32 * 1024 * 1024  # of an image
-TIMEOUT_S = 30.0  # of an image, with all attempts and redirects
+MAX_BYTES = 32 * 1024 * 1024  # size of an image
+TIMEOUT_S = 30.0  # for an image, with all attempts and redirects
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.5
-CONNECTIONS = 8  # of one task
+CONNECTIONS = 8  # connections of one task
 _REDIRECT_STATUS = (301, 302, 303, 307, 308)
 _MISSING_STATUS = (401, 403, 404, 410)
 _RETRY_STATUS = (408, 425, 429)

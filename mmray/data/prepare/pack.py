@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
 # images by URL or on an object store that are requested, and rows that wait for them
 PREFETCH_ROWS = 32
-PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
+PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
 _RECORD_VERSION = 15
@@ -68,7 +68,7 @@ _PACK_SETTINGS = (
 )
 
 
-Requests = list[Future[bytes] | None]  # of the images of a row
+Requests = list[Future[bytes] | None]  # reads of the images of a row
 Fetch = Callable[[ImageRef], Future[bytes] | None]
 
 

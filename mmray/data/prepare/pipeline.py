@@ -362,11 +362,11 @@ def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult, num_chunks: 
     The shards come from this process, not from the records, because another writer may have
     replaced one on a store.
     """
-    wanted = {record_path(index) for index in range(num_chunks)}
+    current_files = {record_path(index) for index in range(num_chunks)}
     for shard in result.shards:
-        wanted |= {shard.file, column_file(KEPT, shard.file)}
+        current_files |= {shard.file, column_file(KEPT, shard.file)}
     folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
-    _remove_files(out, lambda name: name not in wanted, folders)
+    _remove_files(out, lambda name: name not in current_files, folders)
 
 
 def _check_contamination(
@@ -447,7 +447,7 @@ class _EarlierChunk(NamedTuple):
 
     chunk: SourceChunk
     is_current: bool  # see pack.is_current
-    num_rows: int  # of them `num_bad` bad ones
+    num_rows: int  # including `num_bad` bad ones
     num_bad: int
     class_names: list[str]
 
@@ -557,9 +557,9 @@ def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, An
     return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
 
 
-def _remove_files(out: AnyPath, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:
-    """Delete the unwanted files of these folders; names are relative to `out`."""
+def _remove_files(out: AnyPath, is_stale: Callable[[str], bool], folders: Iterable[str]) -> None:
+    """Delete the stale files of these folders; names are relative to `out`."""
     names = [
         f"{folder}/{name}".lstrip("/") for folder in folders for name in list_names(out / folder)
     ]
-    parallel_map(lambda name: (out / name).unlink(), filter(unwanted, names))
+    parallel_map(lambda name: (out / name).unlink(), filter(is_stale, names))

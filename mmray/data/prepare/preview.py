@@ -114,22 +114,22 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     if not rows or not source.has_types:  # an empty field of a CSV is no value; it has a header
         return
-    place = f"{source.folder / source.name} ({source.describe()})"
+    file = f"{source.folder / source.name} ({source.describe()})"
     names = list(dict.fromkeys(name for row in rows for name in row if name != KEPT_COLUMNS))
     if type(source) in (JsonlSource, JsonArraySource):
         first = {name: rows[0].get(name) for name in names}
         if len(first_rows) == 1 and (items := _find_items(first)):
             raise DataError(
-                f"{place} is one object with {', '.join(names)[:200]}, and not a row: write its "
+                f"{file} is one object with {', '.join(names)[:200]}, and not a row: write its "
                 "rows as JSON lines, for example with "
                 f"`jq -c '{items}' {quote(source.name)} > rows.jsonl`"
             )
         # rename_columns has dropped what a mapped column replaces
         lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
-        check_columns(names, lacking, place)
+        check_columns(names, lacking, file)
     names += _kept_names(first_rows)
-    place += f", in its first {len(first_rows)} rows,"
-    check_named(names, job.settings.keep, source.columns, place)
+    file += f", in its first {len(first_rows)} rows,"
+    check_named(names, job.settings.keep, source.columns, file)
 
 
 def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
@@ -233,17 +233,17 @@ def _format_columns(
     source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> str:
     """Return the columns that are used, with their names in the source, and the ignored ones."""
-    found: dict[str, None] = {}
+    all_names: dict[str, None] = {}
     with suppress(BadRow):
         for chunk in chunks[:1]:
             for _, _, record in islice(source.records(chunk), NUM_FIRST_ROWS):
-                found |= dict.fromkeys(source.parse(record))
+                all_names |= dict.fromkeys(source.parse(record))
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
     theirs = {each for name in used for each in source_columns(source.columns, name)}
     ignored = [
         name
-        for name in found
+        for name in all_names
         if name not in theirs and name != "text_file" and not source.keeps(name)
     ]
     text = ", ".join(

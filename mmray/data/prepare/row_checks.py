@@ -6,7 +6,7 @@ from mmray.data.media.decode import MediaInfo
 from mmray.data.rows import BadRow
 from mmray.data.store.stored_row import Row
 
-# of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
+# Ratio of the sides of an image in a conversation; the processors of Qwen-VL refuse a larger one.
 MAX_ASPECT_RATIO = 200
 # Subtitles may end a moment after their video.
 MAX_OVERHANG_S = 0.5

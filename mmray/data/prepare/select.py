@@ -42,7 +42,7 @@ SEMANTIC = "semantic"
 _READ_ROWS = 64
 _BLOCK = 2048  # embeddings that are compared at a time
 _CHUNK = 1 << 14  # kept embeddings that they are compared with at a time
-_ROUNDING = 1e-6  # of a cosine in float32
+_ROUNDING = 1e-6  # rounding error of a cosine in float32
 _HINT = "Fix it, delete the folder and rerun the command."
 
 
@@ -232,25 +232,25 @@ def find_similar(
     Returns:
         bool [N], True for a near-duplicate.
     """
-    kept = np.empty(embeddings.shape, np.float32)
+    kept_embeddings = np.empty(embeddings.shape, np.float32)
     num_kept = 0
     limit = cosine - _ROUNDING
     similar = np.zeros(len(embeddings), bool)
     for start in range(0, len(embeddings), _BLOCK):
         block = embeddings[start : start + _BLOCK].astype(np.float32)
         block /= np.linalg.norm(block, axis=1, keepdims=True)  # float16 rounds the length too
-        found = np.zeros(len(block), bool)
+        is_similar = np.zeros(len(block), bool)
         for first in range(0, num_kept, _CHUNK):
-            part = kept[first : min(first + _CHUNK, num_kept)]
-            found |= (block @ part.T >= limit).any(axis=1)
+            part = kept_embeddings[first : min(first + _CHUNK, num_kept)]
+            is_similar |= (block @ part.T >= limit).any(axis=1)
         pairs = block @ block.T >= limit
         for number in range(len(block)):
-            if not found[number]:
-                found[number + 1 :] |= pairs[number, number + 1 :]
-        new = block[~found]
-        kept[num_kept : num_kept + len(new)] = new
+            if not is_similar[number]:
+                is_similar[number + 1 :] |= pairs[number, number + 1 :]
+        new = block[~is_similar]
+        kept_embeddings[num_kept : num_kept + len(new)] = new
         num_kept += len(new)
-        similar[start : start + len(block)] = found
+        similar[start : start + len(block)] = is_similar
         on_rows(start + len(block))
     return similar
 

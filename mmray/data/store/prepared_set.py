@@ -399,42 +399,42 @@ class PreparedSet:
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
-        places = np.searchsorted(self._starts, rows, side="right") - 1
-        file_rows = self._file_rows(places, rows)
+        indices = np.searchsorted(self._starts, rows, side="right") - 1
+        file_rows = self._file_rows(indices, rows)
         batches = file_rows // RECORD_BATCH_ROWS
-        is_first = (np.diff(places, prepend=-1) != 0) | (np.diff(batches, prepend=-1) != 0)
+        is_first = (np.diff(indices, prepend=-1) != 0) | (np.diff(batches, prepend=-1) != 0)
         starts = np.flatnonzero(is_first)
         for start, end in pairwise([*starts.tolist(), len(rows)]):
-            shard = int(self.shard_numbers[places[start]])
+            shard = int(self.shard_numbers[indices[start]])
             block = None
             if self._cached_block_rows:
-                block = self._block_of(int(places[start]), int(rows[start]))
+                block = self._block_of(int(indices[start]), int(rows[start]))
             rows_in_batch = file_rows[start:end] % RECORD_BATCH_ROWS
             yield ReadRequest(shard, int(batches[start]), block, order[start:end], rows_in_batch)
 
-    def _block_of(self, place: int, row: int) -> tuple[int, int]:
+    def _block_of(self, index: int, row: int) -> tuple[int, int]:
         """Return the first and last record batch of a shard that have rows of the block of `row`.
 
-        `place` is the index of the shard in this set or split.
+        `index` is the index of the shard in this set or split.
         """
         start = row // self._cached_block_rows * self._cached_block_rows
         bounds = np.array([start, start + self._cached_block_rows - 1])
-        bounds = bounds.clip(self._starts[place], self._starts[place + 1] - 1)
-        first, last = self._file_rows(np.array([place, place]), bounds) // RECORD_BATCH_ROWS
+        bounds = bounds.clip(self._starts[index], self._starts[index + 1] - 1)
+        first, last = self._file_rows(np.array([index, index]), bounds) // RECORD_BATCH_ROWS
         return int(first), int(last)
 
-    def _file_rows(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _file_rows(self, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the row numbers in their shards of rows of the set, int64 [N].
 
         Dropped rows have a number in the shard, but not in the set.
         """
-        in_shards = rows - self._starts[places]
+        in_shards = rows - self._starts[indices]
         out = in_shards.copy()
-        for place in np.unique(places).tolist():
-            dropped = self.table.dropped(int(self.shard_numbers[place]))
+        for index in np.unique(indices).tolist():
+            dropped = self.table.dropped(int(self.shard_numbers[index]))
             if len(dropped):
                 # Rows of the set before each dropped row of the shard.
                 kept_before = dropped - np.arange(len(dropped))
-                selected = places == place
+                selected = indices == index
                 out[selected] += np.searchsorted(kept_before, in_shards[selected], side="right")
         return out

@@ -130,10 +130,10 @@ def read_columns(
     Raises:
         DataError: The shard has no such file, because the set grew after it was scored.
     """
-    found: dict[str, pa.Array] = {}
+    arrays: dict[str, pa.Array] = {}
     for group, types in columns.items():
-        wanted = [name for name in names if name in types]
-        if not wanted:
+        in_group = [name for name in names if name in types]
+        if not in_group:
             continue
         path = folder / column_file(group, shard_file)
         try:
@@ -141,12 +141,12 @@ def read_columns(
                 batch = pa.ipc.open_file(stream).get_batch(0)
         except FileNotFoundError:
             raise DataError(
-                f"{path} does not exist: the set has rows without {', '.join(wanted)}. Rerun the "
+                f"{path} does not exist: the set has rows without {', '.join(in_group)}. Rerun the "
                 "`mmray score` (or `mmray prepare`) command that wrote this column"
             ) from None
-        for name in wanted:
-            found[name] = _cast(batch, name, types[name])
-    return {name: found[name] for name in names}
+        for name in in_group:
+            arrays[name] = _cast(batch, name, types[name])
+    return {name: arrays[name] for name in names}
 
 
 def _cast(batch: pa.RecordBatch, name: str, type_name: str) -> pa.Array:

@@ -66,10 +66,10 @@ class RowFilter:
         try:
             self._root = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            place = ""
+            where = ""
             if isinstance(error, SyntaxError) and error.offset:
-                place = f", at `{text.strip()[error.offset - 1 :][:40] or 'the end'}`"
-            raise ValueError(f"`{text}` is no condition{place}; {_HINT}") from None
+                where = f", at `{text.strip()[error.offset - 1 :][:40] or 'the end'}`"
+            raise ValueError(f"`{text}` is no condition{where}; {_HINT}") from None
         names = {node.id for node in ast.walk(self._root) if isinstance(node, ast.Name)}
         self.columns = sorted(names)
         # Every name could be a number, so this finds what is wrong whatever the columns are.
@@ -119,8 +119,8 @@ class RowFilter:
 
     def _error(self, node: ast.AST, message: str) -> ValueError:
         part = ast.get_source_segment(self.text.strip(), node)
-        place = "" if part in (None, self.text.strip()) else f", at `{part}`"
-        return ValueError(f"`{self.text}`{place}: {message}")
+        where = "" if part in (None, self.text.strip()) else f", at `{part}`"
+        return ValueError(f"`{self.text}`{where}: {message}")
 
     def _check_nodes(self) -> None:
         """Raise ValueError for a part that no condition may have, such as a call."""
@@ -168,8 +168,8 @@ class RowFilter:
             if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
                 raise self._error(right, "`in` needs a list of values, such as [1, 2]")
             equal = [self._compare(left, ast.Eq(), each, columns) for each in right.elts]
-            found = reduce(pc.or_kleene, equal)
-            return found if isinstance(op, ast.In) else pc.invert(found)
+            is_in_list = reduce(pc.or_kleene, equal)
+            return is_in_list if isinstance(op, ast.In) else pc.invert(is_in_list)
         other = self._evaluate(right, columns)
         if value.type != other.type:
             value = _as_float(value)
@@ -188,7 +188,7 @@ def _as_float(value: Values) -> Values:
 
 
 def check_where(
-    where: str, types: Mapping[str, str | None] | None, place: str, setting: str
+    where: str, types: Mapping[str, str | None] | None, location: str, setting: str
 ) -> RowFilter:
     """Return the filter of an expression after checking it against the columns of a set.
 
@@ -197,7 +197,7 @@ def check_where(
         types: Type of each column of the set by name: `bool`, `int64`, `double` or `string`, or
             None for a type that is not known yet. None: the columns are not known, and only the
             syntax is checked.
-        place: Name or path of the set, for the message.
+        location: Name or path of the set, for the message.
         setting: Setting that has the expression, such as `data.where`.
 
     Returns:
@@ -213,7 +213,7 @@ def check_where(
             row_filter.check(types)
     except ValueError as error:
         hint = f"; {_KEEP}" if types == {} else ""
-        raise UsageError(f"{setting}: {error} ({place}{hint})") from None
+        raise UsageError(f"{setting}: {error} ({location}{hint})") from None
     return row_filter
 
 
@@ -291,13 +291,13 @@ def select_rows(
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
     selected = drop_rows(prepared, where, setting, on_rows)
-    place = folder / SELECTIONS_DIR
+    selections = folder / SELECTIONS_DIR
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        file = selected.table.write(place)
+        selections.mkdir(parents=True, exist_ok=True)
+        file = selected.table.write(selections)
     except OSError as error:
         raise UsageError(
-            f"cannot write the list of selected rows to {place}: {error}. Choose another "
+            f"cannot write the list of selected rows to {selections}: {error}. Choose another "
             "--run.storage"
         ) from error
     return prepared.with_shards(file.open())

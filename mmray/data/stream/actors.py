@@ -197,7 +197,7 @@ class ActorPool:
         self._slots = None
         if decoder.reader.pixel_shape is not None:
             # Blocks in flight, those of the step that is trained, and of the one prefetched.
-            num_slots = self._wanted_blocks(limits.maximum) + 2 * self._blocks.blocks_per_step
+            num_slots = self._blocks_to_request(limits.maximum) + 2 * self._blocks.blocks_per_step
             rows = len(self._blocks.positions(0))
             num_slots = min(self._max_blocks, num_slots)
             self._slots = SlotPool(num_slots, rows, decoder.reader.pixel_shape)
@@ -222,9 +222,9 @@ class ActorPool:
         """Largest number of blocks (rows that one actor decodes at a time) that are requested and
         not yet returned.
         """
-        return min(self._max_blocks, self._wanted_blocks(len(self.workers)))
+        return min(self._max_blocks, self._blocks_to_request(len(self.workers)))
 
-    def _wanted_blocks(self, num_actors: int) -> int:
+    def _blocks_to_request(self, num_actors: int) -> int:
         return max(2 * num_actors, self._blocks.blocks_per_step) + 1
 
     def node_limit(self, node: str) -> int:

@@ -121,7 +121,7 @@ def _iter_step_rows(
     Raises RuntimeError for blocks that cross the end of a step.
     """
     parts: list[NumpyBatch] = []
-    num_rows = 0  # of `parts`
+    num_rows = 0  # rows in `parts`
     for block in blocks:
         size = len(block["pos"])
         if not parts and size % rank_rows == 0:

@@ -24,7 +24,7 @@ from mmray.processes import ChildPool
 if TYPE_CHECKING:
     from mmray.data.vlm.reader import ConversationReader
 
-# of the shared memory, unless two slots need more; then fewer blocks are read ahead
+# Limit of the shared memory, unless two slots need more. To keep it, fewer blocks are read ahead.
 MAX_SLOTS_MB = 2000.0
 MAX_CRASHES = 5
 

@@ -328,15 +328,14 @@ class SamplePlan:
         block_shuffle: Shuffle of blocks of adjacent rows; None: full shuffle.
     """
 
-    num_rows: int  # of an epoch
-    global_rows: int  # of a step, over all workers
+    num_rows: int
+    global_rows: int
     world_size: int
     seed: int
-    steps: int  # of the run
+    steps: int
     shuffle: bool = True
-    # sets of a mixture; their `per_epoch` add up to num_rows
     components: tuple[MixtureComponent, ...] = ()
-    block_shuffle: BlockShuffle | None = None  # None: full shuffle
+    block_shuffle: BlockShuffle | None = None
 
     @property
     def rank_rows(self) -> int:
@@ -467,14 +466,14 @@ class SamplePlan:
         first_index = first_row = 0
         for number, (num_rows, per_epoch) in enumerate(self.components):
             selected = (epoch_index >= first_index) & (epoch_index < first_index + per_epoch)
-            seen, row = np.divmod(
+            set_pass, row = np.divmod(
                 epoch[selected] * per_epoch + epoch_index[selected] - first_index, num_rows
             )
             if self.shuffle:
-                key = splitmix64(self._shuffle_key(seen) ^ np.uint64(number + 1))
+                key = splitmix64(self._shuffle_key(set_pass) ^ np.uint64(number + 1))
                 row = self._permute_set(row, num_rows, key)
             rows[selected] = row + first_row
-            pass_index[selected] = seen
+            pass_index[selected] = set_pass
             first_index = first_index + per_epoch
             first_row = first_row + num_rows
         return rows, pass_index
@@ -500,7 +499,7 @@ class BlockPlan:
     plan: SamplePlan
     first_step: int
     steps_per_block: int
-    blocks_per_step: int = 1  # of one rank
+    blocks_per_step: int = 1
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:

@@ -47,7 +47,7 @@ class DecoderLimits:
 @dataclass
 class _Window:
     start_s: float
-    waited_s: float  # of the rank, at the start
+    waited_s: float  # waiting time of the rank before the window
 
     def share(self, now_s: float, waited_s: float) -> float:
         """Return the share of the window that the rank has waited."""

@@ -32,7 +32,7 @@ MAX_BLOCK_BYTES = 64e6
 MIN_CACHED_ROWS = 1400
 # The window in use and the next one are in the cache, and held-out rows.
 WINDOW_FRACTION = 0.4
-MIN_BLOCKS_PER_WINDOW = 8  # of a node; smaller blocks if its cache is small
+MIN_BLOCKS_PER_WINDOW = 8  # blocks are smaller if the cache of a node is small
 # Workers of a node, at most: their lanes share its cache.
 WORKERS_PER_NODE = 8
 # Lanes of a worker, at most. With several, the lanes that two nodes share after the number of
@@ -107,9 +107,9 @@ def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
         A multiple of RECORD_BATCH_ROWS (8), the rows of an Arrow record batch of a prepared set; at
         least 8, also for a cache of size 0.
     """
-    wanted = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
-    most = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
-    return _in_record_batches(min(wanted, most) / row_bytes)
+    preferred_bytes = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
+    max_bytes = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
+    return _in_record_batches(min(preferred_bytes, max_bytes) / row_bytes)
 
 
 def _in_record_batches(rows: float) -> int:
@@ -130,14 +130,15 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
     lengths: list[int | None] = []
     num_read = 0
-    for row in rows[: prepared.num_rows]:
+    for number in rows[: prepared.num_rows]:
         with suppress(*ROW_ERRORS):  # damaged rows are reported when they are read
-            [stored] = prepared.read_without_references(np.array([row]))
-            lengths += [media.ref["length"] for media in stored.media if media.ref]
+            [row] = prepared.read_without_references(np.array([number]))
+            lengths += [media.ref["length"] for media in row.media if media.ref]
             num_read += 1
-    known = [length for length in lengths if length is not None]
-    # An image that is a file costs one request in any order.
-    return in_set + sum(known) / num_read if known and len(known) == len(lengths) else 0.0
+    known_lengths = [length for length in lengths if length is not None]
+    if not known_lengths or len(known_lengths) < len(lengths):
+        return 0.0  # an image that is a file costs one request in any order
+    return in_set + sum(known_lengths) / num_read
 
 
 def with_local_cache(

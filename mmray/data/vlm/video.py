@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata
 
 CHANNELS = 3
-MIN_LENGTH_S = 0.001  # of a clip; the header of a file may have no duration
+MIN_LENGTH_S = 0.001  # shortest clip; the header of a file may have no duration
 
 
 class Clip(NamedTuple):
@@ -97,8 +97,8 @@ class FrameProcessor:
         """
         group = self.temporal_patch_size
         length_s = max(length_s, MIN_LENGTH_S)
-        wanted = round(length_s * frame_rate / group)
-        count = group * max(1, min(wanted, frames // group))
+        num_groups = round(length_s * frame_rate / group)
+        count = group * max(1, min(num_groups, frames // group))
         return frame_times(Window(0.0, length_s), count, 0.0, uniform)
 
     def grid(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:

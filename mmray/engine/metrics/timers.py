@@ -20,7 +20,8 @@ import torch
 MAX_SCOPES = 1024  # then the older half, which has completed by then, is added to the totals
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 PHASES = ("transfer", "forward", "backward", "sync", "optimizer")
-IDLE = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")  # of IdleTimer
+# What IdleTimer measures.
+IDLE = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")
 # what the training thread does apart from steps
 BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")
 

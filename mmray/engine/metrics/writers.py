@@ -28,7 +28,7 @@ Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
 CHECK_EVERY_S = 10.0  # between two checks that this process still owns the run
 UPLOAD_EVERY_S = 10.0
-UPLOAD_COST_FRACTION = 0.05  # of the time at most: large files are uploaded less often
+UPLOAD_COST_FRACTION = 0.05  # at most this share of the time: large files are uploaded less often
 PROFILE_WARMUP_STEPS = 2  # steps before a profile, which allocate and compile
 
 

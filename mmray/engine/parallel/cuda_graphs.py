@@ -29,10 +29,11 @@ from mmray.errors import first_line
 if TYPE_CHECKING:
     from mmray.config import Train
 
-MAX_GRAPHS = 8  # of a branch: captions have few padded lengths
-EAGER_CALLS = 2  # of a shape before its capture: they compile, and many shapes come only once
-FREE_FRACTION = 0.4  # of a GPU's memory that graphs leave to evaluation and other shapes
-HOST_SHARE = 0.95  # of the time of a forward, from which on graphs are used
+MAX_GRAPHS = 8  # graphs of a branch: captions have few padded lengths
+# Eager calls with a shape before its capture: they compile, and many shapes come only once.
+EAGER_CALLS = 2
+FREE_FRACTION = 0.4  # share of a GPU's memory that graphs leave to evaluation and other shapes
+HOST_SHARE = 0.95  # share of the time of a forward, from which on graphs are used
 Notify = Callable[[str, str], None]  # label, text: a console line
 
 
@@ -103,7 +104,7 @@ def unsupported_layer(branch: nn.Module) -> str:
         branch: A part of the model, such as the image encoder.
     """
     for layer in branch.modules():
-        # of BatchNorm and similar layers of timm; frozen ones are in evaluation mode
+        # BatchNorm and similar layers of timm; frozen ones are in evaluation mode.
         if layer.training and any(name.startswith("running_") for name in layer._buffers):
             return f"{type(layer).__name__} updates running statistics"
     if may_draw_random_numbers(branch):

@@ -37,7 +37,7 @@ TOKEN_MULTIPLE = 16
 # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
 RECOMPILE_LIMIT = 64
 _recomputation_enabled = True  # changed by `disable_recomputation`
-# of a forward, and of its recomputation
+# Context managers of a forward, and of its recomputation.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # their layers name rates `drop`
 KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20  # of the float32 logits of a chunk
+CHUNK_BYTES = 64 << 20  # size of the float32 logits of a chunk
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
