@@ -67,7 +67,7 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
     """
     config = with_sample_weights(config.with_cluster(workers=1))
     measured = spawn_workers(partial(_measure, pairs=pairs, window_s=window_s), config)
-    return {"machine": describe_machine(select_device(config))} | measured
+    return {"machine": describe_machine(select_device(config.cluster))} | measured
 
 
 def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mmray.bench.synthetic_images import photos_per_s
-from mmray.config import Config
+from mmray.config import Config, Inputs
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import transform
 
@@ -61,7 +61,7 @@ def plan_data_nodes(
     device = "given"
     if samples_per_s is None:
         samples_per_s, device = measure_step(config)
-    decodes_per_s = measure_decoding(config)
+    decodes_per_s = measure_decoding(config.model.inputs)
     total = samples_per_s * gpus
     cpus = math.ceil(HEADROOM * total / decodes_per_s)
     cost = None
@@ -70,13 +70,13 @@ def plan_data_nodes(
     return DataNodes(total, decodes_per_s, cpus, cost, device)
 
 
-def measure_decoding(config: Config) -> float:
+def measure_decoding(inputs: Inputs) -> float:
     """Return how many JPEGs of 500 x 375 pixels a core decodes and resizes per second.
 
     Args:
-        config: The recipe; `model.inputs` has the size to which images are resized.
+        inputs: The section `model.inputs`, with the size to which images are resized.
     """
-    return photos_per_s(lambda data: transform(decode(data), config.model.inputs), DECODE_S)
+    return photos_per_s(lambda data: transform(decode(data), inputs), DECODE_S)
 
 
 def measure_step(config: Config) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from mmray.machine import LOOPBACK, cores, set_network_interface
 from mmray.processes import Channel, ChildDied, ChildProcess
 
 if TYPE_CHECKING:
-    from mmray.config import Config
+    from mmray.config import Cluster, Config
 
 # called on every rank
 Measure = Callable[["Config", Group, Path], Any]
@@ -33,11 +33,11 @@ class WorkerFailed(TrainingError):
     """A process of a benchmark died, or the measured function raised an error in it."""
 
 
-def select_device(config: Config) -> torch.device:
+def select_device(cluster: Cluster) -> torch.device:
     """Return the type of device that a run would use on this machine.
 
     Args:
-        config: The config, of which `cluster.accelerator` and `cluster.workers` are read.
+        cluster: The `cluster` section, of which `accelerator` and `workers` are read.
 
     Returns:
         `cuda:0` if there is a GPU for each worker, otherwise `cpu`.
@@ -46,10 +46,8 @@ def select_device(config: Config) -> torch.device:
         ResourceError: `cluster.accelerator` is `gpu`, and there are fewer GPUs than workers.
     """
     num_gpus = torch.cuda.device_count()
-    workers = config.cluster.max_workers
-    if config.cluster.accelerator == "cpu" or (
-        config.cluster.accelerator == "auto" and num_gpus < workers
-    ):
+    workers = cluster.max_workers
+    if cluster.accelerator == "cpu" or (cluster.accelerator == "auto" and num_gpus < workers):
         return torch.device("cpu")
     if num_gpus < workers:
         raise ResourceError(
@@ -76,7 +74,7 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
         WorkerFailed: A process died, or `measure` raised an error in it.
         ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
     """
-    device_type = device_type or select_device(config).type
+    device_type = device_type or select_device(config.cluster).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         workers = [
             ChildProcess("worker", _run_worker, rank, measure, config, device_type, Path(folder))

@@ -107,7 +107,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     batch = f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step"
     if micro * workers < shape.global_batch_size:
         batch += f"; loop_vs_best: {shape.global_batch_size} rows per step"
-    return {"machine": describe_machine(select_device(config)), "batch": batch} | measured
+    return {"machine": describe_machine(select_device(config.cluster)), "batch": batch} | measured
 
 
 def _measure(

@@ -82,7 +82,7 @@ def bench_strategies(
         )
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    device_type = select_device(config).type  # the same for all rows, with one worker too
+    device_type = select_device(config.cluster).type  # the same for all rows, with one worker too
     strategies = {
         name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)
     }

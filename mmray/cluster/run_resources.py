@@ -18,7 +18,7 @@ from mmray.cluster.capacity import (
     missing_capacity,
     num_workers_that_fit,
 )
-from mmray.config import Config
+from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 
 FREE_WAIT_S = 4.0
@@ -197,14 +197,14 @@ def request_nodes(
         )
 
 
-def is_single_node(config: Config) -> bool:
+def is_single_node(cluster_config: Cluster) -> bool:
     """Return whether the cluster is one machine and cannot grow.
 
     Args:
-        config: Settings of the run; with `cluster.wait_for_nodes` the cluster can grow.
+        cluster_config: The `cluster` section; with `wait_for_nodes` the cluster can grow.
     """
     return (
         len(placement.alive_nodes()) == 1
         and not placement.autoscaling_pools()
-        and not config.cluster.wait_for_nodes
+        and not cluster_config.wait_for_nodes
     )

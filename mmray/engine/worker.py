@@ -170,7 +170,7 @@ def _dry_run(
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     if not has_fixed_shapes:
-        _check_packing(config, model, group, driver)
+        _check_packing(config.train.precision, model, group, driver)
     batch_shape, memory_table = dry_run(config, model, objective, group, context.batch_shape, steps)
     driver.report({"batch_shape": batch_shape})
     if context.batch_shape.auto:
@@ -221,7 +221,8 @@ def _build_for_device(
     model = build_model(config, group, architecture, resumes=not reads_weights)
     base = None
     if reads_weights and lora.leaves_out_base(config.model):
-        base = _frozen_base(model, config, group, saved_base)
+        settings: Any = config.model
+        base = _frozen_base(model, settings.weights, group, saved_base)
     for note in getattr(model, "build_notes", ()):
         driver.notify("model", note)
     if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
@@ -233,17 +234,16 @@ def _build_for_device(
 
 
 def _frozen_base(
-    model: nn.Module, config: Config, group: Group, saved: Mapping[str, str] | None
+    model: nn.Module, weights: str, group: Group, saved: Mapping[str, str] | None
 ) -> FrozenBase:
-    """Return the frozen weights of the model, which are equal to those of a checkpoint, if given;
+    """Return the frozen weights of the model, which are equal to `saved` of a checkpoint, if given;
     only rank 0 hashes them. A collective call.
 
     Raises UsageError on every rank.
     """
-    spec: Any = config.model
     outcome: str | UsageError = ""
     if group.rank == 0:
-        base = lora.frozen_base(model, spec.weights)
+        base = lora.frozen_base(model, weights)
         outcome = base.sha256
         try:
             if saved is not None:
@@ -253,7 +253,7 @@ def _frozen_base(
     outcome = group.broadcast_object(outcome)
     if isinstance(outcome, UsageError):
         raise outcome
-    return FrozenBase(spec.weights, outcome, lora.frozen_names(model))
+    return FrozenBase(weights, outcome, lora.frozen_names(model))
 
 
 def _callbacks(
@@ -273,7 +273,9 @@ def _callbacks(
     return tuple(callbacks)
 
 
-def _check_packing(config: Config, model: nn.Module, group: Group, driver: DriverHandle) -> None:
+def _check_packing(
+    precision_name: str, model: nn.Module, group: Group, driver: DriverHandle
+) -> None:
     """Pad the rows of a model whose loss or gradients depend on the other rows of a sequence; a
     collective call of all ranks.
     """
@@ -281,7 +283,7 @@ def _check_packing(config: Config, model: nn.Module, group: Group, driver: Drive
     if not vlm.packed:
         driver.notify("packing", "rows are padded: this model mixes packed rows")
         return
-    with precision.select_precision(config.train.precision, group.device).autocast():
+    with precision.select_precision(precision_name, group.device).autocast():
         differs = vlm.differs_if_packed()
     if group.all_reduce_min(int(not differs)) == 0:
         vlm.packed = False

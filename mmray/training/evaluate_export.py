@@ -17,6 +17,7 @@ from mmray import objectives
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config, EvalSettings, Lora, Vlm, from_yaml, recipes
 from mmray.config.data import Mixture
+from mmray.config.model import AnyModel
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
@@ -210,7 +211,7 @@ def export_model(
 
 
 @torch.no_grad()
-def interpolate_from_start(model: nn.Module, config: Config, share: float) -> None:
+def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -> None:
     """Interpolate between the weights that a run started with and the trained ones, in place.
 
     Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903). Weights in between often keep the
@@ -218,14 +219,14 @@ def interpolate_from_start(model: nn.Module, config: Config, share: float) -> No
 
     Args:
         model: The trained model, without adapters.
-        config: Config of its run; `model.weights` are the initial weights.
+        settings: The `model` section of its run; `weights` are the initial weights.
         share: Factor of the trained weights, 0 to 1; that of the initial ones is 1 - share.
 
     Raises:
         UsageError: The share is outside 0 to 1, or the run did not start from `model.weights`.
     """
-    _check_interpolation(config, share)
-    start = build(config.model.replace(lora=Lora()), config.model.vocab_size).state_dict()
+    _check_interpolation(settings, share)
+    start = build(settings.replace(lora=Lora()), settings.vocab_size).state_dict()
     for name, trained in model.state_dict().items():
         if trained.is_floating_point():
             trained.copy_(torch.lerp(start[name].to(trained), trained, share))
@@ -237,15 +238,15 @@ def _load_interpolated(config: Config, checkpoint: AnyPath | None, share: float)
     if share == 1:
         return model
     model = lora.merge_adapters(model)
-    interpolate_from_start(model, config, share)
+    interpolate_from_start(model, config.model, share)
     return model
 
 
-def _check_interpolation(config: Config, share: float) -> None:
+def _check_interpolation(settings: AnyModel, share: float) -> None:
     """Raise UsageError if a run has no weights that its trained ones can be interpolated with."""
     if not 0 <= share <= 1:
         raise UsageError(f"--interpolate {share:g}: must be between 0 (the start) and 1 (the end)")
-    if getattr(config.model, "weights", "none") == "none":
+    if getattr(settings, "weights", "none") == "none":
         raise UsageError(
             "--interpolate needs a run that started from `model.weights`; this run has random ones"
         )
@@ -314,7 +315,7 @@ def evaluate_model(
     folder = to_path(config.run.storage) if isinstance(source, Config) else source
     for share in shares:
         if share != 1:
-            _check_interpolation(config, share)
+            _check_interpolation(config.model, share)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     given = {"eval_where": where, "eval_captions": captions}

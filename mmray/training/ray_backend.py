@@ -111,7 +111,7 @@ class RayBackend:
             reporter.log(warning, "warning")
         check_capacity(config)
         if self._check_storage:
-            check_driver_memory(free_memory() / 2**30, is_single_node(config))
+            check_driver_memory(free_memory() / 2**30, is_single_node(config.cluster))
             check_storage(config)
 
     def resolve(self, config: Config) -> Config:
@@ -261,7 +261,7 @@ class RayWorkers(Workers):
         self._build_trainer = partial(
             torch_trainer,
             train_loop_per_worker,
-            self.config,
+            self.config.cluster.group_timeout_s,
             attempt.folder,
             self._placed_demand,
             name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
@@ -463,7 +463,7 @@ def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
     selector = placement.decode_label_selector(config.cluster.data_label, placement.alive_nodes())
     if config.data.worker_range is not None:
         maximum = math.ceil(config.data.worker_range[1] / config.cluster.max_workers)
-    elif is_single_node(config):
+    elif is_single_node(config.cluster):
         training_cpus = demand.workers * config.cluster.num_cpus
         actor_gib = ACTOR_GIB + BLOCKS_PER_ACTOR * config.data.block_mb / 1024
         total = min(cores() - training_cpus, free_memory() / 2**30 / 2 / actor_gib)

@@ -241,7 +241,7 @@ def ray_storage(folder: AnyPath) -> dict[str, Any]:
 
 def torch_trainer(
     loop: Callable[..., Any],
-    config: Config,
+    timeout_s: float,
     folder: AnyPath,
     demand: Demand,
     loop_config: dict[str, Any],
@@ -251,7 +251,7 @@ def torch_trainer(
 
     Args:
         loop: The `train_loop_per_worker`: called with `loop_config` on each worker.
-        config: Settings of the run; the timeout of collectives is read.
+        timeout_s: Timeout of collectives.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: Number of workers, and their resources and labels, which Ray Train sends to the
             autoscaler.
@@ -272,7 +272,7 @@ def torch_trainer(
         loop,
         backend_config=ProcessGroupConfig(
             backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
-            timeout_s=math.ceil(config.cluster.group_timeout_s),
+            timeout_s=math.ceil(timeout_s),
         ),
         scaling_config=ScalingConfig(
             num_workers=demand.workers,
@@ -352,7 +352,7 @@ def run_group(
             wait.poll()
         coordinator = start_coordinator(set())
         loop_config = arguments | {"coordinator": coordinator}
-        trainer = torch_trainer(loop, config, folder, demand, loop_config)
+        trainer = torch_trainer(loop, config.cluster.group_timeout_s, folder, demand, loop_config)
         return run_in_thread(partial(trainer.fit_in, group), poll)
     finally:
         ray.util.remove_placement_group(group)

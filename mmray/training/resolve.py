@@ -185,8 +185,8 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
         name: held_out_rows(each, config, storage, reporter) for name, each in eval_sets.items()
     }
     sets = [*train_sets, *eval_sets.values()]
-    _check_rows(config, sets, reporter)
-    _check_branches(config, train_sets)
+    _check_rows(config.model, config.data.train, sets, reporter)
+    _check_branches(config.model, config.data.train, train_sets)
     check_eval_sets(config, eval_sets)
     return _Sets(mixture, train_sets, eval_sets)
 
@@ -328,16 +328,17 @@ def _takes_one_image(model: AnyModel) -> bool:
     return not model.generates_text and not isinstance(model, Towers)
 
 
-def _check_rows(config: Config, sets: Sequence[PreparedSet], reporter: RunReporter) -> None:
+def _check_rows(
+    model: AnyModel, train: str, sets: Sequence[PreparedSet], reporter: RunReporter
+) -> None:
     """Log the rows of each set that the model cannot use because of their media.
 
     Raises DataError if they are more than the run may quarantine; UsageError if there is no decoder
     for audio and video.
     """
-    model = config.model
     taken = _taken_kinds(model)
     if taken & {"audio", "video"} and any(prepared.rows_by_media_kinds for prepared in sets):
-        require_decoder(config.data.train)
+        require_decoder(train)
     takes = "one image a row" if _takes_one_image(model) else f"{', '.join(sorted(taken))} only"
     name = f"model.kind {model.kind}"
     if isinstance(model, Vlm):
@@ -359,9 +360,8 @@ def _check_rows(config: Config, sets: Sequence[PreparedSet], reporter: RunReport
         reporter.log(f"{text}: they are not used", "media")
 
 
-def _check_branches(config: Config, train_sets: Sequence[PreparedSet]) -> None:
+def _check_branches(model: AnyModel, train: str, train_sets: Sequence[PreparedSet]) -> None:
     """Raise DataError if no row would train a branch of a model of audio and video."""
-    model = config.model
     if not isinstance(model, Towers):
         return
     rows: Counter[str] = Counter()
@@ -375,7 +375,7 @@ def _check_branches(config: Config, train_sets: Sequence[PreparedSet]) -> None:
     for kinds, fix in fixes.items():
         if kinds[0] in model.modalities and not any(rows[kind] for kind in kinds):
             raise DataError(
-                f"{config.data.train} has no {' and no '.join(kinds)}, so nothing would train the "
+                f"{train} has no {' and no '.join(kinds)}, so nothing would train the "
                 f"branch {kinds[0]} of the model: set {fix}"
             )
 

@@ -113,15 +113,21 @@ def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> N
         if manifest is not None or path.exists():
             manifests[address] = manifest
     if where is not None:
-        _check_where(f"data.{prefix}where", where, manifests, config)
+        _check_where(f"data.{prefix}where", where, manifests, config.prepare.keep)
     if captions is not None and manifests.keys() == set(addresses):
-        _check_captions(f"data.{prefix}captions", captions, manifests, config)
+        setting = f"data.{prefix}captions"
+        _check_captions(setting, captions, manifests, text_columns(config.prepare.columns))
 
 
 def _check_where(
-    setting: str, where: str, manifests: Mapping[str, Manifest | None], config: Config
+    setting: str,
+    where: str,
+    manifests: Mapping[str, Manifest | None],
+    kept_columns: tuple[str, ...],
 ) -> None:
-    kept_columns = config.prepare.keep
+    """Raise UsageError if a set lacks a column of an expression; a raw source will have
+    `kept_columns`.
+    """
     types: Mapping[str, str | None] | None
     for address, manifest in manifests.items():
         if manifest is not None:
@@ -132,14 +138,17 @@ def _check_where(
 
 
 def _check_captions(
-    setting: str, captions: str, manifests: Mapping[str, Manifest | None], config: Config
+    setting: str,
+    captions: str,
+    manifests: Mapping[str, Manifest | None],
+    columns_of_source: Sequence[str],
 ) -> None:
-    """Raise UsageError if no set has a column of `data.captions`."""
+    """Raise UsageError if no set has a column of `data.captions`; a raw source will have
+    `columns_of_source`.
+    """
     caption_columns: list[str] = []
     for manifest in manifests.values():
-        caption_columns += (
-            text_columns(config.prepare.columns) if manifest is None else manifest.text_columns
-        )
+        caption_columns += columns_of_source if manifest is None else manifest.text_columns
     for name in parse_captions(captions):
         if name not in caption_columns:
             hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
@@ -162,7 +171,7 @@ def unsupported_reasons(config: Config) -> list[str]:
     """
     return (
         config.model.unsupported_reasons()
-        + weights_reasons(config)
+        + weights_reasons(config.model)
         + evaluation_reasons(config)
         + objective_reasons(config)
         + parallel_reasons(config)
@@ -269,13 +278,15 @@ def transform_reasons(config: Config) -> list[str]:
     return reasons
 
 
-def weights_reasons(config: Config) -> list[str]:
+def weights_reasons(model: Any) -> list[str]:
     """Return why pretrained weights in a folder are not weights of the model, as sentences with a
     fix; [] if they are.
 
     Reads config.json only. Weights on the hub of other models than `vlm` are not checked.
+
+    Args:
+        model: The `model` section.
     """
-    model: Any = config.model
     if isinstance(model, Vlm):
         if model.weights in ("none", SAMPLE_VLM):
             return []

@@ -63,7 +63,7 @@ def plan_resources(
     pools = placement.autoscaling_pools()
     if concurrency is not None:
         max_trials = min(num_trials, concurrency)
-    elif all(is_single_node(config) for config in configs):
+    elif all(is_single_node(config.cluster) for config in configs):
         max_trials = 1
     else:
         max_trials = min(num_trials, _max_drivers(nodes))

@@ -199,7 +199,7 @@ def run_without_ray_train(configs: Sequence[Config]) -> bool:
         configs: Configs of the trials.
     """
     on_cluster = any(
-        asks_for_cluster(config.cluster) or not is_single_node(config) for config in configs
+        asks_for_cluster(config.cluster) or not is_single_node(config.cluster) for config in configs
     )
     return not on_cluster and count_gpus() == 0
 

@@ -9,7 +9,7 @@ from mmray.console.reporter import ConsoleReporter
 
 
 def test_cpus_follow_from_measured_rates_and_prices(monkeypatch):
-    monkeypatch.setattr(data_nodes, "measure_decoding", lambda config: 400.0)
+    monkeypatch.setattr(data_nodes, "measure_decoding", lambda inputs: 400.0)
     plan = data_nodes.plan_data_nodes(recipes.load("clip"), 8, 1000.0, gpu_price=2.0, cpu_price=0.1)
     assert plan.cpus == math.ceil(1.25 * 8000 / 400) == 25
     assert plan.cost_per_hour == 8 * 2.0 + 25 * 0.1

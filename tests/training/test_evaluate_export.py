@@ -81,12 +81,12 @@ def test_interpolated_weights_lie_between_start_and_end(tmp_path: Path) -> None:
     merged = merge_adapters(model)
     end = {name: weight.clone() for name, weight in merged.state_dict().items()}
     assert any(not torch.equal(end[name], start[name]) for name in end)
-    interpolate_from_start(merged, config, 0.25)
+    interpolate_from_start(merged, config.model, 0.25)
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(weight, 0.75 * start[name] + 0.25 * end[name])
     with pytest.raises(UsageError, match="between 0"):
-        interpolate_from_start(merged, config, 1.5)
-    random = config.model_copy(update={"model": spec.model_copy(update={"weights": "none"})})
+        interpolate_from_start(merged, config.model, 1.5)
+    random = spec.model_copy(update={"weights": "none"})
     with pytest.raises(UsageError, match="this run has random ones"):
         interpolate_from_start(merged, random, 0.5)
 

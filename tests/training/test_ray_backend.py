@@ -231,7 +231,8 @@ def test_process_group_has_backend_timeout_and_interface(
     """The arguments of init_process_group in each worker; the loopback if there is one node."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    trainer = torch_trainer(lambda: None, config, tmp_path, resource_demand(config), {})
+    timeout_s = config.cluster.group_timeout_s
+    trainer = torch_trainer(lambda: None, timeout_s, tmp_path, resource_demand(config), {})
     calls, groups, selected = [], [], []
     monkeypatch.setattr(ray_trainer, "get_node_ip_address", lambda: ips[1])
     monkeypatch.setattr(ray_trainer, "set_network_interface", selected.append)
