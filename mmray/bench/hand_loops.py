@@ -126,13 +126,13 @@ def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch
 
     def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            return {
-                name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS
-            }, stream.record_event()
+            copy = {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}
+            return copy, stream.record_event()
 
     copied = start_copy(next(batches))
     for following in batches:
-        (batch, arrived), copied = copied, start_copy(following)
+        batch, arrived = copied
+        copied = start_copy(following)
         current.wait_event(arrived)
         for column in batch.values():
             # otherwise the allocator would reuse its memory too early

@@ -124,9 +124,11 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
         16}) and `labels`; the resources are the free ones.
     """
     end_s = time.monotonic() + timeout_s
-    while not fits(demand, nodes := free_nodes()) and time.monotonic() < end_s:
+    while True:
+        nodes = free_nodes()
+        if fits(demand, nodes) or time.monotonic() >= end_s:
+            return nodes
         time.sleep(FREE_INTERVAL_S)
-    return nodes
 
 
 def schedulable_nodes() -> SchedulableNodes:

@@ -179,11 +179,11 @@ class TowerModel(EmbeddingModel):
                 f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} "
                 f"(got {image.width})"
             )
-        if side < (least := 2 ** (image.depth + 1)):
+        least = 2 ** (image.depth + 1)
+        if side < least:
             reasons.append(
                 f"model.image.depth: {image.depth} stages need images of at least {least} pixels, "
-                f"not {side}. Reduce "
-                "the depth or increase model.inputs.image_side"
+                f"not {side}. Reduce the depth or increase model.inputs.image_side"
             )
         return reasons
 

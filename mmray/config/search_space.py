@@ -244,15 +244,19 @@ def _checked_values(key: str, given: Sequence[Any]) -> tuple[Any, ...]:
     return values
 
 
+def _parse_value(text: str) -> Any:
+    """Return the value of a text, `None`, or a list in brackets."""
+    if text.startswith("["):
+        return yaml.safe_load(text)
+    return None if text == "None" else text
+
+
 def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
     match = _RANGE.fullmatch(text)
     if match is None:
-        items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets
+        items = [item.strip() for item in _COMMA.split(text)]
         try:
-            values = [
-                yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item
-                for item in items
-            ]
+            values = [_parse_value(item) for item in items]
         except yaml.YAMLError:
             raise UsageError(
                 f"--space {key}={text}: a list must end with `]`, as in [0.9,0.98],[0.9,0.95]"

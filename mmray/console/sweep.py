@@ -35,18 +35,16 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
 
     ordered = sorted(rows, key=order)
     columns = setting_columns(rows)
-    shown = [
-        {"trial": row.trial}
-        | {column.title: column.text(row) for column in columns}
-        | {
-            "rung": f"{len(row.rungs)}/{num_rungs}",
-            GOALS[goal].title: format_number(row.rungs[-1].value if row.rungs else None),
-            "status": row.status.replace("_", " "),
-            "s": format_number(row.elapsed_s, 0),
-        }
-        for row in ordered[:limit]
-    ]
-    table = text_table(shown)
+    lines = []
+    for row in ordered[:limit]:
+        cells = {"trial": row.trial}
+        cells |= {column.title: column.text(row) for column in columns}
+        cells["rung"] = f"{len(row.rungs)}/{num_rungs}"
+        cells[GOALS[goal].title] = format_number(row.rungs[-1].value if row.rungs else None)
+        cells["status"] = row.status.replace("_", " ")
+        cells["s"] = format_number(row.elapsed_s, 0)
+        lines.append(cells)
+    table = text_table(lines)
     hidden = Counter(row.status.replace("_", " ") for row in ordered[limit:])
     if hidden:
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
@@ -62,14 +60,14 @@ def trials_table(sweep: SweepRecord, winners: Collection[str]) -> Table:
         winners: names of the trials that are marked with a star.
     """
     columns = trial_columns(sweep.trials)
-    shown = []
+    lines = []
     for row in sweep.table:
         cells = {"trial": row.trial + ("*" if row.trial in winners else "")}
         cells["status"] = sweep.status_label(row)
         if not sweep.is_throughput:
             cells[sweep.goal.title] = format_number(sweep.value(row))
-        shown.append(cells | {column.title: column.text(row) for column in columns})
-    return text_table(shown)
+        lines.append(cells | {column.title: column.text(row) for column in columns})
+    return text_table(lines)
 
 
 def format_progress(progress: SweepProgress) -> str:

@@ -219,17 +219,16 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
         # scalars in their own group: FSDP does not shard them, fused AdamW takes one kind
         if weight.requires_grad:
             by_key[scales.get(name, 1.0), min(weight.ndim, 2), weight in hidden].append(weight)
-    groups: Groups = [
-        {
-            "params": weights,
+    groups: Groups = []
+    for scale, ndim, is_hidden in sorted(by_key, reverse=True):
+        group: dict[str, Any] = {
+            "params": by_key[scale, ndim, is_hidden],
             "weight_decay": config.weight_decay if ndim == 2 else 0.0,
             LR_SCALE: scale,
         }
-        | ({IS_HIDDEN: is_hidden} if config.kind == "muon" else {})
-        for (scale, ndim, is_hidden), weights in sorted(
-            by_key.items(), key=lambda item: item[0], reverse=True
-        )
-    ]
+        if config.kind == "muon":
+            group[IS_HIDDEN] = is_hidden
+        groups.append(group)
     optimizer = _construct(config, groups)
     # `zero_grad` takes one kernel per dtype instead of one per weight
     optimizer.defaults["foreach"] = True

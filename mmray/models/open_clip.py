@@ -325,9 +325,9 @@ def _siglip_text(model: dict[str, Any]) -> dict[str, Any]:
     """Activation and epsilon of SigLIP's text encoder."""
     text = model.get("text_cfg", {})
     tanh = text.get("act_kwargs", {}).get("approximate") == "tanh"
-    activation = (
-        "quick_gelu" if model.get("quick_gelu") else "gelu_pytorch_tanh" if tanh else "gelu"
-    )
+    activation = "gelu_pytorch_tanh" if tanh else "gelu"
+    if model.get("quick_gelu"):
+        activation = "quick_gelu"
     return {
         "hidden_act": activation,
         "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5),
@@ -368,12 +368,12 @@ def _activation(
     if all(name in state for name in _OPENAI_ENTRIES):
         stored = "quick_gelu"
     check_activation(spec, stored)
-    if (activation := stored or spec.activation) is None:
+    activation = stored or spec.activation
+    if activation is None:
         raise UsageError(
             f"model.activation: {spec.weights} does not define it, and no open_clip_config.json is "
-            "next to it; set "
-            "quick_gelu for OpenAI's and DFN's weights and open_clip models named -quickgelu, gelu "
-            "for other models"
+            "next to it; set quick_gelu for OpenAI's and DFN's weights and open_clip models named "
+            "-quickgelu, gelu for other models"
         )
     return str(activation)
 

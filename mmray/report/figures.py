@@ -86,15 +86,16 @@ def make_figure(
 
 def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
     """Return the lines of a chart of recall by metric; `prefix` is that of the metrics of a set."""
-    return {
-        f"{prefix}recall_at_{k}/{direction}": _line(
-            f"R@{k} {direction.replace('_', ' ')}", color, dash=dash
-        )
-        # Six legend entries are too wide for a narrow page.
-        | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
-        for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for direction, color in zip(DIRECTIONS, cycle((BLUE, ORANGE, TEAL, ROSE)), strict=False)
-    }
+    lines = {}
+    for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items():
+        colors = cycle((BLUE, ORANGE, TEAL, ROSE))
+        for direction, color in zip(DIRECTIONS, colors, strict=False):
+            line = _line(f"R@{k} {direction.replace('_', ' ')}", color, dash=dash)
+            # Six legend entries are too wide for a narrow page.
+            line |= {"legendgroup": direction, "showlegend": k == 1}
+            line["opacity"] = 1 if k == 1 else 0.75
+            lines[f"{prefix}recall_at_{k}/{direction}"] = line
+    return lines
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:

@@ -181,7 +181,9 @@ def format_setting(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return ", ".join(format_setting(item) for item in value) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def scores_by_set(scores: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
@@ -247,12 +249,12 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
         omitted if it is 0.
     """
     counts = ("rows", "boxes", "tokens", "answered")
-    return [
-        (
-            name.replace("_", " ").replace("/", ", "),
-            format_number(value, 0 if name.endswith(counts) else 3),
-        )
-        for name, value in scores.items()
-        if not {"recall_at_1", "recall_at_5", "recall_at_10", "median_rank"} & {*name.split("/")}
-        and not (name.endswith("bad_rows") and not value)
-    ]
+    retrieval = {"recall_at_1", "recall_at_5", "recall_at_10", "median_rank"}
+    pairs = []
+    for name, value in scores.items():
+        has_no_bad_rows = name.endswith("bad_rows") and not value
+        if has_no_bad_rows or not retrieval.isdisjoint(name.split("/")):
+            continue
+        digits = 0 if name.endswith(counts) else 3
+        pairs.append((name.replace("_", " ").replace("/", ", "), format_number(value, digits)))
+    return pairs

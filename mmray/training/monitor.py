@@ -530,7 +530,10 @@ class AttemptMonitor:
 
     def _check_hang(self, now_s: float) -> None:
         """Kill the processes of a hung group, after all that can have written their stacks."""
-        if self.hang is not None or (hang := self._detector.check(self.heartbeats, now_s)) is None:
+        if self.hang is not None:
+            return
+        hang = self._detector.check(self.heartbeats, now_s)
+        if hang is None:
             return
         self.hang = hang
         self.reporter.log(f"{hang}; stacks are written to stacks/ in the run's folder", "hang")

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -165,7 +166,6 @@ class RunSelection:
 
     action: Literal["start", "resume", "done"]
     path: AnyPath
-    # existing runs that an unnamed run does not resume, each with the reason
     skipped: tuple[str, ...] = ()
 
 
@@ -189,36 +189,43 @@ def select_run(
     Raises:
         UsageError: Resuming would change the run. The message lists the differences.
     """
-
-    def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
-        if not (path / "config.yaml").exists():
-            if has_other_files(path, FILES_BEFORE_CONFIG):
-                raise UsageError(
-                    f"{path} exists and is not an mmray run; choose another --run.name"
-                )
-            return None
-        run = RunDir(path)
-        before = yaml.safe_load((path / "config.yaml").read_text())
-        schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
-        # These two schedules are equal until the rate decays.
-        may_change = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
-        if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
-            may_change += ("data.shuffle_blocks",)
-        old = run.read_json("data.json")
-        # The same rows at another address: the set or the project has moved.
-        if all(old.get(key) == new for key, new in data.items() if key != "train"):
-            may_change += ("data.train",)
-            old |= {"train": data["train"]}
-        changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
-        result = run.read_json("result.json")
-        changes += [
-            f"data {key}: {old.get(key)!r} -> {new!r}"
-            for key, new in data.items()
-            if old.get(key) != new
-        ]
-        return changes, result.get("status") == "finished" and result["steps"] >= steps
-
+    inspect = partial(
+        _compare_run, config=config, data=data, steps=steps, keep_shuffle=keep_shuffle
+    )
     return select_folder(config.run, config.recipe, inspect)
+
+
+def _compare_run(
+    path: AnyPath, config: Config, data: dict[str, Any], steps: int, keep_shuffle: bool
+) -> tuple[list[str], bool] | None:
+    """Return the settings that prevent resuming the run in a folder, and whether it has finished;
+    None if the folder has no run. Raises UsageError if it has other files.
+    """
+    if not (path / "config.yaml").exists():
+        if has_other_files(path, FILES_BEFORE_CONFIG):
+            raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
+        return None
+    run = RunDir(path)
+    before = yaml.safe_load((path / "config.yaml").read_text())
+    schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
+    may_change: tuple[str, ...] = ()
+    if schedules == ("constant", "cooldown"):  # they are equal until the rate decays
+        may_change += ("optimizer.schedule",)
+    if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
+        may_change += ("data.shuffle_blocks",)
+    old = run.read_json("data.json")
+    # The same rows at another address: the set or the project has moved.
+    if all(old.get(key) == new for key, new in data.items() if key != "train"):
+        may_change += ("data.train",)
+        old |= {"train": data["train"]}
+    changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
+    changes += [
+        f"data {key}: {old.get(key)!r} -> {new!r}"
+        for key, new in data.items()
+        if old.get(key) != new
+    ]
+    result = run.read_json("result.json")
+    return changes, result.get("status") == "finished" and result["steps"] >= steps
 
 
 def find_set(path: AnyPath, address: str, fingerprint: str) -> str:

@@ -387,17 +387,16 @@ class Supervisor:
         self.restart_reason = decision
         if (smaller := retry_shape(failure.error)) is not None:
             self.smaller_batch_shapes[monitor.world] = smaller
-        start = (
-            f"the checkpoint of step {latest_step:,}"
-            if latest_step
-            else ("step 0, as there is no checkpoint yet")
-        )
+        start = "step 0, as there is no checkpoint yet"
+        if latest_step:
+            start = f"the checkpoint of step {latest_step:,}"
         self.reporter.log(f"{decision}; restarting from {start}", "failure")
-        if isinstance(bad := failure.error, DeviceError):
-            excluded = self.backend.exclude_node(self.resolved.config, bad.node)
-            node = f"node {bad.node[:8]} gets no more workers of this run"
-            kept = "no other node has what the run needs, retrying on the same"
-            self.reporter.log(f"{node if excluded else kept}: {bad}", "device")
+        cause = failure.error
+        if isinstance(cause, DeviceError):
+            text = "no other node has what the run needs, retrying on the same"
+            if self.backend.exclude_node(self.resolved.config, cause.node):
+                text = f"node {cause.node[:8]} gets no more workers of this run"
+            self.reporter.log(f"{text}: {cause}", "device")
 
     def _start_workers(
         self, checkpoint: AnyPath | None, bad_rows: set[int]

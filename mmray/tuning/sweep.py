@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from mmray.errors import ForceExit, UsageError
 from mmray.report.run import read_lines
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
-from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
+from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, Status, TrialRow
 from mmray.training import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tuning.results import ENDED, TrialOutcome, measured_row
@@ -102,28 +103,32 @@ def resolve_sweep_dir(
     Raises:
         UsageError: `run.name` is the folder of something else, or of a sweep with other settings.
     """
-
-    def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
-        before = RunDir(path).read_json(SWEEP)
-        if not before:
-            if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
-                raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
-            return None
-        changes = [
-            f"{key}: {before.get(key)} -> {now}"
-            for key, now in identity.items()
-            if before.get(key) != now
-        ]
-        recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
-        old = recipe.to_json()
-        new = base.to_json()
-        changes += forbidden_changes(old, new, RESUMABLE_CHANGES)
-        return changes, before["status"] == "finished" and not restart
-
+    inspect = partial(_compare_sweep, base=base, identity=identity, restart=restart)
     selection = select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep")
     if selection.skipped:
         reporter.log(selection.skipped[-1], "not resumed")
     return SweepDir(selection.path)
+
+
+def _compare_sweep(
+    path: AnyPath, base: Config, identity: dict[str, Any], restart: bool
+) -> tuple[list[str], bool] | None:
+    """Return what prevents resuming the sweep in a folder, and whether it has finished; None if the
+    folder has no sweep. Raises UsageError if it has other files.
+    """
+    before = RunDir(path).read_json(SWEEP)
+    if not before:
+        if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
+            raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
+        return None
+    changes = [
+        f"{key}: {before.get(key)} -> {now}"
+        for key, now in identity.items()
+        if before.get(key) != now
+    ]
+    recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
+    changes += forbidden_changes(recipe.to_json(), base.to_json(), RESUMABLE_CHANGES)
+    return changes, before["status"] == "finished" and not restart
 
 
 @dataclass(frozen=True)
@@ -378,8 +383,10 @@ class SweepState:
         if row.status != "running":
             return  # It ended before.
         if outcome is None:
-            complete = row.samples == self.plan.rungs[-1]
-            outcome = TrialOutcome("finished" if complete else "pruned" if row.rungs else "stopped")
+            status: Status = "pruned" if row.rungs else "stopped"
+            if row.samples == self.plan.rungs[-1]:
+                status = "finished"
+            outcome = TrialOutcome(status)
         self._update(name, outcome)
         if outcome.status not in ("stopped", "paused"):
             self.reporter.trial(self.rows[name], len(self.plan.rungs))

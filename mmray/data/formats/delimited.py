@@ -261,7 +261,8 @@ class CsvSource(JsonlSource):
             theirs = self.columns.get(column, column)
             if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):
                 values[theirs] = numbered[1]
-        if (theirs := self.columns.get("label", "label")) in values:
+        theirs = self.columns.get("label", "label")
+        if theirs in values:
             with suppress(ValueError):  # a name of a class
                 values[theirs] = float(values[theirs])
                 values[theirs] = int(values[theirs])

@@ -154,10 +154,12 @@ def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | Non
     )
     if not are_splits:
         splits = [None] * len(names)
-    below = [
-        (_skip_repeated(folder) if split else folder) if split or not are_splits else []
-        for split, folder in zip(splits, folders, strict=True)
-    ]
+    below = []
+    for split, folder in zip(splits, folders, strict=True):
+        if split:
+            below.append(_skip_repeated(folder))
+        else:
+            below.append([] if are_splits else folder)
     return [
         (split, folder[0] if folder else None)
         for split, folder in zip(splits, _skip_common_folder(below), strict=True)

@@ -320,7 +320,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if wide.min() < 0 or wide.max() > 65535:
             raise ValueError("32-bit samples of unknown range: convert it to 8 bits")
         gray = ((wide * 255 + 32767) // 65535).astype(np.uint8)
-        if isinstance(transparent := image.info.get("transparency"), int):
+        transparent = image.info.get("transparency")
+        if isinstance(transparent, int):
             gray[wide == transparent] = 255
         return Image.fromarray(gray).convert("RGB")
     if not image.has_transparency_data:

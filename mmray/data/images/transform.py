@@ -300,7 +300,8 @@ def random_crop_box(
         (left, top, right, bottom) in pixels of the image.
     """
     width, height = size
-    (low, high), (log_min, log_max) = augment.crop_scale, np.log(CROP_RATIO)
+    low, high = augment.crop_scale
+    log_min, log_max = np.log(CROP_RATIO)
     for scale, ratio, u_left, u_top in uniforms.reshape(CROP_TRIES, 4):
         area = width * height * (low + (high - low) * scale)
         aspect = np.exp(log_min + (log_max - log_min) * ratio)

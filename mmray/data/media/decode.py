@@ -371,8 +371,8 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
     audio = _audio(container)
     stream = video if kind == "video" else audio
     if stream is None:
-        has = "video" if video is not None else "audio" if audio is not None else "no stream"
-        raise BadMedia(f"no-{kind}", f"it has no {kind} ({has} only)")
+        others = [name for name, each in (("video", video), ("audio", audio)) if each is not None]
+        raise BadMedia(f"no-{kind}", f"it has no {kind} ({(others or ['no stream'])[0]} only)")
     streams = [each for each in ((video, audio) if kind == "video" else (audio,)) if each]
     for each in streams:
         if each.codec_context is None:

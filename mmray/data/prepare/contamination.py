@@ -338,7 +338,8 @@ def nearest(
         Index in `references` and Hamming distance in bits of each query, both int64 [N]; NO_ROW
         (-1) in both for a query without a match.
     """
-    (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
+    query_rows, query_numbers = _distinct(queries)
+    reference_rows, _ = _distinct(references)
     query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)
     reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
     # Query, Hamming distance and reference of each match.
@@ -357,7 +358,7 @@ def nearest(
     best = np.full((2, len(query_rows)), NO_ROW, np.int64)
     best[:, query] = [distance, reference]
     out = np.full((2, len(queries)), NO_ROW, np.int64)
-    out[:, queries["has_phash"]] = best[:, group]
+    out[:, queries["has_phash"]] = best[:, query_numbers]
     return out[1], out[0]
 
 

@@ -104,10 +104,8 @@ class Throughput:
         idle_s = self.timers.idle.pop_s()
         if not self._steps:
             return {}
-        steps, (total_s, wait_s, rows, tokens) = (
-            len(self._steps),
-            np.sum(self._steps, axis=0).tolist(),
-        )
+        steps = len(self._steps)
+        total_s, wait_s, rows, tokens = np.sum(self._steps, axis=0).tolist()
         wall_s = total_s + sum(laps_s.values())
         with_callbacks_s = total_s + laps_s["callbacks"]
         self._steps.clear()

@@ -204,7 +204,8 @@ def checkpoint_activations(
             settings |= HOOKS | {
                 "context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))
             }
-        if has_buffers := next(block.buffers(), None) is not None:
+        has_buffers = next(block.buffers(), None) is not None
+        if has_buffers:
             settings["context_fn"] = partial(
                 _contexts, block, settings.get("context_fn", noop_context_fn)
             )
