@@ -316,9 +316,8 @@ def check_reachable(address: str) -> None:
     if address.startswith("ray://"):
         raise UsageError(
             f"{address}: Ray Client addresses are not supported. Submit the command as a job (`ray "
-            "job submit "
-            "--address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with "
-            "RAY_ADDRESS=auto"
+            "job submit --address http://HEAD:8265 -- mmray ...`), or run it on a node of the "
+            "cluster with RAY_ADDRESS=auto"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -328,9 +327,8 @@ def check_reachable(address: str) -> None:
     except OSError as error:
         raise ResourceError(
             f"no response from Ray at {address} ({error}). Check that the head is running (`ray "
-            "status` there), that "
-            "its port (6379 by default) is reachable, and the address (--address, "
-            "--cluster.address or RAY_ADDRESS)"
+            "status` there), that its port (6379 by default) is reachable, and the address "
+            "(--address, --cluster.address or RAY_ADDRESS)"
         ) from None
 
 

@@ -343,8 +343,7 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
     observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
     fix = (
         f"start Ray on {', '.join(missing)} with --node-ip-address, an address of the node's "
-        "network interface, or set "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
+        "network interface, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
     )
     return _warn_if(bool(missing), "network", observed, fix)
 

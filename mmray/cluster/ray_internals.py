@@ -43,8 +43,8 @@ def version_warning(installed: str = ray.__version__) -> str | None:
         return None
     return (
         f"Ray {installed} is untested: mmray uses private APIs of Ray {TESTED_VERSION}, so "
-        "autoscaling and preemption "
-        f"may fail. Install it with: pip install 'ray~={TESTED_VERSION}.0'"
+        "autoscaling and preemption may fail. Install it with: pip install "
+        f"'ray~={TESTED_VERSION}.0'"
     )
 
 

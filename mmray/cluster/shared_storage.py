@@ -20,8 +20,7 @@ PROBE_TIMEOUT_S = 60.0
 MOUNT = "Mount one file system at the same path on all of them and pass that path as --run.storage."
 CREDENTIALS = (
     "The bucket must exist; endpoint and credentials come from the environment of each node "
-    "(AWS_ENDPOINT_URL, "
-    "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
+    "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
 
 
@@ -42,8 +41,8 @@ def check_persistent(storage: str, cwd: Path) -> None:
     ):
         raise UsageError(
             f"run.storage {storage} is relative, and Ray deletes a job's copy of the working "
-            "directory later. Pass an "
-            "absolute folder that every node sees (--run.storage /shared/runs)."
+            "directory later. Pass an absolute folder that every node sees (--run.storage "
+            "/shared/runs)."
         )
 
 

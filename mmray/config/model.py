@@ -181,8 +181,7 @@ class Model(Section, settings_prefix="model"):
         if 0 < self.vocab_size < vocab_size:
             raise UsageError(
                 f"model.vocab_size: {self.vocab_size} embedding rows are too few for a tokenizer "
-                f"of {vocab_size} "
-                "tokens; set 0 or a larger number"
+                f"of {vocab_size} tokens; set 0 or a larger number"
             )
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 

@@ -157,18 +157,16 @@ class TowerModel(EmbeddingModel):
             if self.batch_norm == "frozen" and image.weights == "none":
                 return [
                     "model.batch_norm: `frozen` needs the running statistics of trained weights, "
-                    "but "
-                    "model.image.weights is `none`. Set model.batch_norm to `local`, or "
-                    "model.image.weights to "
-                    "`pretrained` or a file"
+                    "but model.image.weights is `none`. Set model.batch_norm to `local`, or "
+                    "model.image.weights to `pretrained` or a file"
                 ]
             return []
         if image.name == "transformers":
             if image.weights in ("none", "pretrained"):
                 return [
                     "model.image.weights: model.image.name `transformers` takes its shape from the "
-                    "weights; set a "
-                    f"directory saved by transformers, or a hub name (got `{image.weights}`)"
+                    "weights; set a directory saved by transformers, or a hub name (got "
+                    f"`{image.weights}`)"
                 ]
             return []
         reasons = _pretrained_reasons("model.image.weights", image.weights)

@@ -575,8 +575,8 @@ def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
         raise BadRow(
             "columns",
             "ambiguous",
-            f"both {given[0]} and {given[1]}: choose one, for example "
-            f"--columns {given[-1].removesuffix('s')}={given[-1]}",
+            f"both {given[0]} and {given[1]}: choose one, for example --columns "
+            f"{given[-1].removesuffix('s')}={given[-1]}",
         )
     return values[given[0]]
 

@@ -190,8 +190,8 @@ def resolve_batch_shape(
         return BatchShape(micro * (accumulation or 1) * world_size, micro, world_size)
     if total < world_size:
         raise UsageError(
-            f"batch.global: {total} rows are fewer than {world_size} workers; "
-            f"set at least {world_size}"
+            f"batch.global: {total} rows are fewer than {world_size} workers; set at least "
+            f"{world_size}"
         )
     rows_per_rank = ceil(total / world_size)
     micro = micro or ceil(rows_per_rank / (accumulation or 1))

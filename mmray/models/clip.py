@@ -393,8 +393,7 @@ class Siglip(PretrainedDualEncoder):
         if text.pad_token_id is None or not 0 <= text.pad_token_id < text.vocab_size:
             raise UsageError(
                 f"model.pad_id: {text.pad_token_id} is not a token of a model with "
-                f"{text.vocab_size} embedding rows; "
-                "set the pad id of the tokenizer"
+                f"{text.vocab_size} embedding rows; set the pad id of the tokenizer"
             )
         image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, text), spec)

@@ -192,8 +192,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
             raise UsageError(
                 f"model.lora.targets: `{pattern}` matches no linear layer of the model; trainable "
-                "ones are "
-                f"{', '.join(linear[:3]) or 'none'}"
+                f"ones are {', '.join(linear[:3]) or 'none'}"
             )
         layers += matching
     inject_adapter_in_model(

@@ -193,11 +193,9 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
     if missing and not any(name.startswith(("vision_model.", "text_model.")) for name in hf):
         raise UsageError(
             f"model.weights: {weights} is not a checkpoint of open_clip. If it is an image encoder "
-            "without a text "
-            "encoder, train a model with it: --model.image.name transformers --model.image.weights "
-            "DIR, a folder of "
-            "timm or transformers with config.json (for a torchvision ResNet: --model.image.name "
-            "resnet50 and the file)"
+            "without a text encoder, train a model with it: --model.image.name transformers "
+            "--model.image.weights DIR, a folder of timm or transformers with config.json (for a "
+            "torchvision ResNet: --model.image.name resnet50 and the file)"
         )
     if missing:
         raise UsageError(
@@ -287,8 +285,7 @@ def _check_supported(weights: str, model: dict[str, Any], kind: str) -> None:
         if given not in values:
             raise UsageError(
                 f"model.weights: {weights} has {setting} {given} in open_clip_config.json, but "
-                f"model.kind {kind} "
-                f"supports only {values[0]}"
+                f"model.kind {kind} supports only {values[0]}"
             )
 
 
@@ -300,9 +297,8 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
     if not (name := model.get("vision_cfg", {}).get("timm_model_name")):
         raise UsageError(
             f"model.weights: {weights} is a SigLIP checkpoint of open_clip, whose config is not "
-            "next to it; copy it "
-            "there as open_clip_config.json (it is model_configs/NAME.json in the package "
-            "open_clip)"
+            "next to it; copy it there as open_clip_config.json (it is model_configs/NAME.json in "
+            "the package open_clip)"
         )
     check_installed("timm", "model.weights", "timm")
     import timm

@@ -100,8 +100,8 @@ def _hf_settings(weights: str) -> dict[str, Any]:
     if config.model_type in HF_IMAGE_TYPES:
         raise UsageError(
             f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
-            "encoder; train a model "
-            f"with it: --model.image.name transformers --model.image.weights {weights}"
+            "encoder; train a model with it: --model.image.name transformers --model.image.weights "
+            f"{weights}"
         )
     if config.model_type not in kinds:
         positions = config.get_text_config().max_position_embeddings

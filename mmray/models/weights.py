@@ -364,8 +364,7 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
     if rows < vocab_size:
         raise UsageError(
             f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of "
-            f"{vocab_size} tokens; use the "
-            "tokenizer of the weights (model.inputs.tokenizer)"
+            f"{vocab_size} tokens; use the tokenizer of the weights (model.inputs.tokenizer)"
         )
 
 

@@ -462,8 +462,7 @@ def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Con
     if inputs.tokenizer == "trained":
         raise UsageError(
             "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, "
-            "folder or hub name "
-            "of the tokenizer that the weights were trained with"
+            "folder or hub name of the tokenizer that the weights were trained with"
         )
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
     num_tokens = build_encoder(tokenizer_json, inputs).vocab_size

@@ -262,8 +262,8 @@ def check_gpus(config: Config, workers: int = 1) -> None:
         needed = f"{num_needed} GPU{'s' * (num_needed > 1)}"
         fix = "auto or cpu, or give --cluster.address" if workers == 1 else "cpu, or start fewer"
         raise ResourceError(
-            f"cluster.accelerator {accelerator}: {who} {needed} and torch "
-            f"sees {num_gpus} on this machine; set it to {fix}"
+            f"cluster.accelerator {accelerator}: {who} {needed} and torch sees {num_gpus} on this "
+            f"machine; set it to {fix}"
         )
 
 

@@ -449,10 +449,9 @@ class Supervisor:
         except OSError as error:
             raise ResourceError(
                 f"cannot write {self.run.path / 'result.json'} (the weights of step "
-                f"{outcome['steps']} are saved in "
-                f"{self.run.checkpoints}): {error.strerror or error}. Free disk space (or fix the "
-                "storage) "
-                "and rerun the same command; completed steps are not repeated"
+                f"{outcome['steps']} are saved in {self.run.checkpoints}): "
+                f"{error.strerror or error}. Free disk space (or fix the storage) and rerun the "
+                "same command; completed steps are not repeated"
             ) from error
 
     def _write_ended(self, status: str, **fields: Any) -> None:

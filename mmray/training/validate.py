@@ -251,7 +251,7 @@ def batch_norm_reasons(config: Config) -> list[str]:
         )
     if config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
         reasons.append(
-            "model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with "
+            "model.batch_norm: `synced` needs GPUs; set `local` or `frozen` with "
             "--cluster.accelerator cpu"
         )
     return reasons
@@ -413,8 +413,7 @@ def objective_reasons(config: Config) -> list[str]:
     if not {"contrastive", "sigmoid"} & terms.keys():
         reasons.append(
             f"objective.kind: `{config.objective.kind}` does not train the embeddings of images "
-            "and texts; add "
-            "`+ contrastive`"
+            "and texts; add `+ contrastive`"
         )
     return reasons
 

@@ -448,8 +448,7 @@ class CocoSource(ListingSource):
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and "
-                    "`file_name`, and "
-                    "`annotations` with `image_id`"
+                    "`file_name`, and `annotations` with `image_id`"
                 ) from None
             shared = images.keys() & files.keys()
             if images and not any(

@@ -135,8 +135,8 @@ class Source(ABC):
 
     title: ClassVar[str]
     row_needs: ClassVar[str] = (
-        "an image (a path relative to the file of the rows) and a text; "
-        "--columns image=NAME text=NAME names columns of other names"
+        "an image (a path relative to the file of the rows) and a text; --columns image=NAME "
+        "text=NAME names columns of other names"
     )
     reads_file: ClassVar[bool] = True
     reads_folder: ClassVar[bool] = False

@@ -492,8 +492,8 @@ def rejection_error(
     if reasons[OVERLAP] and reasons.total() == num_read:
         return DataError(
             f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other "
-            "sets or splits "
-            f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
+            f"sets or splits (prepare.drop_overlap). {quarantine} lists them; compare with other "
+            "sets"
         )
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
     limit = "none is good"

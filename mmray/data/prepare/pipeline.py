@@ -206,9 +206,8 @@ def prepare(
     if settings.holdout and settings.index_only and settings.check == "none":
         raise UsageError(
             "prepare.holdout assigns splits by the hash of the image, and prepare.index_only with "
-            "prepare.check none "
-            "does not read images: use --check header, or set the splits in the source (column "
-            "`split`)"
+            "prepare.check none does not read images: use --check header, or set the splits in the "
+            "source (column `split`)"
         )
     try:
         contamination.validate(settings, out)

@@ -121,8 +121,8 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
         if len(first_rows) == 1 and (items := _find_items(first)):
             raise DataError(
                 f"{file} is one object with {', '.join(names)[:200]}, and not a row: write its "
-                "rows as JSON lines, for example with "
-                f"`jq -c '{items}' {quote(source.name)} > rows.jsonl`"
+                f"rows as JSON lines, for example with `jq -c '{items}' {quote(source.name)} > "
+                "rows.jsonl`"
             )
         # rename_columns has dropped what a mapped column replaces
         lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}

@@ -102,8 +102,8 @@ def tokenizer_file(folder: Path) -> Path | None:
     models = sorted(folder.glob(f"*{SENTENCEPIECE}"))
     if len(models) > 1:
         raise UsageError(
-            f"{_SETTING}: {folder} holds several models, "
-            f"{', '.join(m.name for m in models)}; name one"
+            f"{_SETTING}: {folder} holds several models, {', '.join(m.name for m in models)}; name "
+            "one"
         )
     return models[0] if models else None
 

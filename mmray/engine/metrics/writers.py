@@ -84,8 +84,7 @@ class MetricsLog:
         except OSError as error:
             raise StorageError(
                 f"cannot write {self._path}: {error.strerror or error}. Free disk space or fix the "
-                "permissions, then "
-                "rerun the same command"
+                "permissions, then rerun the same command"
             ) from error
 
     def write(self, metrics: Metrics) -> None:

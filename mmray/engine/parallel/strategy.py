@@ -165,8 +165,8 @@ def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
         return device, device
     if torch.cuda.device_count() < 2:
         raise UsageError(
-            "train.parallel branches needs two GPUs in one worker, and this one sees "
-            "one; take `ddp`"
+            "train.parallel branches: a worker needs two GPUs, and torch sees one. "
+            "Use --train.parallel ddp"
         )
     return device, torch.device("cuda", 1 - (device.index or 0))
 

@@ -72,7 +72,7 @@ def apply_transforms(
     if device.type == "cpu" and any(
         isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()
     ):
-        raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
+        raise UsageError("model.batch_norm: `synced` needs GPUs; set `local` or `frozen` on a CPU")
     # sharding moves the model part by part: all of it may not fit on a GPU
     if train.parallel not in SHARDED:
         model.to(device)

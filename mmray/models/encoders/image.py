@@ -307,9 +307,8 @@ def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
     except (URLError, TimeoutError, ConnectionError) as error:
         raise UsageError(
             f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {spec.name} ({error}). "
-            "Download "
-            f"{weights.url} on a machine with a network and set model.image.weights to the file, "
-            "or set it to `none`"
+            f"Download {weights.url} on a machine with a network and set model.image.weights to "
+            "the file, or set it to `none`"
         ) from None
     width = net.fc.in_features
     net.avgpool = nn.Identity()

@@ -296,7 +296,7 @@ def build_pretrained_audio(
         )
     if inputs.clip_s * tower.rate > tower.max_samples:
         raise UsageError(
-            f"model.inputs.clip_s: {spec.weights} takes up to "
-            f"{tower.max_samples / tower.rate:g} s, not {inputs.clip_s:g}"
+            f"model.inputs.clip_s: {spec.weights} takes up to {tower.max_samples / tower.rate:g} "
+            f"s, not {inputs.clip_s:g}"
         )
     return tower
