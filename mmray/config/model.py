@@ -110,23 +110,21 @@ class Model(Section, settings_prefix="model"):
 
     Attributes:
         branches: Names of the parts that `branches()` of the torch module returns; empty: not
-            known.
-        shares_only_loss: Whether the branches share nothing but the loss.
+            known, so the dry run checks settings that name parts.
+        shares_only_loss: Whether the branches share nothing but the loss, as `train.parallel
+            branches` needs.
         media_kinds: Kinds of media that a row may have; rows with others are not used.
+        takes_clips: Whether the model embeds audio and video clips, of which a row may lack some.
         generates_text: Whether the model writes text about any number of images.
         objectives: Built-in objectives that can train the model, the usual one first; empty: not
             known.
     """
 
-    # Names of the parts that the model's `branches()` returns; empty: checked by the dry run.
     branches: ClassVar[tuple[str, ...]] = ()
-    # Whether the branches share nothing but the loss, as `train.parallel branches` needs.
     shares_only_loss: ClassVar[bool] = False
-    # Kinds of media that a row may have; rows with others are not used.
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
-    # Whether the model writes text about any number of images, instead of embedding rows of one.
+    takes_clips: ClassVar[bool] = False
     generates_text: ClassVar[bool] = False
-    # Built-in objectives that can train the model, the usual one first; empty: as above.
     objectives: ClassVar[tuple[str, ...]] = ()
 
     kind: Annotated[str, _KIND] = ""

@@ -332,7 +332,7 @@ class Towers(PairModel):
     on cross-attention between them; a row may lack any modality.
     """
 
-    media_kinds: ClassVar[tuple[str, ...]] = ("image", "audio", "video")
+    takes_clips: ClassVar[bool] = True
     objectives: ClassVar[tuple[str, ...]] = (
         "audio_text",
         "video_text",
@@ -344,6 +344,15 @@ class Towers(PairModel):
     inputs: ClipInputs = ClipInputs()
     audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
     video: FrameTransformer = FrameTransformer()
+
+    @property
+    def media_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Kinds of media that the model uses: `image` (as a frame) and `video` if `inputs.frames`
+        is not 0, `audio` and `video` (for its sound) if `inputs.audio_rate` is not 0.
+        """
+        frames = ("image", "video") if self.inputs.frames else ()
+        sound = ("audio", "video") if self.inputs.audio_rate else ()
+        return tuple(dict.fromkeys((*frames, *sound)))
 
     @property
     def modalities(self) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def build_evaluator(
         if config.model.generates_text:
             return ConversationEvaluator(config, prepared, max_pixels, on_rows)
         settings = config.evaluate.with_prompts(eval_set.prompts)
-        evaluator = ClipEvaluator if config.model.kind == "towers" else Evaluator
+        evaluator = ClipEvaluator if config.model.takes_clips else Evaluator
         return evaluator(
             prepared,
             config.model.inputs,
@@ -216,7 +216,7 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     from mmray.models.protocol import EMBEDDING_METHODS
 
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
-    if missing and not config.model.generates_text and config.model.kind != "towers":
+    if missing and not config.model.generates_text and not config.model.takes_clips:
         raise UsageError(
             f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "
             "evaluation calls. Add the methods (see mmray/models/protocol.py). A run is not "

@@ -297,14 +297,14 @@ def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
     by_kinds = _rows_by_kinds(prepared)
     for text, rows in by_kinds.items():
         kinds = {*text.split()}
-        # Towers use what they take of a row, and mask the rest.
-        is_used = bool(taken & kinds) if isinstance(model, Towers) else kinds <= taken
+        # A model of clips uses what it takes of a row, and masks the rest.
+        is_used = bool(taken & kinds) if model.takes_clips else kinds <= taken
         if not is_used:
             unused[text.replace(" ", " and ")] = rows
     by_number = prepared.rows_by_num_images
     without_image = sum(rows for text, rows in by_kinds.items() if "image" not in text.split())
     without_media = by_number.get(0, 0) - without_image
-    if isinstance(model, Towers):
+    if model.takes_clips:
         unused["text alone"] = without_media
     if _takes_one_image(model):
         unused["no image"] = without_media
@@ -317,15 +317,11 @@ def _taken_kinds(model: AnyModel) -> set[str]:
     if isinstance(model, Vlm):
         family = find_family(read_config(model.weights), model.weights)
         return set(family.media_kinds(model.inputs.frames, model.weights))
-    if isinstance(model, Towers):
-        frames = {"image", "video"} if model.inputs.frames else set()
-        sound = {"audio", "video"} if model.inputs.audio_rate else set()
-        return frames | sound
     return set(model.media_kinds)
 
 
 def _takes_one_image(model: AnyModel) -> bool:
-    return not model.generates_text and not isinstance(model, Towers)
+    return not model.generates_text and not model.takes_clips
 
 
 def _check_rows(

@@ -189,7 +189,7 @@ def _plan(
             raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
     model: Any = load_model(config, checkpoint)
     missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
-    if missing or config.model.kind == "towers":
+    if missing or config.model.takes_clips:
         raise UsageError(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
             "and its caption; use weights of clip, siglip, two_tower or fusion"
