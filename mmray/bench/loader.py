@@ -255,14 +255,15 @@ class _LoaderRuns:
 
     def reader(self, reader: RowReader) -> RunWindow:
         """Return a function that reads rows in processes of their own, without the stream."""
-        arguments = (self.actors, reader, self.plan, self.window_s)
-        return partial(self._run, self.actors, "reader", *arguments)
+        return partial(
+            self._run, self.actors, "reader", self.actors, reader, self.plan, self.window_s
+        )
 
     def loader(self, dataset: Any) -> RunWindow:
         """Return a function that reads batches of a DataLoader in each consumer."""
         batch = self.plan.global_rows // CONSUMERS
-        arguments = (dataset, batch, self.workers_per_consumer, self.window_s)
-        return partial(self._run, CONSUMERS, "loader", *arguments)
+        num_workers = self.workers_per_consumer
+        return partial(self._run, CONSUMERS, "loader", dataset, batch, num_workers, self.window_s)
 
     def stream(self, reader: RowReader) -> RunWindow:
         """Return a function that receives a window of the stream as training workers do."""
