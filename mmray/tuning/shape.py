@@ -37,13 +37,13 @@ class Visit(NamedTuple):
 
     Attributes:
         global_rows: Rows of the global batch.
-        micro: Rows of a micro-batch.
+        micro_batch_size: Rows of a micro-batch.
         step_s: Median seconds of a step of the slowest rank.
         peak_gib: Largest peak memory of a rank.
     """
 
     global_rows: int
-    micro: int
+    micro_batch_size: int
     step_s: float
     peak_gib: float
 
@@ -53,12 +53,12 @@ class Failure(NamedTuple):
 
     Attributes:
         global_rows: Rows of the global batch.
-        micro: Rows of a micro-batch.
+        micro_batch_size: Rows of a micro-batch.
         reason: The error message.
     """
 
     global_rows: int
-    micro: int
+    micro_batch_size: int
     reason: str
 
 
@@ -122,11 +122,13 @@ class Measurements:
         """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
-            if visit.global_rows == global_rows and not self.failure(global_rows, visit.micro):
-                times.setdefault(visit.micro, []).append(visit.step_s)
+            if visit.global_rows == global_rows and not self.failure(
+                global_rows, visit.micro_batch_size
+            ):
+                times.setdefault(visit.micro_batch_size, []).append(visit.step_s)
         return times
 
-    def peak_gib(self, global_rows: int, micro: int) -> float:
+    def peak_gib(self, global_rows: int, micro_batch_size: int) -> float:
         """Return the largest peak memory of a rank, in GiB, with a measured global batch and
         micro-batch.
 
@@ -137,9 +139,9 @@ class Measurements:
         Raises:
             KeyError: They were not measured.
         """
-        return self._peaks(global_rows)[micro]
+        return self._peaks(global_rows)[micro_batch_size]
 
-    def failure(self, global_rows: int, micro: int) -> str:
+    def failure(self, global_rows: int, micro_batch_size: int) -> str:
         """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
         may fit.
 
@@ -152,18 +154,18 @@ class Measurements:
             micro: Rows of a micro-batch.
         """
         for failure in self.failures:
-            if failure.micro <= micro and failure.global_rows <= global_rows:
-                return f"micro-batches of {failure.micro} do not fit: {failure.reason}"
+            if failure.micro_batch_size <= micro_batch_size and failure.global_rows <= global_rows:
+                return f"micro-batches of {failure.micro_batch_size} do not fit: {failure.reason}"
         peaks = self._peaks(global_rows)
         for size, peak_gib in peaks.items():
-            if size <= micro and peak_gib > self.limit_gib:
+            if size <= micro_batch_size and peak_gib > self.limit_gib:
                 peak = f"{peak_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
                 return f"micro-batches of {size} need {peak}"
-        smaller = sorted(size for size in peaks if size < micro)
-        if micro not in peaks and len(smaller) > 1:
+        smaller = sorted(size for size in peaks if size < micro_batch_size)
+        if micro_batch_size not in peaks and len(smaller) > 1:
             low, high = smaller[-2:]
             row_gib = (peaks[high] - peaks[low]) / (high - low)
-            expected_gib = peaks[high] + row_gib * (micro - high)
+            expected_gib = peaks[high] + row_gib * (micro_batch_size - high)
             if expected_gib > self.limit_gib:
                 return f"would need about {expected_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
         return ""
@@ -172,7 +174,9 @@ class Measurements:
         peaks: dict[int, float] = {}
         for visit in self.visits:
             if visit.global_rows == global_rows:
-                peaks[visit.micro] = max(visit.peak_gib, peaks.get(visit.micro, 0.0))
+                peaks[visit.micro_batch_size] = max(
+                    visit.peak_gib, peaks.get(visit.micro_batch_size, 0.0)
+                )
         return peaks
 
 
@@ -190,7 +194,7 @@ def micro_sizes(rows: int) -> list[int]:
     return sorted({ceil(rows / count) for count in counts})
 
 
-def next_micro(measurements: Measurements, global_rows: int) -> int | None:
+def next_micro_batch_size(measurements: Measurements, global_rows: int) -> int | None:
     """Return the micro-batch to time next for a global batch.
 
     Args:
@@ -210,9 +214,9 @@ def next_micro(measurements: Measurements, global_rows: int) -> int | None:
     if size is not None:
         return size
     slow_s = MAX_SLOWDOWN * min(map(min, times.values()))
-    for micro, seconds in sorted(times.items(), reverse=True):
+    for size, seconds in sorted(times.items(), reverse=True):
         if len(seconds) < VISITS and seconds[0] < slow_s:
-            return micro
+            return size
     return _next_of_pair(best_two(measurements, global_rows), times)
 
 
@@ -254,26 +258,22 @@ def best_two(measurements: Measurements, global_rows: int) -> list[int]:
         Rows of one or two micro-batches.
     """
     times = measurements.step_times(global_rows)
-    step_s = {micro: min(seconds[:VISITS]) for micro, seconds in times.items()}
-    fastest, *others = sorted(step_s, key=lambda micro: step_s[micro])
-
-    def peak_gib(micro: int) -> float:
-        return measurements.peak_gib(global_rows, micro)
-
+    step_s = {size: min(seconds[:VISITS]) for size, seconds in times.items()}
+    fastest, *others = sorted(step_s, key=lambda size: step_s[size])
+    peak_gib = {size: measurements.peak_gib(global_rows, size) for size in times}
     near = [
-        micro
-        for micro in others
-        if step_s[micro] <= (1 + TOLERANCE) * step_s[fastest]
-        and peak_gib(micro) < peak_gib(fastest)
+        size
+        for size in others
+        if step_s[size] <= (1 + TOLERANCE) * step_s[fastest] and peak_gib[size] < peak_gib[fastest]
     ]
-    return [fastest, *(sorted(near, key=peak_gib)[:1] or others[:1])]
+    return [fastest, *(sorted(near, key=lambda size: peak_gib[size])[:1] or others[:1])]
 
 
 def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | None:
     """Return the micro-batch to time next in rounds A B, B A, A B, ...; None after the last."""
     if len(pair) < 2:
         return None
-    round_s = sum(min(times[micro]) for micro in pair)
+    round_s = sum(min(times[size]) for size in pair)
     rounds = min(ROUNDS, int(MAX_COMPARISON_S / round_s))
     first, second = pair
     num_first = len(times[first]) - VISITS
@@ -308,26 +308,26 @@ def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
     rank_rows = ceil(global_rows / workers)
     times = measurements.step_times(global_rows)
     rows: list[TrialRow] = []
-    for micro in micro_sizes(rank_rows):
+    for size in micro_sizes(rank_rows):
         row = TrialRow(
             trial="",
             status="finished",
-            micro=micro,
-            accumulation=ceil(rank_rows / micro),
+            micro=size,
+            accumulation=ceil(rank_rows / size),
             workers=workers,
             global_rows=global_rows,
         )
-        if micro in times:
+        if size in times:
             # The lower median, because other programs only slow steps.
-            step_s = statistics.median_low(times[micro])
+            step_s = statistics.median_low(times[size])
             row = replace(
                 row,
                 samples_per_s=global_rows / step_s,
                 step_p50_s=step_s,
-                peak_gib=measurements.peak_gib(global_rows, micro),
+                peak_gib=measurements.peak_gib(global_rows, size),
             )
             rows.append(row)
-        elif error := measurements.failure(global_rows, micro):
+        elif error := measurements.failure(global_rows, size):
             rows.append(replace(row, status="out_of_memory", error=error))
             break
     return rows
@@ -356,7 +356,7 @@ def recommend(
             row.micro: row for row in rows if row.global_rows == size and row.status == "finished"
         }
         if by_micro:
-            pair = [by_micro[micro] for micro in best_two(measurements, size)]
+            pair = [by_micro[each] for each in best_two(measurements, size)]
             best[size] = pick_faster(pair, measurements)
     if not best:
         return None

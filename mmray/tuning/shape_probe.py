@@ -178,8 +178,8 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
 
     Returns:
         A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
-        `visits` (timed shapes, with `global_rows`, `micro`, `step_s` and `peak_gib`) and `failures`
-        (shapes that did not fit, with the reason).
+        `visits` (timed shapes, with `global_rows`, `micro_batch_size`, `step_s` and `peak_gib`) and
+        `failures` (shapes that did not fit, with the reason).
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.
@@ -232,9 +232,9 @@ def measure_in_groups(
 
     Returns:
         The measurements of all groups: `workers` (number of ranks), `limit_gib` (memory that each
-        may use), `visits` (timed batch shapes, each with `global_rows`, `micro`, `step_s` and
-        `peak_gib`) and `failures` (shapes that did not fit, with `global_rows`, `micro` and
-        `reason`).
+        may use), `visits` (timed batch shapes, each with `global_rows`, `micro_batch_size`,
+        `step_s` and `peak_gib`) and `failures` (shapes that did not fit, with `global_rows`,
+        `micro_batch_size` and `reason`).
 
     Raises:
         OutOfMemoryError: Not even a micro-batch of one row fits.

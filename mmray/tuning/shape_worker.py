@@ -32,7 +32,7 @@ from mmray.engine.step import optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, UsageError, first_line, is_out_of_memory
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit, next_micro
+from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit, next_micro_batch_size
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -80,12 +80,12 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     for global_rows in task.global_rows:
         if global_rows < group.world_size:
             continue
-        while (micro := next_micro(measurements, global_rows)) is not None:
-            message: dict[str, Any] = {"trying": (global_rows, micro)}
-            if micro not in measurements.step_times(global_rows):
-                message["status"] = f"global batch of {global_rows} in micro-batches of {micro}"
+        while (size := next_micro_batch_size(measurements, global_rows)) is not None:
+            message: dict[str, Any] = {"trying": (global_rows, size)}
+            if size not in measurements.step_times(global_rows):
+                message["status"] = f"global batch of {global_rows} in micro-batches of {size}"
             report(message)
-            outcome = stepper.measure(global_rows, micro)
+            outcome = stepper.measure(global_rows, size)
             report({"measured": outcome})
             if isinstance(outcome, Visit):
                 measurements.visits.append(outcome)
@@ -129,8 +129,8 @@ def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
 class Stepper:
     """Takes training steps on synthetic batches, with the communication of all ranks.
 
-    `measure(global_rows, micro)` returns a Visit, with the seconds of a step and the peak memory,
-    or a Failure if they do not fit.
+    `measure(global_rows, micro_batch_size)` returns a Visit, with the seconds of a step and the
+    peak memory, or a Failure if they do not fit.
 
     Attributes:
         config: Settings of the run.
@@ -162,7 +162,7 @@ class Stepper:
         set_lr(state.optimizer, 0.0)
         return cls(config, state, group)
 
-    def measure(self, global_rows: int, micro: int) -> Visit | Failure:
+    def measure(self, global_rows: int, micro_batch_size: int) -> Visit | Failure:
         """Time steps with a global batch and micro-batch; a collective call that returns the same
         on all ranks.
 
@@ -186,7 +186,7 @@ class Stepper:
         next_batch: list[torch.Tensor] = []
         reason = ""
         try:
-            batch = self._make_batch(ceil(global_rows / self.group.world_size), micro)
+            batch = self._make_batch(ceil(global_rows / self.group.world_size), micro_batch_size)
             # A GPU holds the next batch too, which is copied to it during the step.
             if device.type == "cuda":
                 next_batch = [
@@ -199,13 +199,13 @@ class Stepper:
             reason = first_line(error)
             if self.group.world_size > 1:
                 raise OutOfMemoryError(
-                    f"out of memory with micro-batches of {micro} rows: {reason}"
+                    f"out of memory with micro-batches of {micro_batch_size} rows: {reason}"
                 ) from error
         if reason:  # outside `except`: the traceback would keep the step's tensors alive
             batch = None
             next_batch.clear()
             zero_gradients(state)
-            return Failure(global_rows, micro, reason)
+            return Failure(global_rows, micro_batch_size, reason)
         assert batch is not None
         slowest_s = max(self.group.all_gather_objects(first_s))
         num_steps = min(MAX_STEPS, max(1, ceil(WINDOW_S / slowest_s)))
@@ -213,13 +213,13 @@ class Stepper:
         own = (float(np.median(times_s)), timers.peak_gib())
         step_s, peak_gib = np.max(self.group.all_gather_objects(own), axis=0).tolist()
         next_batch.clear()
-        return Visit(global_rows, micro, step_s, peak_gib)
+        return Visit(global_rows, micro_batch_size, step_s, peak_gib)
 
-    def _make_batch(self, rows: int, micro: int) -> LocalBatch:
+    def _make_batch(self, rows: int, micro_batch_size: int) -> LocalBatch:
         """Return the micro-batches of a step of this rank, of `rows` rows in total."""
         spec = self.config.model
         device = self.group.device
-        sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
+        sizes = [min(micro_batch_size, rows - first) for first in range(0, rows, micro_batch_size)]
         return make_local_batch(
             [synthetic_batch(spec.inputs, spec.vocab_size, size, device) for size in sizes]
         )

@@ -11,7 +11,7 @@ from mmray.tuning.shape import (
     Visit,
     build_rows,
     micro_sizes,
-    next_micro,
+    next_micro_batch_size,
     recommend,
 )
 
@@ -77,7 +77,7 @@ def probe(device, *global_rows):
     """Measure as a worker group does."""
     measurements = Measurements(device.workers, device.limit_gib)
     for size in global_rows:
-        while (micro := next_micro(measurements, size)) is not None:
+        while (micro := next_micro_batch_size(measurements, size)) is not None:
             outcome = device.measure(size, micro)
             into = measurements.visits if isinstance(outcome, Visit) else measurements.failures
             into.append(outcome)
@@ -125,7 +125,7 @@ def test_size_is_not_tried_if_the_smaller_ones_grow_beyond_the_limit():
 def test_first_size_that_does_not_fit_is_followed_by_smaller_ones():
     measurements = table()
     tried = []
-    while (micro := next_micro(measurements, 4096)) is not None:
+    while (micro := next_micro_batch_size(measurements, 4096)) is not None:
         tried.append(micro)
         fits = micro <= 4
         outcome = Visit(4096, 4, 1.0, 1.0) if fits else Failure(4096, micro, "no memory")
