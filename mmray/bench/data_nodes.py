@@ -17,12 +17,12 @@ HEADROOM = 1.25  # more than the mean rate: images differ, and nodes are lost
 
 @dataclass(frozen=True)
 class DataNodes:
-    """CPUs that a run needs for data.
+    """CPUs that a run needs for data, as `plan_data_nodes` computes them.
 
     Args:
         samples_per_s: Rows per second that all GPUs train.
         decodes_per_s: Rows per second that a core decodes.
-        cpus: Number of cores for data.
+        cpus: Number of cores for data, with some in reserve.
         cost_per_hour: Price of the GPUs and of the CPUs together; None: no prices given.
         device: Device on which `samples_per_s` was measured; `given` if the caller passed it.
     """

@@ -145,14 +145,15 @@ def _clock() -> float:
 
 
 def measure_node(gpus_of_ray: int) -> NodeReport:
-    """Measure this node (Ray task); its clock is compared by the driver.
+    """Measure this node (Ray task), except for its clock.
 
     Args:
         gpus_of_ray: GPUs that Ray counts here; torch is imported only if there are any.
 
     Returns:
         A NodeReport: `versions` (text), `gpus_of_ray`, `gpus_of_torch`, `shm_gib`, `memory_gib`,
-        `disk` (a Finding), `busy_cores`, `num_cores`, `clock_s` and `decodes_per_s`.
+        `disk` (a Finding), `busy_cores`, `num_cores`, `decodes_per_s`, and `clock_s`, which is 0
+        until the driver has compared the clocks.
     """
     busy = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
     gpus_of_torch = 0
@@ -307,7 +308,8 @@ def _free_address() -> str:
 
 
 def all_reduce(master: str, rank: int, world_size: int) -> float:
-    """Return the MB/s of all-reduces of float32 values in a group of all nodes (Ray task).
+    """Return the MB/s of all-reduces of float32 values (their bytes by the median time) with gloo
+    in a group of all nodes (Ray task; all nodes call it together).
 
     Args:
         master: `host:port` on the node of rank 0.

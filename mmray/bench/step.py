@@ -500,7 +500,7 @@ def micro_batches(
         rank: This rank.
         batches: Synthetic batches (tensors [B, ...] by column) with equal numbers of rows, used in
             rotation.
-        first: First step.
+        first: First step, from 0.
 
     Yields:
         The micro-batches of a step. Each has the columns of the batches, with `pos` int64 [B]

@@ -90,7 +90,7 @@ def load_recipe(name: str, words: Sequence[str]) -> Config:
 
     Args:
         name: name of a built-in recipe, or a YAML file.
-        words: flags of the command.
+        words: arguments of the command after the recipe, such as `["--model.kind", "siglip"]`.
 
     Raises:
         UsageError: the recipe, its kind or its weights cannot be loaded.

@@ -122,7 +122,7 @@ def parse_shares(text: str) -> list[float]:
         text: Numbers separated by commas, such as `0,0.5,1`.
 
     Returns:
-        The numbers in the given order; whether they are from 0 to 1 is not checked.
+        The numbers in the given order, which may be outside of 0 to 1.
 
     Raises:
         UsageError: A part is no number, or is given twice.

@@ -26,7 +26,7 @@ class Node:
     Args:
         resources: Amount by name, such as {"CPU": 16, "GPU": 1}; total or free, as the caller
             needs.
-        labels: Ray's labels of the node; None: unknown until the node starts.
+        labels: Ray's labels of the node, value by key; None: unknown until the node starts.
     """
 
     resources: Resources
@@ -69,7 +69,7 @@ class Pool:
         name: Name of the pool, such as `gpu-workers`.
         resources: Resources of one of its nodes, amounts by name, such as {"CPU": 16, "GPU": 1}.
         max_nodes: Maximum number of its nodes, including existing ones.
-        labels: Labels of its nodes; None: unknown.
+        labels: Ray's labels of its nodes, value by key; None: unknown.
     """
 
     name: str
@@ -87,8 +87,9 @@ class Demand:
         per_worker: Resources of each worker, such as {"CPU": 4, "GPU": 1}.
         data_cpus: Number of CPUs for processes that read and decode rows; each may be on another
             node.
-        worker_label_selector: Labels of the nodes for workers; {}: any node.
-        data_label_selector: Labels of the nodes for data; {}: any node.
+        worker_label_selector: Ray's label selector of the nodes for workers, such as {"role":
+            "gpu"} (`Node.matches_labels` has all forms); {}: any node.
+        data_label_selector: The same of the nodes for data.
     """
 
     workers: int
@@ -250,8 +251,8 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
         pools: Node types of the autoscaler.
 
     Returns:
-        The nodes that are in no pool, and the largest number of nodes of each pool, each a Node:
-        `resources` (amount by name, such as {"CPU": 16}) and `labels`.
+        The alive nodes that are in no pool, and as many nodes of each pool as it can have or the
+        run can use, each a Node: `resources` (amount by name, such as {"CPU": 16}) and `labels`.
     """
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool

@@ -387,7 +387,7 @@ def check_data_capacity(cluster_config: Cluster) -> None:
 
 
 def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Start a Ray task on a node, without CPUs and without retries.
+    """Start a Ray task on a node, without reserving CPUs and without retries.
 
     Args:
         node: Ray's hexadecimal node ID.

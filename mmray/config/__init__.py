@@ -148,7 +148,7 @@ def from_yaml(
     where: str,
     recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({}),
 ) -> Config:
-    """Parse a config.
+    """Return the config in a YAML text.
 
     Settings that are missing have the values of the recipe that the text names (`recipe: clip`).
     Without a recipe of this name they have their defaults.

@@ -109,11 +109,12 @@ class Model(Section, settings_prefix="model"):
     A subclass with the settings of a kind sets the class attributes.
 
     Attributes:
-        branches: Names of the parts that `branches()` of the torch module returns; empty: not
-            known, so the dry run checks settings that name parts.
-        shares_only_loss: Whether the branches share nothing but the loss, as `train.parallel
-            branches` needs.
-        media_kinds: Kinds of media that a row may have; rows with others are not used.
+        branches: Names of the branches (parts such as `image` and `text`) that `branches()` of the
+            torch module returns; empty: not known, so the dry run checks settings that name parts.
+        shares_only_loss: Whether no branch reads the output of another one, only the loss reads
+            all, as `train.parallel branches` needs.
+        media_kinds: Kinds of media that a row may have, of `image`, `audio` and `video`; rows with
+            others are not used.
         takes_clips: Whether the model embeds audio and video clips, of which a row may lack some.
         generates_text: Whether the model writes text about any number of images.
         objectives: Built-in objectives that can train the model, the usual one first; empty: not

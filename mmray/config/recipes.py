@@ -284,7 +284,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def load(name: str) -> Config:
-    """Load a built-in recipe or a YAML file.
+    """Return the config of a built-in recipe or of a YAML file.
 
     Args:
         name: Name of a recipe such as `clip`, or the path of a .yaml file.

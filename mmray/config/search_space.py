@@ -41,7 +41,7 @@ class Range:
 
 
 def round_sampled(value: Any) -> Any:
-    """Round a sampled float to four significant digits to keep recipes readable.
+    """Return a sampled float with four significant digits, to keep recipes readable.
 
     Other values, such as integers, are returned unchanged.
     """

@@ -188,7 +188,7 @@ class ConsoleReporter:
         Args:
             done: finished units, such as rows or steps.
             total: all units; 0: unknown.
-            details: text after the numbers.
+            details: text after the numbers, such as `loss 1.23`.
             label: text before the numbers, which names the unit, such as `step`.
         """
         count = f"{done:,.0f}/{total:,.0f}" if total else f"{done:,.0f}"

@@ -90,7 +90,8 @@ class Step(NamedTuple):
     """One of the steps that all ranks take together to embed their batches.
 
     Attributes:
-        batch: Rows of this rank; None: this rank has no rows left, but another rank has.
+        batch: Rows of this rank, as its iterator of batches yields them; None: this rank has no
+            rows left, but another rank has.
         num_calls: Number of calls of the model in which every rank embeds its captions; None: as
             many as the batch needs.
     """
@@ -356,8 +357,8 @@ def _select(rows: Tensor, index: Tensor) -> Tensor:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that sets the model to evaluation mode and restores the previous
-    mode.
+    """Return a context manager that sets a model to evaluation mode (`eval()`) in its block, and
+    then restores the mode before.
     """
     was_training = model.training
     model.eval()

@@ -36,7 +36,8 @@ class HeadHits(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingSet:
-    """Embeddings of N distinct images and C captions on the CPU, sorted by row.
+    """Embeddings of N distinct images and C captions on the CPU, sorted by row, as `embed_dataset`
+    returns them.
 
     Rows with the same image are one image with the captions of all. Equal captions are one text
     and are correct for all their images.

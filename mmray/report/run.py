@@ -190,7 +190,9 @@ def scores_by_set(scores: Mapping[str, float | None]) -> dict[str, dict[str, flo
     """Group the metrics of an evaluation by set.
 
     Args:
-        scores: Metrics by name; those of a set with a name as `NAME/METRIC`.
+        scores: Metrics by name; those of a set with a name as `NAME/METRIC`. Each set is known by
+            its metric `bad_rows`, which every evaluation has; without any all belong to one set
+            without a name.
 
     Returns:
         Metrics without their prefix by the name of the set, "" for a set without one, in the order

@@ -54,7 +54,7 @@ class Failure(NamedTuple):
     Attributes:
         global_rows: Rows of the global batch.
         micro_batch_size: Rows of a micro-batch.
-        reason: The error message.
+        reason: The message of the out-of-memory error.
     """
 
     global_rows: int
@@ -94,7 +94,7 @@ class ShapeTask:
 
 @dataclass
 class Measurements:
-    """Measured batch shapes (global batch and micro-batch).
+    """Measured batch shapes (global batch and micro-batch), as workers return them.
 
     `step_times(global_rows)` returns the seconds of steps by micro-batch.
 

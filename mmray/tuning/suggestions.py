@@ -80,7 +80,7 @@ def _to_python(value: Any) -> Any:
 
 
 def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
-    """Return the settings of the trials that are tried first; empty for a grid.
+    """Return the settings of the trials that are tried first; empty for a grid of listed values.
 
     They are the recipe's own, then other global batches with scaled learning rates: by the square
     root of the global batch (Malladi et al. 2022), then by the batch itself (Goyal et al. 2017).

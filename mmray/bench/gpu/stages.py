@@ -271,7 +271,7 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
 
     Args:
         device: The device to measure.
-        name: Name of a recipe, such as `clip`.
+        name: Name of a built-in recipe with the objective `contrastive`, such as `clip`.
         rows: Rows of a step.
 
     Returns:
