@@ -110,7 +110,8 @@ class Model(Section, settings_prefix="model"):
 
     Attributes:
         branches: Names of the branches (parts such as `image` and `text`) that `branches()` of the
-            torch module returns; empty: not known, so the dry run checks settings that name parts.
+            torch module returns; empty: not known, so settings that name parts are checked later,
+            with the built model.
         shares_only_loss: Whether no branch reads the output of another one, only the loss reads
             all, as `train.parallel branches` needs.
         media_kinds: Kinds of media that a row may have, of `image`, `audio` and `video`; rows with

@@ -134,7 +134,7 @@ class Measurements:
 
         Args:
             global_rows: Rows of the global batch.
-            micro: Rows of a micro-batch.
+            micro_batch_size: Rows of a micro-batch.
 
         Raises:
             KeyError: They were not measured.
@@ -151,7 +151,7 @@ class Measurements:
 
         Args:
             global_rows: Rows of the global batch.
-            micro: Rows of a micro-batch.
+            micro_batch_size: Rows of a micro-batch.
         """
         for failure in self.failures:
             if failure.micro_batch_size <= micro_batch_size and failure.global_rows <= global_rows:

@@ -168,7 +168,7 @@ class Stepper:
 
         Args:
             global_rows: Rows of the global batch.
-            micro: Rows of a micro-batch.
+            micro_batch_size: Rows of a micro-batch.
 
         Returns:
             A Visit: `step_s`, the median seconds of a step of the slowest rank, and `peak_gib`, the
