@@ -142,7 +142,7 @@ def prepare(
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         wait_for_nodes: skip the capacity check and wait for nodes to be added.
-        queue_timeout_s: limit for the wait for a free CPU.
+        queue_timeout_s: limit in seconds for the wait for a free CPU.
         reporter: receives messages and progress by its methods, those of
             `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
@@ -191,7 +191,8 @@ def prepare(
 def check_source(
     source: str | Path, *, reporter: RunReporter | None = None, **settings: Any
 ) -> None:
-    """Show how `prepare` understands a source, and check its first 100 rows; nothing is written.
+    """Log how `prepare` understands a source (format, splits, columns and an example row), and
+    check its first 100 rows; nothing is written.
 
     Args:
         source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,

@@ -39,7 +39,7 @@ SUFFIXES = {"audio": "flac", "video": "mp4"}
 
 
 class ClipRow(NamedTuple):
-    """A text with its span of a file.
+    """A text with its span of a file: 10 s of audio or 2 s of video.
 
     Args:
         file: Path of the file.

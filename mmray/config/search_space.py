@@ -24,7 +24,8 @@ MAX_CORNERS = 1000  # more are not checked before the first trial
 
 @dataclass(frozen=True)
 class Range:
-    """Uniform or log-uniform distribution of a setting.
+    """Uniform or log-uniform distribution of a setting; `build_space` makes it from
+    `uniform(LOW,HIGH)` or `loguniform(LOW,HIGH)`.
 
     Attributes:
         low: Smallest value.

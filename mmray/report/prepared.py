@@ -43,7 +43,8 @@ TABLE_COLUMNS = ("key", "media", "tokens", "text")
 
 @dataclass
 class SetStatistics:
-    """Properties of some rows of a set, or of all if it is small.
+    """Properties of some rows of a set, or of all if it is small, as `read_statistics` computes
+    them.
 
     Attributes:
         num_rows: Number of rows that were read.

@@ -31,6 +31,10 @@ class ShapeGroup:
         scratch: Folder for files of Ray Train.
         reporter: Receives log lines.
 
+    Attributes:
+        config: The config with `gpu` or `cpu` in place of `auto` as `cluster.accelerator`.
+        workers: Number of workers.
+
     Raises:
         ResourceError: The cluster can never start the smallest number of workers that
             `cluster.workers` allows, such as 1 of `1-4`.
