@@ -32,7 +32,8 @@ class ShapeGroup:
         reporter: Receives log lines.
 
     Attributes:
-        config: The config with `gpu` or `cpu` in place of `auto` as `cluster.accelerator`.
+        config: The config with values in place of `auto` in `cluster.accelerator` and
+            `cluster.cpus_per_worker`.
         workers: Number of workers.
 
     Raises:
