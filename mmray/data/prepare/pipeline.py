@@ -84,12 +84,13 @@ _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Progress of `prepare`.
+    """Progress of `prepare`, or of other work on the rows of a set.
 
     Attributes:
         stage: Of prepare `scan`, `pack`, `deduplicate`, `hash` (images, for the contamination
-            check) or `tokenize` (train a tokenizer). Of `mmray select` `select`, `compare`
-            (embeddings) or `copy`; others are `score`, `evaluate` and `count tokens of`.
+            check) or `tokenize` (train a tokenizer). Of `mmray select` `select` (by a condition;
+            also before a run), `compare` (embeddings) or `copy`. Of others `score`, `evaluate` or
+            `count tokens of` (rows of a training set, for `batch.tokens`).
         done_rows: Rows that the stage has processed.
         total_rows: Rows to process; 0: unknown, as during the scan.
         bad_rows: Rows so far that cannot be used.
