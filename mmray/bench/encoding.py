@@ -44,8 +44,8 @@ def bench_encoding(
         `torch`), `ratios` ({`reader_vs_processor`: rows/s of the reader relative to the processor,
         the median over the rounds}), `spread` (for the same name `min` and `max` over the rounds,
         and `pairs`, their number), and `rows`: a dict each for mmray's reader and for the processor
-        alone, with its name as `arm`, `rows_per_s` (with `lowest` and `highest`), `tokens_per_s`
-        and `peak_mib` (memory of its process).
+        alone, with its name as `arm` (`reader` or `processor`), `rows_per_s` (with `lowest` and
+        `highest`), `tokens_per_s` and `peak_mib` (memory of its process).
 
     Raises:
         UsageError: The set or the processor cannot be read.

@@ -139,7 +139,7 @@ class ProfiledTimer(StepTimer):
 
     Attributes:
         last_timed_step: Step after which the profile starts.
-        peak_gib: Peak memory of all devices until then.
+        peak_gib: Sum of the peak memory of the devices until then, in GiB; None before.
         communication_share: Fraction of the profiled time in which a collective ran.
     """
 

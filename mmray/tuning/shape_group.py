@@ -58,8 +58,9 @@ class ShapeGroup:
         Args:
             task: The global batches to measure, and what earlier worker groups measured.
             on_message: Called with each message of rank 0, a dict with one or more of `status` and
-                `note` (texts), `trying` (global batch and micro-batch in rows) and `measured` (a
-                Visit with step time and memory, or a Failure with the reason).
+                `note` (texts), `trying` (a pair, the rows of the global batch and of the
+                micro-batch) and `measured` (a Visit with step time and memory, or a Failure with
+                the reason).
 
         Returns:
             A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),

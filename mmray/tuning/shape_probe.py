@@ -225,9 +225,9 @@ def measure_in_groups(
         task: The rows of the global batches to measure, and what was measured before.
         run: Called with (task, on_message): starts a new worker group that times the shapes of the
             task, calls `on_message` with each message of the workers, and returns its measurements.
-            A message is a dict with one or more of `status` and `note` (texts), `trying` (rows of
-            the global batch and of the micro-batch that is timed next) and `measured` (a result for
-            the task). It raises WorkerFailed if a worker was lost or raised an error.
+            A message is a dict with one or more of `status` and `note` (texts), `trying` (a pair,
+            the rows of the global batch and of the micro-batch that is timed next) and `measured`
+            (a result for the task). It raises WorkerFailed if a worker was lost or raised an error.
         reporter: Receives log lines.
 
     Returns:

@@ -52,10 +52,10 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     Args:
         task: Global batches in rows, and what earlier worker groups measured.
         group: All ranks.
-        report: Called with a dict with one or more of `status` and `note` (texts), `trying` (global
-            batch and micro-batch in rows) and `measured` (a Visit with step time and memory, or a
-            Failure with the reason). A batch shape is reported before it is timed, so that the
-            driver knows which one killed a worker.
+        report: Called with a dict with one or more of `status` and `note` (texts), `trying` (a
+            pair, the rows of the global batch and of the micro-batch) and `measured` (a Visit with
+            step time and memory, or a Failure with the reason). A batch shape is reported before it
+            is timed, so that the driver knows which one killed a worker.
 
     Returns:
         A Measurements with `visits` (step time and memory of the timed shapes), `failures`,

@@ -41,7 +41,7 @@ def tune_space(base: Config, space: Space) -> dict[str, Any]:
 
 
 def random_settings(base: Config, space: Space) -> list[dict[str, Any]]:
-    """Return the settings of all trials: the starting points, then random ones.
+    """Return the settings of all trials: those that `starting_points` returns, then random ones.
 
     Without ranges and without a number of samples, it is the grid of all listed values. A number of
     samples takes random combinations of the grid. A larger number of samples keeps the ones of a
