@@ -6,13 +6,14 @@ import copy
 import math
 import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmray.config import Optimizer
 from mmray.engine import optimizer, run_state
 from mmray.engine.optimizer import (
     EagerAdamW,
@@ -24,7 +25,7 @@ from mmray.engine.optimizer import (
 from mmray.errors import UsageError
 from tests.engine import toy
 
-SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2, schedule="cosine")
+SECTION = Optimizer(lr=1.0, warmup_steps=4, final_lr_fraction=0.2, schedule="cosine")
 
 
 def test_only_trainable_matrices_have_weight_decay():
@@ -150,7 +151,7 @@ def test_last_blocks_of_a_locked_branch_train():
     [("cosine", 0.6, 0.2), ("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("cooldown", 1.0, 0.2)],
 )
 def test_learning_rates_of_each_schedule(schedule, half, last):
-    section = SimpleNamespace(**vars(SECTION) | {"schedule": schedule})
+    section = SECTION.replace(schedule=schedule)
     rates = [optimizer.lr_at(step, section, 12) for step in range(13)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert (rates[8], rates[12], optimizer.lr_at(40, section, 12)) == pytest.approx(
@@ -163,7 +164,7 @@ def test_learning_rates_of_each_schedule(schedule, half, last):
 
 
 def test_schedule_without_warmup_and_run_shorter_than_warmup():
-    assert optimizer.lr_at(0, SimpleNamespace(**vars(SECTION) | {"warmup_steps": 0}), 10) == 1.0
+    assert optimizer.lr_at(0, SECTION.replace(warmup_steps=0), 10) == 1.0
     assert all(
         0 < optimizer.lr_at(step, SECTION, total) <= 1
         for total in (1, 4, 5)
@@ -180,7 +181,7 @@ def not_a_number(step, steps):
 
 
 def test_own_schedule_scales_the_rate_after_warmup():
-    section = SimpleNamespace(**vars(SECTION) | {"schedule": f"{__name__}:half_cosine"})
+    section = SECTION.replace(schedule=f"{__name__}:half_cosine")
     rates = [optimizer.lr_at(step, section, 12) for step in (3, 4, 8, 12)]
     assert rates == pytest.approx(
         [0.8, *(0.2 + 0.8 * half_cosine(step, 12) for step in (4, 8, 12))]
@@ -190,9 +191,7 @@ def test_own_schedule_scales_the_rate_after_warmup():
         ("absent", "cannot load `.*:absent`"),
     ):
         with pytest.raises(UsageError, match=rf"optimizer\.schedule: .*{message}"):
-            optimizer.lr_at(
-                4, SimpleNamespace(**vars(section) | {"schedule": f"{__name__}:{name}"}), 12
-            )
+            optimizer.lr_at(4, SECTION.replace(schedule=f"{__name__}:{name}"), 12)
 
 
 def take_steps(model, optimizers, steps=3):

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmray.config import Inputs
+from mmray.config import Evaluate, Inputs
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.evaluation.batches import EvalDataset
@@ -34,7 +33,7 @@ def prepared(tmp_path: Path) -> PreparedSet:
 
 
 def data_of(prepared: PreparedSet, batch: int = 4) -> EvalDataset:
-    settings: Any = SimpleNamespace(batch=batch)
+    settings = Evaluate(batch=batch)
     return EvalDataset(prepared, INPUTS, prepared.tokenizer_json or "", settings, max_pixels=1000)
 
 

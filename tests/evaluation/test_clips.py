@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mmray.config import Evaluate
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.evaluation.clips import ClipEvaluator
 from mmray.evaluation.shown_images import shown_images
@@ -21,7 +21,7 @@ from tests.evaluation.test_evaluator import on_ranks
 from tests.made import make_set
 
 SPEC, _ = recipe_models.OTHER_MODELS["towers"]
-SETTINGS: Any = SimpleNamespace(batch=2, limit=None)
+SETTINGS = Evaluate(batch=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.config import Config, Data, Inputs, TwoTower
+from mmray.config import Config, Data, Evaluate, Inputs, TwoTower
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.collectives import Group
@@ -38,9 +37,7 @@ from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(
-    batch=4, limit=None, classes=(), prompts=("{}",), language=None, loss_batch=None
-)
+SETTINGS = Evaluate(batch=4, prompts=("{}",))
 INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 NUM_ROWS = 23
 
@@ -132,7 +129,7 @@ def score(
     **settings: Any,
 ) -> list[Any]:
     """Scores on each rank, each with its own `model()`: ranks are threads."""
-    section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
+    section = SETTINGS.replace(**settings)
 
     def work(group: Any) -> dict[str, float]:
         evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json or "", section)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from mmray.engine.collectives import Group
@@ -34,7 +32,7 @@ def prepared(tmp_path):
 def by_embeddings(prepared, device):
     """Scores and examples of a model with a region head and class names."""
     model = test_fusion.region_model(matching=False).double().to(device)
-    settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
+    settings = test_evaluator.SETTINGS.replace(**CLASSES)
     shown = []
     evaluator = Evaluator(prepared, test_fusion.BOXED, test_fusion.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
