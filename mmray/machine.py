@@ -115,8 +115,8 @@ def _free_bytes() -> Iterator[float]:
         words = _read_words(folder / "memory.stat")
         idle = int(dict(zip(words[::2], words[1::2], strict=False)).get("inactive_file", 0))
         limit = _read_number(folder / "memory.max")
-        used = _read_number(folder / "memory.current")
-        yield limit if math.isinf(used) else limit - used + idle
+        used_bytes = _read_number(folder / "memory.current")
+        yield limit if math.isinf(used_bytes) else limit - used_bytes + idle
 
 
 def _cgroup_dirs() -> list[Path]:

@@ -137,7 +137,7 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
         SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
     """
     name, rest, print_config = split_args(argv)
-    given = [
+    flags = [
         word.removeprefix("--").partition("=")[0].replace("-", "_")
         for word in rest
         if word.startswith("--")
@@ -147,7 +147,7 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
         f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the "
         "settings and exits."
     )
-    recipe = load_recipe(name, rest).without_overridden_length_and_batch(given)
+    recipe = load_recipe(name, rest).without_overridden_length_and_batch(flags)
     config = parse_args(Config, rest, f"mmray {command_name} {name}", recipe, description)
     return config, print_config
 
@@ -175,7 +175,7 @@ def parse_args(
         SystemExit: --help is given, or an argument is invalid.
         UsageError: the file of --json cannot be written.
     """
-    given: dict[str, Any] = {} if default is None else {"default": default}
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     parsed = tyro.cli(
         command,
         args=list(words),
@@ -183,7 +183,7 @@ def parse_args(
         description=description,
         config=STYLE,
         registry=REGISTRY,
-        **given,
+        **defaults,
     )
     file = vars(parsed).get("json")
     if file not in (None, "-"):

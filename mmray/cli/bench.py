@@ -162,8 +162,8 @@ def _loader(command: LoaderCommand, console: ConsoleReporter) -> dict[str, Any]:
     from mmray.bench.loader import bench_loader
 
     skipped = ("json", "consumers", "model")
-    given = {name: value for name, value in vars(command).items() if name not in skipped}
-    return bench_loader(console.status, **given)
+    arguments = {name: value for name, value in vars(command).items() if name not in skipped}
+    return bench_loader(console.status, **arguments)
 
 
 def _strategies(command: StrategiesCommand, console: ConsoleReporter) -> dict[str, Any]:

@@ -200,14 +200,14 @@ def override(recipe: Config, values: dict[str, Any]) -> Config:
         UsageError: A setting is unknown or invalid.
     """
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    given = [
+    overridden_settings = [
         f"{name}.{key}"
         for name, fields in sections.items()
         for key in fields
         if fields[key] is not None
     ]
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
-    base = recipe.with_model_kind(kind).without_overridden_length_and_batch(given)
+    base = recipe.with_model_kind(kind).without_overridden_length_and_batch(overridden_settings)
 
     def merge(old: Any, new: Any) -> Any:
         nested = isinstance(old, dict) and isinstance(new, dict)

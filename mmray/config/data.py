@@ -555,8 +555,8 @@ class Augment(Section, settings_prefix="augment"):
             )
         *factors, hue = self.color_jitter
         if not (all(0 <= factor < 1 for factor in factors) and 0 <= hue <= 0.5):
-            given = " ".join(f"{factor:g}" for factor in self.color_jitter)
+            values = " ".join(f"{factor:g}" for factor in self.color_jitter)
             raise ValueError(
-                f"color_jitter must be three numbers in [0, 1) and a hue in [0, 0.5] (got {given})"
+                f"color_jitter must be three numbers in [0, 1) and a hue in [0, 0.5] (got {values})"
             )
         return self

@@ -198,9 +198,11 @@ class Train(Section, settings_prefix="train"):
 
     @model_validator(mode="after")
     def _check_length(self) -> Train:
-        given = [name for name in ("steps", "samples", "epochs") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one of steps, samples, epochs (got {', '.join(given)})")
+        lengths = [
+            name for name in ("steps", "samples", "epochs") if getattr(self, name) is not None
+        ]
+        if len(lengths) > 1:
+            raise ValueError(f"give one of steps, samples, epochs (got {', '.join(lengths)})")
         return self
 
     def with_length_of(self, other: Train) -> Train:

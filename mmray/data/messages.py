@@ -225,5 +225,7 @@ def _media_part(kind: str) -> Part:
 
 
 def _text_part(text: str) -> Part:
-    kept = (each for each in text if (each >= " " or each in "\t\n") and each != _BYTE_ORDER_MARK)
-    return {"type": "text", "text": "".join(kept)}
+    allowed_characters = (
+        each for each in text if (each >= " " or each in "\t\n") and each != _BYTE_ORDER_MARK
+    )
+    return {"type": "text", "text": "".join(allowed_characters)}

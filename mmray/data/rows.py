@@ -246,16 +246,16 @@ def _split_spans(
 
 def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> list[float] | None:
     """Return start and end of a text, None if it has none. Raises BadRow."""
-    given = [values.get(name) for name in names]
-    if given == [None, None]:
+    bounds = [values.get(name) for name in names]
+    if bounds == [None, None]:
         return None
-    start, end = map(_as_seconds, given)
+    start, end = map(_as_seconds, bounds)
     if start is None or end is None or start >= end:
         raise BadRow(
             "columns",
             "span",
             f"{names[0]} and {names[1]} must be seconds, the first before the second (got "
-            f"{str(given[0])[:40]} and {str(given[1])[:40]})",
+            f"{str(bounds[0])[:40]} and {str(bounds[1])[:40]})",
         )
     return [start, end]
 
@@ -563,22 +563,22 @@ def _single_column(
         )
     items = _as_items(_single_value(values, columns))
     if not items:
-        given = next(column for column in columns if column in values)
-        raise BadRow("columns", missing, f"{given} is an empty list")
+        column = next(column for column in columns if column in values)
+        raise BadRow("columns", missing, f"{column} is an empty list")
     return items
 
 
 def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
     """Return the value of the only present column of these; at least one must be present."""
-    given = [column for column in columns if column in values]
-    if len(given) > 1:
+    present_columns = [column for column in columns if column in values]
+    if len(present_columns) > 1:
         raise BadRow(
             "columns",
             "ambiguous",
-            f"both {given[0]} and {given[1]}: choose one, for example --columns "
-            f"{given[-1].removesuffix('s')}={given[-1]}",
+            f"both {present_columns[0]} and {present_columns[1]}: choose one, for example "
+            f"--columns {present_columns[-1].removesuffix('s')}={present_columns[-1]}",
         )
-    return values[given[0]]
+    return values[present_columns[0]]
 
 
 def _as_items(value: Any) -> tuple[Any, ...]:

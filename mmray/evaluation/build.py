@@ -166,20 +166,23 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
     if not classes or not names:
         return
     # a name may have other words next to the set's: `a red fox`
-    given = [f" {re.sub('[-_ ]+', ' ', name).strip()} ".casefold() for name in classes]
-    expected = [f" {name.replace('-', ' ')} ".casefold() for name in names]
-    unlike = [
-        label for label, name in enumerate(given[: len(names)]) if expected[label] not in name
+    padded_classes = [f" {re.sub('[-_ ]+', ' ', name).strip()} ".casefold() for name in classes]
+    padded_labels = [f" {name.replace('-', ' ')} ".casefold() for name in names]
+    mismatches = [
+        label
+        for label, name in enumerate(padded_classes[: len(names)])
+        if padded_labels[label] not in name
     ]
-    moved = [
+    swaps = [
         f"label {label} is {names[label]!r}, given is {classes[label]!r}"
-        for label in unlike
-        if any(expected[other] in given[label] for other in unlike) or given[label] in expected
+        for label in mismatches
+        if any(padded_labels[other] in padded_classes[label] for other in mismatches)
+        or padded_classes[label] in padded_labels
     ]
-    if moved or len(given) != len(expected):
+    if swaps or len(padded_classes) != len(padded_labels):
         raise UsageError(
             f"evaluate.classes: {len(classes)} names, and {prepared.folder} has {len(names)} labels"
-            f"{''.join(f'; {each}' for each in moved[:3])}. Leave it out to use the names of the "
+            f"{''.join(f'; {each}' for each in swaps[:3])}. Leave it out to use the names of the "
             f"set in their order: {', '.join(names)[:200]}"
         )
 

@@ -281,10 +281,10 @@ def _check_supported(weights: str, model: dict[str, Any], kind: str) -> None:
     """Raise UsageError for a setting of open_clip that the classes of transformers do not have."""
     for setting, values in _SUPPORTED[kind].items():
         part, _, name = setting.partition(".")
-        given = model.get(part, {}).get(name, values[0] if kind == "clip" else None)
-        if given not in values:
+        value = model.get(part, {}).get(name, values[0] if kind == "clip" else None)
+        if value not in values:
             raise UsageError(
-                f"model.weights: {weights} has {setting} {given} in open_clip_config.json, but "
+                f"model.weights: {weights} has {setting} {value} in open_clip_config.json, but "
                 f"model.kind {kind} supports only {values[0]}"
             )
 
@@ -384,9 +384,9 @@ def check_activation(spec: Any, stored: str | None) -> None:
     Raises:
         UsageError: Both are known and differ.
     """
-    given = getattr(spec, "activation", None)
-    if stored is not None and given not in (None, stored):
+    setting = getattr(spec, "activation", None)
+    if stored is not None and setting not in (None, stored):
         raise UsageError(
             f"model.activation: {spec.weights} was trained with {stored}, not "
-            f"{given}; remove the setting"
+            f"{setting}; remove the setting"
         )

@@ -120,11 +120,13 @@ def _preprocessing(weights: str) -> dict[str, Any]:
 
     Raises UsageError if it is unreachable.
     """
-    given = read_weights_json(SETTING, weights, PROCESSOR_FILES)
-    given = given.get("image_processor", given)
-    inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
-    if given.get("resample") in INTERPOLATIONS:
-        inputs["interpolation"] = INTERPOLATIONS[given["resample"]]
-    if given:
-        inputs["fit"] = "crop" if given.get("do_center_crop") else "squash"
+    settings = read_weights_json(SETTING, weights, PROCESSOR_FILES)
+    settings = settings.get("image_processor", settings)
+    inputs = {
+        name: settings[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in settings
+    }
+    if settings.get("resample") in INTERPOLATIONS:
+        inputs["interpolation"] = INTERPOLATIONS[settings["resample"]]
+    if settings:
+        inputs["fit"] = "crop" if settings.get("do_center_crop") else "squash"
     return inputs

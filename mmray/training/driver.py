@@ -168,10 +168,10 @@ def _train(
     reporter.status("checking the data")
     backend.check(config, reporter)
     resolved = resolve_run(backend.resolve(config), reporter)
-    given = config.cluster
+    cluster = config.cluster
     # Device and CPUs depend on the machine: the run's file keeps what was given.
     saved_config = resolved.config.with_cluster(
-        accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker
+        accelerator=cluster.accelerator, cpus_per_worker=cluster.cpus_per_worker
     )
     is_auto = config.data.shuffle_blocks == "auto"
     selection = run_dir.select_run(saved_config, resolved.data_identity, resolved.steps, is_auto)
@@ -282,8 +282,10 @@ def describe_idle(config: Config, num_local: int | None) -> str | None:
     if num_local is None:
         return None
     unit = config.train.gpus_per_worker if on_gpus else cluster.max_workers
-    used = cluster.max_workers * (unit if on_gpus else cluster.num_threads)
-    if used >= num_local // unit * unit:  # the largest multiple that the machine has
+    num_used = cluster.max_workers * (unit if on_gpus else cluster.num_threads)
+    if num_used >= num_local // unit * unit:  # the largest multiple that the machine has
         return None
     flag = f"--cluster.workers {num_local // unit}" if on_gpus else "--cluster.cpus-per-worker auto"
-    return f"{num_local - used} of {num_local} {'GPUs' if on_gpus else 'cores'}; {flag} uses them"
+    return (
+        f"{num_local - num_used} of {num_local} {'GPUs' if on_gpus else 'cores'}; {flag} uses them"
+    )

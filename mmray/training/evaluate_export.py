@@ -318,10 +318,10 @@ def evaluate_model(
             _check_interpolation(config.model, share)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
-    given = {"eval_where": where, "eval_captions": captions}
+    selection = {"eval_where": where, "eval_captions": captions}
     if data is None:
-        given = {name: value for name, value in given.items() if value is not None}
-    config = config.replace(data=config.data.replace(**given))
+        selection = {name: value for name, value in selection.items() if value is not None}
+    config = config.replace(data=config.data.replace(**selection))
     changes = {name: value for name, value in cluster.items() if value is not None}
     config = config.with_cluster(address=address, **changes)
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):

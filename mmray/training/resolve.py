@@ -433,16 +433,16 @@ def training_rows(
         UsageError: The expression does not fit the columns of the set, or selects no row.
         DataError: A shard has no values of a column.
     """
-    selected = _select(prepared, "data.where", config.data.where, folder, reporter)
-    given = parse_captions(config.data.captions or "")
+    rows = _select(prepared, "data.where", config.data.where, folder, reporter)
+    weight_of_column = parse_captions(config.data.captions or "")
     columns = prepared.manifest.text_columns
-    weights = {name: weight for name, weight in given.items() if name in columns}
+    weights = {name: weight for name, weight in weight_of_column.items() if name in columns}
     if not weights:
-        return selected
+        return rows
     total = sum(weights.values())
     shares = [f"{name} {100 * weight / total:.3g} %" for name, weight in weights.items()]
     reporter.log(f"{', '.join(shares)} of {prepared.folder}", "captions")
-    return selected.with_captions(weights)
+    return rows.with_captions(weights)
 
 
 def held_out_rows(
@@ -464,14 +464,14 @@ def held_out_rows(
         UsageError: The expression does not fit the columns of the set, or selects no row.
         DataError: A shard has no values of a column.
     """
-    selected = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
+    rows = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
     columns = prepared.manifest.text_columns
     if not columns:
-        return selected
-    given = next(iter(parse_captions(config.data.eval_captions or "")), None)
-    column = given if given in columns else columns[0]
+        return rows
+    requested_column = next(iter(parse_captions(config.data.eval_captions or "")), None)
+    column = requested_column if requested_column in columns else columns[0]
     reporter.log(f"column {column} of {prepared.folder}, for evaluation", "captions")
-    return selected.with_captions({column: 1.0})
+    return rows.with_captions({column: 1.0})
 
 
 def _select(

@@ -143,9 +143,9 @@ def _with_shape(
     it learns, but a requested micro-batch was not measured then.
     """
     requested = shape.micro_batch_size
-    used = min(requested, int(lines[-1].get("batch/micro") or requested)) if lines else requested
-    if used < requested and (shape.auto or GOALS[goal].eval_metric):
-        shape = shape.with_micro_batch_size(used)
+    actual = min(requested, int(lines[-1].get("batch/micro") or requested)) if lines else requested
+    if actual < requested and (shape.auto or GOALS[goal].eval_metric):
+        shape = shape.with_micro_batch_size(actual)
     row = replace(
         row,
         micro=shape.micro_batch_size,
@@ -153,11 +153,11 @@ def _with_shape(
         workers=shape.world_size,
         global_rows=shape.global_batch_size,
     )
-    if used == shape.micro_batch_size or row.status != "finished":
+    if actual == shape.micro_batch_size or row.status != "finished":
         return row
     error = (
-        f"out of memory at micro-batch {requested}; the run continued with {used}: search {used} "
-        "or use `auto`"
+        f"out of memory at micro-batch {requested}; the run continued with {actual}: search "
+        f"{actual} or use `auto`"
     )
     return replace(row, status="out_of_memory", error=error)
 

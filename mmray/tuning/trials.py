@@ -463,11 +463,11 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     plan = SweepPlan(request, (), data)
     recipe_rows = plan.recipe_rows
     length = request.length
-    given = (length.steps, length.samples, length.epochs) != (None, None, None)
+    has_length = (length.steps, length.samples, length.epochs) != (None, None, None)
     if not plan.is_learned:
-        steps = total_steps(length, data.num_rows, largest) if given else DEFAULT_STEPS
+        steps = total_steps(length, data.num_rows, largest) if has_length else DEFAULT_STEPS
         return replace(plan, rungs=(length.samples or steps * largest,))
-    train = length if given else base.train
+    train = length if has_length else base.train
     samples = train.samples or total_steps(train, data.num_rows, recipe_rows) * recipe_rows
     warmup_steps = max(trial.config.optimizer.warmup_steps for trial in trials)
     min_samples = max(MIN_RUNG_WARMUPS * warmup_steps * recipe_rows, MIN_RUNG_STEPS * largest)

@@ -108,12 +108,12 @@ def _as_identifier(value: Any) -> Any:
 
 def _drop_blank(captions: list[Any]) -> list[Any]:
     """Return the captions without missing and blank ones; all of them if no other is left."""
-    kept = [
+    texts = [
         caption
         for caption in captions
         if not is_missing(caption) and not (isinstance(caption, str) and not caption.strip())
     ]
-    return kept or captions
+    return texts or captions
 
 
 def _is_question_and_answer(texts: Any) -> bool:

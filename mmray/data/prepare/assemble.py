@@ -534,11 +534,13 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
         Whether a tokenizer was written; False also if all splits are held out (`test`, `val`,
         `valid`, `validation`, `dev`, `eval`).
     """
-    used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
-    if vocab_size and used:
-        captions = sample_captions(PreparedSet(out, replace(manifest, shards=tuple(used))))
+    training_shards = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
+    if vocab_size and training_shards:
+        captions = sample_captions(
+            PreparedSet(out, replace(manifest, shards=tuple(training_shards)))
+        )
         write_atomic(out / TOKENIZER, train_tokenizer(captions, vocab_size))
-    return bool(vocab_size and used)
+    return bool(vocab_size and training_shards)
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:

@@ -257,8 +257,8 @@ def _format_columns(
 def _format_example(row: RawRow) -> str:
     """Return the values of a row in one short line."""
     values = row.values if isinstance(row.values, dict) else {}
-    shown = {name: _ExampleRepr().repr(value) for name, value in values.items() if name in COLUMNS}
-    return f"{row.location}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+    texts = {name: _ExampleRepr().repr(value) for name, value in values.items() if name in COLUMNS}
+    return f"{row.location}: " + ", ".join(f"{name} {value}" for name, value in texts.items())
 
 
 def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:

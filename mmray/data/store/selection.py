@@ -95,9 +95,11 @@ class RowFilter:
                 if node.id in types:
                     hint = f"it has {types[node.id]} values, which have no order"
                 raise self._error(node, f"no column `{node.id}` to compare; {hint}")
-        used = {name: comparable[name] for name in self.columns}
-        if None not in used.values():
-            self.selected({name: pa.nulls(0, TYPES[str(kind)]) for name, kind in used.items()})
+        compared_types = {name: comparable[name] for name in self.columns}
+        if None not in compared_types.values():
+            self.selected(
+                {name: pa.nulls(0, TYPES[str(kind)]) for name, kind in compared_types.items()}
+            )
 
     def selected(self, columns: Mapping[str, pa.Array]) -> np.ndarray:
         """Return the numbers of the rows that the condition selects, sorted, int64.

@@ -136,9 +136,9 @@ class PoolSize:
         """Add as many processes as the share of waiting shows to be missing."""
         if self.target >= self._maximum:
             return
-        missing = share / max(1e-9, 1.0 - share)  # relative to those there are
-        added = math.ceil(self.target * min(MAX_GROWTH, missing))
-        self.target = min(self._maximum, self.target + added)
+        missing_fraction = share / max(1e-9, 1.0 - share)  # relative to those there are
+        num_added = math.ceil(self.target * min(MAX_GROWTH, missing_fraction))
+        self.target = min(self._maximum, self.target + num_added)
         self._shrink_window = _Window(now_s, waited_s)
         self._idle_windows = 0
         if self._has_shrunk:

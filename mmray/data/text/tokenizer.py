@@ -62,11 +62,11 @@ def clean_caption(text: str, repair: bool = False) -> str:
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     words = " ".join(text.split())  # first, because tab and newline are also control characters
-    kept = " ".join(_CONTROLS.sub("", words).split())
+    visible = " ".join(_CONTROLS.sub("", words).split())
     # invisible characters
-    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):
+    if all(unicodedata.category(character) in ("Cf", "Zs") for character in visible):
         raise BadRow("text", "blank", f"nothing to read in {text[:40]!r}")
-    return kept
+    return visible
 
 
 class TextEncoder:

@@ -465,14 +465,14 @@ class Vlm(nn.Module):
         of `net`.
         """
         names = {weight: name for name, weight in self.net.named_parameters()}
-        used: set[nn.Parameter] = set()
+        with_gradient: set[nn.Parameter] = set()
 
-        def count(weight: nn.Parameter) -> None:
-            used.add(weight)
+        def add_weight(weight: nn.Parameter) -> None:
+            with_gradient.add(weight)
             weight.grad = None
 
         hooks = [
-            weight.register_post_accumulate_grad_hook(count)
+            weight.register_post_accumulate_grad_hook(add_weight)
             for weight in names
             if weight.requires_grad
         ]
@@ -480,7 +480,7 @@ class Vlm(nn.Module):
         self.forward(self.collator()([row]))["loss_sum"].backward()
         for hook in hooks:
             hook.remove()
-        return [name for weight, name in names.items() if weight not in used]
+        return [name for weight, name in names.items() if weight not in with_gradient]
 
 
 def _local_norm(gradient: Tensor) -> Tensor:
