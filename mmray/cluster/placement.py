@@ -308,11 +308,15 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     """Return the label selector of the nodes for further decode actors.
 
     Decode actors are the processes that read and decode rows. They get the nodes for data, but not
-    the head node, unless it is the only node.
+    the head node (whatever the setting is), unless it is the only node.
 
     Args:
-        setting: `cluster.data_label`: `auto`, `none` (any node), or `name=value`.
+        setting: `cluster.data_label`: `auto` (as in `data_label_selector`: nodes labeled
+            mmray/role=data, or nodes without GPUs), `none` (any node), or `name=value`.
         nodes: The alive nodes, with resources and labels.
+
+    Returns:
+        Ray's label selector, a dict of label -> condition; {} selects any node.
     """
     selector = data_label_selector(setting, nodes)
     heads = [node for node in nodes if HEAD_RESOURCE in node.resources]

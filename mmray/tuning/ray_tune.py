@@ -204,10 +204,12 @@ def _tune_config(
 def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
     """Return Ray Tune's ASHA scheduler (Li et al. 2020), which ends trials at rungs.
 
-    A rung is a number of samples after which trials are compared.
+    A rung is a number of samples after which trials are compared; a quarter of them continues. The
+    metric and its mode are those of the TuneConfig that gets the scheduler.
 
     Args:
-        rungs: Samples of each rung, ascending; the first and the last one are used.
+        rungs: Samples of each rung, ascending, each four times the one before. The scheduler gets
+            the first and the last one, and calculates those between.
     """
     return ASHAScheduler(
         time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION

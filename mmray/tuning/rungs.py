@@ -35,7 +35,7 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
 def num_promoted(count: int) -> int:
     """Return how many trials continue after they were compared at a rung (a number of samples).
 
-    It is a quarter of them, but at least two if there are two.
+    It is a quarter of them, rounded down, but at least two, or all if there are fewer.
 
     Args:
         count: Number of trials that have reached the rung.

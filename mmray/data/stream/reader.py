@@ -211,9 +211,11 @@ class RowReader(SetReader):
     `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
     `image` uint8 [R, 3, S, S]; `input_ids` int32 [R, T] and `num_tokens` int32 [R]; `key` (hash of
     the row's key), `label` (-1: none) and `pos` (the position) int64 [R]; `valid` bool [R], False
-    for padding and unreadable rows. With `max_boxes` of the inputs they have `boxes`, `box_labels`
-    and `num_boxes`, too. A model of clips has `video`, `num_frames`, `audio`, `num_samples` and
-    `has_text` in place of `image`.
+    for padding and unreadable rows. With `max_boxes` (M) of the inputs they have `boxes` float32
+    [R, M, 4] (left, top, right, bottom in fractions of the square image), `box_labels` int64 [R, M]
+    and `num_boxes` int32 [R], too. A model of clips has `video` uint8 [R, F, 3, S, S],
+    `num_frames` int32 [R], `audio` int16 [R, N] (mono), `num_samples` int32 [R] and `has_text` bool
+    [R] in place of `image`.
 
     Args:
         prepared: The set or mixture.
