@@ -79,7 +79,7 @@ class StrategiesCommand:
     steps: int = 10
     """Timed steps, after 3 warm-up steps."""
     only: tuple[str, ...] = ()
-    """Run only these strategies, such as `ddp bf16` and `fsdp bf16`, and `ddp fp32` for comparison."""
+    """Run only these strategies, such as `ddp bf16` and `fsdp bf16`, and `ddp fp32` to compare."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 

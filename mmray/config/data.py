@@ -388,9 +388,9 @@ class Data(Section, settings_prefix="data"):
     )
     eval: str | None = Field(
         None,
-        description="Set to evaluate on, or several named ones, each maybe with a task, `retrieval` "
-        "or `zero_shot PROMPTS`: `flickr=prepared/flickr, in1k=prepared/in1k (zero_shot imagenet)`; "
-        "None: `eval_split` of the (first) training set.",
+        description="Set to evaluate on, or several named ones, each maybe with a task, "
+        "`retrieval` or `zero_shot PROMPTS`: `flickr=prepared/flickr, in1k=prepared/in1k "
+        "(zero_shot imagenet)`; None: `eval_split` of the (first) training set.",
     )
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     where: str | None = Field(

@@ -40,7 +40,8 @@ class Inputs(Section, settings_prefix="model.inputs"):
         224, ge=8, le=4096, description="Height and width of the model's input image in pixels."
     )
     fit: Fit = Field(
-        "crop", description="How an image becomes square: center crop, squash, or pad with white."
+        "crop",
+        description="How an image becomes square: center `crop`, `squash`, or `pad` with white.",
     )
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
     mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")

@@ -200,7 +200,8 @@ def steps_in_lockstep(
     Args:
         model: The unwrapped model.
         batches: The batches of this rank.
-        group: The ranks, which make this call together.
+        group: The process group of the ranks (a Group of mmray; of one rank for a single process),
+            which make this call together.
         calls_of: Called with a batch; returns how many calls of the model it needs, such as to
             embed its captions.
 

@@ -206,7 +206,7 @@ class Source(ABC):
         """
 
     def visible_files(self) -> list[str]:
-        """Return the paths of the files in the folder and its subfolders, relative to the folder.
+        """Return the sorted paths of the files in the folder and its subfolders, relative to it.
 
         Hidden files, and those that an operating system adds, are left out. The first call reuses
         the listing of format detection, if there was one.

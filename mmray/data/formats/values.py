@@ -21,7 +21,8 @@ def normalize_values(
     NaN becomes a missing value, a float such as 3.0 an integer, the name of a class its number, and
     a conversation in JSON a list. If a row has `text` and `texts`, `texts` is taken. Missing and
     blank captions are dropped if others are left. A row with a class and no text gets
-    `caption_template` with the name of the class as its caption.
+    `caption_template` with the name of the class as its `text`. A value that cannot be converted
+    stays as it is; `parse_row` then rejects the row.
 
     Args:
         values: Values by mmray's column names (COLUMNS in mmray.builtin). Only `image`, `text`,

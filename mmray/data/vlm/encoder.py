@@ -212,8 +212,8 @@ class ProcessorEncoder:
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and mono audio int16 [N] with `audio_rate` samples
-                per second: one for each part of its kind, in order.
+                3] and their times in seconds), and mono audio int16 [N] with as many samples per
+                second as this object's `audio_rate`: one for each part of its kind, in order.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], True for the assistant's
@@ -250,8 +250,8 @@ class ProcessorEncoder:
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and mono audio int16 [N] with `audio_rate` samples
-                per second: one for each part of its kind, in order.
+                3] and their times in seconds), and mono audio int16 [N] with as many samples per
+                second as this object's `audio_rate`: one for each part of its kind, in order.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the encoders of media by
