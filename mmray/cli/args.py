@@ -13,6 +13,7 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from mmray.builtin import KINDS
 from mmray.config import Config, recipes
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import rows_table
@@ -20,7 +21,6 @@ from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
-WITH_OWN_INPUTS = ("clip", "siglip")  # kinds whose weights define the preprocessing
 Command = TypeVar("Command")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
 SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -101,7 +101,9 @@ def load_recipe(name: str, words: Sequence[str]) -> Config:
         recipe = recipe.with_model_kind(kinds[-1])
     model = _model_of_file(name)
     weights = flag_values("--model.weights", words) or [str(model.get("weights", "none"))]
-    if recipe.model.kind in WITH_OWN_INPUTS and Path(weights[-1]).expanduser().exists():
+    kind = KINDS.get(recipe.model.kind)
+    # The weights of a kind of transformers define the preprocessing.
+    if kind is not None and kind.hf_type and Path(weights[-1]).expanduser().exists():
         # It imports transformers.
         from mmray.models.pretrained import pretrained_settings
 
