@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 POLL_S = 0.25  # longest wait before losses, late items and the pool are checked again
 LATE_FACTOR = 8.0  # an item is late after this many times the median
-FIRST_LATE_S = 20.0  # before the first result: processes load their imports and files
+FIRST_LATE_S = 20.0  # limit of the first result: processes load their imports and files
 NUM_DURATIONS = 32  # latest durations that the median is of
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -24,7 +24,7 @@ from mmray.errors import MmrayError
 SPAWN = multiprocessing.get_context("spawn")
 # For multiprocessing's cleanup process, which reports the semaphores of a killed process as leaked.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
-EXIT_TIMEOUT_S = 10.0  # for a process to exit after it has closed its connection
+EXIT_TIMEOUT_S = 10.0  # time for a process to exit after it has closed its connection
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _start_lock = threading.Lock()

@@ -24,7 +24,7 @@ from mmray.data.store.stored_row import Row
 from mmray.data.vlm.reader import ConversationReader
 from mmray.processes import Channel, ChildProcess
 
-READ_ROWS = 16  # at once
+READ_ROWS = 16  # rows that are read at once
 
 
 def bench_encoding(

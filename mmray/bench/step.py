@@ -368,7 +368,7 @@ class Bench:
         """
         device = self.group.device
         spec = self.config.model
-        # without the transforms of the config
+        # A new model, because the other one has the transforms of the config.
         model = build(spec, spec.vocab_size, architecture={})
         model.load_state_dict(self.model.state_dict())
         freeze_parameters(model, self.config.optimizer.freeze)

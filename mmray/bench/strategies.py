@@ -158,10 +158,10 @@ class ProfiledTimer(StepTimer):
         """
         super().on_step(step, metrics)
         if step == self.last_timed_step:
-            # the metric is of the first
+            # The metric has the peak of the first device only.
             others = [device for device in self.devices[1:] if device.type == "cuda"]
             bytes_of_others = sum(torch.cuda.max_memory_allocated(device) for device in others)
-            # before the profiler
+            # Read before the profiler starts, which needs memory too.
             self.peak_gib = self.metrics["memory/peak_gib"] + bytes_of_others / 2**30
             kinds = [
                 ProfilerActivity.CPU,

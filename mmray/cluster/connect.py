@@ -51,7 +51,7 @@ _HIDDEN_MESSAGES = (
     "A worker died or was killed|Raylet is terminated|worker processes have been started"
     "|has been marked dead|infeasible resource requests"
 )
-INPUT_TASK_CPUS = 1  # for tasks of Ray Data, which prepares sets
+INPUT_TASK_CPUS = 1  # reserved for tasks of Ray Data, which prepare sets
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -177,7 +177,7 @@ def ray_session(
             logging.getLogger(name).setLevel(logging.ERROR)
         set_data_placement(cluster_config)
         yield
-    except ray.exceptions.RayTaskError:  # also a RayError; the task has a bug
+    except ray.exceptions.RayTaskError:  # a RayError too, but a bug of the task
         raise
     except ray.exceptions.RayError as error:
         raise ResourceError(

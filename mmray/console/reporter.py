@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import PrepareProgress
     from mmray.tuning.sweep import SweepProgress
 
-LOG_INTERVAL_S = 5.0  # between two progress lines of a log
+LOG_INTERVAL_S = 5.0  # time between two progress lines of a log
 LOG_WIDTH = 200
 # Rows of the live table of trials, and lines of the terminal for everything else.
 MIN_LIVE_ROWS = 5

@@ -76,7 +76,7 @@ class Group:
             process_group: A torch.distributed.ProcessGroup; a new one has torch's default.
         """
         if self.timeout_s is not None:
-            # before 2.15
+            # torch before 2.15 has only the private function.
             set_timeout = (
                 getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             )

@@ -26,7 +26,7 @@ import psutil
 from mmray.storage.paths import AnyPath, open_for_upload
 
 INTERVAL_S = 1.0
-END_TIMEOUT_S = 2.0  # for a heartbeat that is being sent
+END_TIMEOUT_S = 2.0  # wait for a heartbeat that is being sent
 # States in which a changed stack counts as progress, because no step or micro-batch ends in them.
 STATES_WITHOUT_STEPS = {"starting", "evaluating", "saving"}
 ENGINE = Path(__file__).parent

@@ -45,7 +45,7 @@ from mmray.engine.step import StepResult, accumulate_gradients, apply_update, ze
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
-MAX_NONFINITE_STEPS = 10  # in a row
+MAX_NONFINITE_STEPS = 10  # steps in a row
 
 
 def train_loop(

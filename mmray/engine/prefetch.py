@@ -26,7 +26,7 @@ from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 
 ALIGNMENT = 512  # bytes, of each column in the copy of a step, as of torch's CUDA allocations
-CLOSE_TIMEOUT_S = 5.0  # for the thread to end, if its stream cannot be interrupted
+CLOSE_TIMEOUT_S = 5.0  # time for the thread to end, if its stream cannot be interrupted
 
 
 class TokenCounts(NamedTuple):

@@ -38,7 +38,8 @@ CheckpointState = dict[str, Any]  # nested dicts of tensors and JSON values, as 
 DestinationFn = Callable[[str, Tensor], Tensor]
 LoadCheckpointFn = Callable[[DestinationFn], CheckpointState]
 SeedFn = Callable[[int], int]  # index of a micro-batch -> seed of its forward
-EMA_KEY = "average"  # in a state: the EMA of the weights, under `module.` and the model's names
+# Key of the EMA of the weights in a state; its names are `module.` and the names of the model.
+EMA_KEY = "average"
 # Options of a parameter group that a trial of a sweep may change when it resumes.
 FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-EXAMPLES = "examples.json"  # in the folder of a run: hits and misses of its newest evaluation
+EXAMPLES = "examples.json"  # file of a run with hits and misses of its newest evaluation
 # Directions of retrieval: of models of images and texts, and of text, audio and video.
 DIRECTIONS = (
     "image_to_text",

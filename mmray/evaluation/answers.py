@@ -24,7 +24,7 @@ ANLS_THRESHOLD = 0.5  # a lower similarity counts 0
 # scores differ slightly from published ones.
 MAX_NGRAM = 4  # longest n-gram
 SIGMA = 6.0  # standard deviation of the Gaussian length penalty
-SCALE = 10.0  # as in the paper
+SCALE = 10.0  # the factor of the paper
 
 References = Sequence[Sequence[str]]
 
@@ -146,7 +146,7 @@ def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[
     seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
 
     def weigh(text: list[str]) -> list[dict[tuple[str, ...], float]]:
-        # by length of the n-gram
+        # A dict for each length of n-grams.
         weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]
         for gram, count in _ngrams(text).items():
             weighed[len(gram) - 1][gram] = count * math.log(len(references) / max(1, seen[gram]))

@@ -11,8 +11,9 @@ import plotly.graph_objects as go
 from mmray.report.figures import BLUE, MAX_TICKS, ORANGE, Figure, make_figure
 from mmray.report.prepared import SetStatistics
 
-NUM_BARS = 40  # at most
-RATIOS = ((1, 8), (1, 4), (1, 2), (3, 4), (1, 1), (4, 3), (2, 1), (4, 1), (8, 1))  # with a tick
+NUM_BARS = 40  # most bars
+# Ratios of width to height that have a tick.
+RATIOS = ((1, 8), (1, 4), (1, 2), (3, 4), (1, 1), (4, 3), (2, 1), (4, 1), (8, 1))
 
 
 def set_figures(statistics: SetStatistics) -> list[Figure]:

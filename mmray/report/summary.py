@@ -275,7 +275,7 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-MAX_LINES = 100_000  # that are read of quarantine.jsonl and leaks.jsonl, for examples
+MAX_LINES = 100_000  # lines that are read of quarantine.jsonl and leaks.jsonl, for examples
 
 
 def quarantine_summary(

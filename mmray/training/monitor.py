@@ -34,9 +34,10 @@ CAPACITY_INTERVAL_S = 5.0
 # The memory of the processes is sampled this often, in at most this share of the time.
 MEMORY_INTERVAL_S = 3.0
 MEMORY_COST_FRACTION = 0.01
-CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
-STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
-REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
+CAPACITY_POLLS = 2  # polls in a row before a resize; four times as many after each failed one
+STACKS_WAIT_S = 3.0  # time for all ranks to write their stacks: a heartbeat comes each second
+# From the driver's request to the ranks' agreement, in addition to a step.
+REQUEST_DELAY_S = 3.0
 # a rank that waits for data is logged after this time, then after twice as long, and so on
 DATA_WAIT_LOG_S = 60.0
 SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat

@@ -101,7 +101,7 @@ class RayBackend:
     def __init__(self, check_storage: bool = True) -> None:
         self._check_storage = check_storage
         self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
-        # at the last choice of the number of workers
+        # The nodes when the number of workers was last chosen.
         self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
         self._metrics: RayMetrics | None = None  # the same for all attempts of the run
@@ -166,7 +166,9 @@ class RayBackend:
             alive = placement.alive_nodes()
             unavailable = set(self._nodes.unavailable)
             answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
-            is_draining = unavailable <= placement.draining_nodes().keys()  # also without any
+            is_draining = (
+                unavailable <= placement.draining_nodes().keys()
+            )  # also if none is unavailable
             if is_draining or fits(demand, answering) or not fits(demand, alive):
                 return
             time.sleep(POLL_INTERVAL_S)
@@ -236,7 +238,7 @@ class RayWorkers(Workers):
         # Started once the workers have their resources, so that a run that waits holds no process
         # but its driver.
         self._coordinator: Any = None
-        self._stop_requested = False  # before that
+        self._stop_requested = False  # before the coordinator was started
         # As for the largest group: a smaller one needs no more CPUs for each worker.
         demand = replace(resource_demand(self.config, excluded=excluded), workers=self.world)
         self._demand = demand

@@ -407,7 +407,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     rank = ray.train.get_context().get_world_rank()
     stop = threading.Event()
     must_yield = threading.Event()
-    streams: list[RankBlocks] = []  # that of this rank, once it has started
+    streams: list[RankBlocks] = []  # has the stream of this rank, once it has started
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         """Send a heartbeat, and read the driver's requests; none if it does not answer."""

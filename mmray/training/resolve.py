@@ -147,7 +147,7 @@ class _Sets(NamedTuple):
 
     mixture: Mixture  # folders of the training sets, with their weights
     train: list[PreparedSet]
-    eval: dict[str, PreparedSet]  # by name
+    eval: dict[str, PreparedSet]  # evaluation sets by name
 
 
 def _open_sets(config: Config, reporter: RunReporter) -> _Sets:

@@ -46,7 +46,7 @@ from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.training import RunReporter
 from mmray.training.evaluate_export import load_model, open_model, pretrained_config
 
-IDENTITY = "score.json"  # in the folder of the scores: the model that wrote them
+IDENTITY = "score.json"  # file in the folder of the scores that names the model that wrote them
 
 
 @dataclass(frozen=True)

@@ -233,13 +233,13 @@ class Supervisor:
         # The result of the earlier commands for this run.
         self.earlier = run.read_json("result.json")
         self.attempts = self.failures = self.preemptions = self.resizes = 0
-        # checkpoints from this step on were verified, or written by this command
+        # Checkpoints from this step on were verified, or written by this command.
         self.trusted_from = math.inf
         self.last_failure: Failure | None = None
         self.restart_reason = ""  # the failure of the last attempt, "" if it did not fail
-        # by number of workers, if one of them ran out of memory
+        # Shapes for numbers of workers with which one of them ran out of memory.
         self.smaller_batch_shapes: dict[int, BatchShape] = {}
-        # In a row, of groups that stopped for a larger one, with this many workers at most.
+        # Resizes that failed in a row, and the workers of the last group that stopped for one.
         self.failed_resizes = 0
         self.resized_from = 0
         self.progress = RunProgress()
@@ -269,7 +269,7 @@ class Supervisor:
         try:
             while (outcome := self._run_attempt()) is None:
                 pass
-        except ForceExit:  # at once, without the storage
+        except ForceExit:  # exits at once, without access to the storage
             raise
         except KeyboardInterrupt:
             step = files.latest_complete_step(self.run.checkpoints)

@@ -40,7 +40,7 @@ BUILT_IN = {
     "wandb": "mmray.training.trackers:WandbTracker",
 }
 Entry = dict[str, float] | list[ShownImage]  # values of a step by name, or images
-MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
+MAX_WAIT_S = 30.0  # wait at the end of a run, for all trackers together
 
 
 class Tracker(Protocol):
@@ -143,7 +143,7 @@ class TrackingReporter:
         self.status = reporter.status
         self.phase = reporter.phase
         self.prepare_progress = reporter.prepare_progress
-        self.run_status = "failed"  # until the driver sets how the run ended
+        self.run_status = "failed"  # the driver replaces it when the run has ended
         self._examples = folder / EXAMPLES
         self._awaited_step: int | None = None  # an evaluated step whose examples are not sent yet
 

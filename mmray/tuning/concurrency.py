@@ -16,7 +16,7 @@ from mmray.tuning.trials import TrialResources
 # Decode actors of ended trials release their CPUs with a delay.
 FREE_WAIT_S = 10.0
 MAX_CONCURRENT = 64
-MAX_DATA_NODES = 1000  # that are counted, of a pool without a limit
+MAX_DATA_NODES = 1000  # nodes that are counted of a pool without a limit
 
 
 def apply_trial_resources(config: Config, resources: TrialResources) -> Config:

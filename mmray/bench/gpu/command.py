@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.child_limit_s is not None:
         run_child(args.stages[0], args.device, args.out, start_s + args.child_limit_s)
         os._exit(0)  # the end of an interpreter with compile workers takes seconds
-    # by an exception, so that the stage is killed too
+    # SIGTERM becomes an exception, so that the process of the stage is killed too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     factor = (
         args.seconds

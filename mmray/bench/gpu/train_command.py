@@ -98,7 +98,7 @@ def clip_config(device: torch.device, prepared: str) -> Config:
         device,
         steps=NUMBERS[device.type]["steps"],
         checkpoint_every=0,
-        # with `auto` so few steps would be eager
+        # With `auto`, so few steps would run eagerly.
         compile="inductor" if device.type == "cuda" else "none",
     )
     inputs = config.model.inputs.replace(tokenizer="trained")

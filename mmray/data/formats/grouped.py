@@ -47,7 +47,7 @@ class GroupedSource(ListingSource):
 
     def list_rows(self) -> Rows:
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-        captions: dict[tuple[Any, ...], dict[str, Any]] = {}  # by key and their notation
+        captions: dict[tuple[Any, ...], dict[str, Any]] = {}  # captions by key and notation
         for row in self._read_source():
             key, values = self._group(row)
             texts = _as_list(values.pop("texts", values.pop("text", [])))

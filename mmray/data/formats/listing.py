@@ -52,7 +52,7 @@ class ListingSource(Source):
         listing: Name of the file with the listed rows, in the folder of the prepared set.
     """
 
-    listing: ClassVar[str] = "listing.jsonl"  # in the folder of the prepared set
+    listing: ClassVar[str] = "listing.jsonl"  # file in the folder of the prepared set
 
     @abstractmethod
     def list_rows(self) -> Rows:

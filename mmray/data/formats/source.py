@@ -412,7 +412,7 @@ def check_columns(
         theirs = {name for column in ours for name in source_columns(columns, column)}
         if theirs.isdisjoint(names) and not (kind == "text" and has_pairs):
             common = _COMMON_NAMES[kind].split()
-            # also image_1 and Caption2
+            # Names such as image_1 and Caption2 match, too.
             guess = next(
                 (name for name in names if name.lower().rstrip(_NUMBERING) in common), "NAME"
             )

@@ -52,7 +52,7 @@ from mmray.storage.paths import AnyPath, open_sequential
 from mmray.storage.requests import iter_parallel
 
 TarMember = ImageRef  # has `data`; also used for texts and JSON
-Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
+Sample = dict[str, TarMember | BadRow]  # members by extension; a bad one rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
 _OTHER_COLUMNS = (
     *("label", "split", "language", "boxes", "box_labels", *SPAN_COLUMNS),
@@ -62,7 +62,7 @@ _TEXT_EXTENSIONS = {"txt", *(suffix.removeprefix(".") for suffix in SUBTITLE_SUF
 _NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
-_MAX_COMPARED_SAMPLES = 100_000  # to find samples whose files are not adjacent
+_MAX_COMPARED_SAMPLES = 100_000  # names compared to find samples whose files are not adjacent
 # Names of the classes 0, 1, ..., one a line, next to the tars.
 _CLASS_FILES = ("classnames.txt", "classes.txt")
 

@@ -32,7 +32,7 @@ from mmray.storage.requests import iter_parallel
 
 NO_ROW = -1
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
-MAX_SORTED_ROWS = 1 << 21  # at a time; about 60 bytes each
+MAX_SORTED_ROWS = 1 << 21  # rows that are sorted at a time; about 60 bytes each
 DuplicateRule = Literal["image", "row", "text", "keep"]
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 # Reasons of rows of which a column is missing under its name.
@@ -141,7 +141,7 @@ def _first_kept_occurrence(
     )
     first = np.full_like(same_image, NO_ROW)
     reason_code = np.full(len(among), SAME_CONTENT, np.uint8)
-    # by first row with that content
+    # The kept row of each content, at the index of the first row with that content.
     kept_image = np.full_like(first, NO_ROW)
     kept_text = np.full_like(first, NO_ROW)
     is_repeated = np.zeros(len(among), bool)

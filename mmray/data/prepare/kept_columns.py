@@ -37,7 +37,7 @@ class KeptColumns:
     def __init__(self, has_types: bool) -> None:
         self.types: dict[str, str | None] = {}
         self._has_types = has_types
-        self._rows: dict[str | None, list[dict[str, Any]]] = {}  # by split
+        self._rows: dict[str | None, list[dict[str, Any]]] = {}  # rows by split
 
     def append(self, split: str | None, values: Mapping[str, Any], location: str) -> None:
         """Add the columns of the next row of a split.

@@ -197,7 +197,7 @@ def pack_chunk(
             fetch = _open_fetch(job, exit_stack)
             for item, row, images in prefetch_rows(items, job.settings.allow_urls, fetch):
                 packer.pack(item, row, images, exit_stack)
-        # after the shard files are closed
+        # The shard files are closed now.
         packer.write_columns()
         record = packer.record()
         write_atomic(out / record_path(chunk.index), orjson.dumps(record))

@@ -119,7 +119,7 @@ class ShardReader:
                 consume(request, self._read_mapped(file, request.batch))
             return
         fetches = list(self._plan(requests, whole_blocks))
-        # so that actors that start a window together fetch different blocks of it
+        # Actors that start a window together then fetch different blocks of it.
         if self._cache is not None:
             random.shuffle(fetches)
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)

@@ -36,8 +36,9 @@ LATE_S = 5.0
 # Blocks in flight use at most this share of an object store: two runs may share a node, and Ray
 # spills above 80 %.
 STORE_FRACTION = 0.3
-MIN_BLOCKS = 4  # that fit this share; otherwise blocks are smaller than the setting
-UPDATE_S = 0.5  # between two checks of the actors
+# Blocks are smaller than the setting if fewer than this would fit into that share.
+MIN_BLOCKS = 4
+UPDATE_S = 0.5  # time between two checks of the actors
 # A further actor without a CPU for this long is requested without a preference for the rank's node,
 # because an autoscaler cannot add that node again.
 PREFERENCE_S = 10.0
@@ -45,7 +46,7 @@ PREFERENCE_S = 10.0
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 ACTOR_BYTES = 2**29  # memory of an actor without its blocks
-BLOCKS_PER_ACTOR = 2  # in memory at a time
+BLOCKS_PER_ACTOR = 2  # blocks in the memory of an actor at a time
 
 
 def rank_blocks(
@@ -204,7 +205,7 @@ class ActorPool:
         self._too_small = set[str]()  # nodes whose object store cannot have a block of each rank
         self._actors: list[_Actor] = []
         self._retiring: list[_Actor] = []  # they finish their blocks and get no more
-        self._losses = 0  # in a row
+        self._losses = 0  # lost actors in a row
         now_s = time.monotonic()
         self._retry_s = self._next_update_s = now_s
         self._size = PoolSize(limits.minimum, limits.maximum, now_s)

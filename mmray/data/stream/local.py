@@ -58,7 +58,7 @@ class LocalBlocks(RankBlocks):
     ) -> None:
         blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, block_mb)
         self._blocks_per_step = blocks.blocks_per_step
-        self._num_blocks = 0  # that were returned
+        self._num_blocks = 0  # blocks that were returned
         rows = start.plan.rank_rows * blocks.steps_per_block
         # One block that is awaited, and two of each process: one in work, one that follows.
         in_flight = 2 * num_processes + 1

@@ -21,7 +21,8 @@ SHRINKAGE = 0.125
 # Shrink also if processes of other ranks wait for the same CPUs, and the rank would then wait for
 # at most this share.
 CONTESTED_SHARE = 0.2
-IDLE_S = 60.0  # without an update: the rank evaluates, and does not wait because it reads nothing
+# Without an update for this long the rank evaluates: it does not wait, because it reads nothing.
+IDLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class PoolSize:
         self._maximum = maximum
         self._grow_window = _Window(now_s, 0.0)
         self._shrink_window = _Window(now_s, 0.0)
-        self._shrink_windows = 1  # without waiting, before it shrinks
+        self._shrink_windows = 1  # windows without waiting before the pool shrinks
         self._idle_windows = 0
         self._has_shrunk = False
         self._updated_s = now_s
@@ -136,7 +137,7 @@ class PoolSize:
         """Add as many processes as the share of waiting shows to be missing."""
         if self.target >= self._maximum:
             return
-        missing_fraction = share / max(1e-9, 1.0 - share)  # relative to those there are
+        missing_fraction = share / max(1e-9, 1.0 - share)  # relative to the present number
         num_added = math.ceil(self.target * min(MAX_GROWTH, missing_fraction))
         self.target = min(self._maximum, self.target + num_added)
         self._shrink_window = _Window(now_s, waited_s)

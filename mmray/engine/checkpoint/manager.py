@@ -20,7 +20,7 @@ from mmray.storage.paths import AnyPath
 if TYPE_CHECKING:
     from mmray.engine.checkpoint.state_io import HostStager
 
-MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
+MAX_WAIT_S = 10.0  # wait for the save in progress, while other ranks wait in a collective
 RETRY = "Training continues; the next checkpoint is saved as scheduled"
 
 

@@ -26,7 +26,7 @@ from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
-CHECK_EVERY_S = 10.0  # between two checks that this process still owns the run
+CHECK_EVERY_S = 10.0  # time between two checks that this process still owns the run
 UPLOAD_EVERY_S = 10.0
 UPLOAD_COST_FRACTION = 0.05  # at most this share of the time: large files are uploaded less often
 PROFILE_WARMUP_STEPS = 2  # steps before a profile, which allocate and compile

@@ -204,7 +204,7 @@ def place_branches(module: nn.Module, device: torch.device) -> None:
 
     text = module.branches()["text"].to(second)  # type: ignore[operator]
     module.register_forward_pre_hook(copy_captions)
-    # for embedding methods, which bypass the forward of the model
+    # The embedding methods bypass the forward of the model, and so its hook.
     text.register_forward_pre_hook(copy_inputs)
     text.register_forward_hook(lambda _, inputs, output: output.to(first))
 

@@ -248,7 +248,7 @@ def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:
 def _preserve_buffers_and(
     block: nn.Module, recompute: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    # in this order: `recompute` replays operators, but not copies of buffers
+    # The order matters: `recompute` replays operators, but not copies of buffers.
     with preserve_buffers(block), recompute:
         yield
 
