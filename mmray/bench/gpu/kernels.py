@@ -76,35 +76,36 @@ def kernels(device: torch.device) -> Iterator[Case]:
         a kernel ran), `kernels_per_step`, the run's metrics that end with `_share`, and what
         `kernel_kinds` returns; then follow those of `top_kernels` and of `largest_gaps`.
     """
-
-    def profile_loop(rows: int) -> list[dict[str, Any]]:
-        case = f"clip, {rows} rows"
-        bench = build_bench(recipe("clip", device), Group(device=device), rows)
-        recorder = ProfiledSteps(device)
-        steps = WARMUP_STEPS + PROFILED_STEPS
-        shape = BatchShape(rows, rows, world_size=1)
-        model = bench.copy_of_model(shape)
-        metrics = bench.train(model, shape, steps, callbacks=(recorder,)).metrics
-        spans = kernel_spans(recorder.profile.events(), device)
-        assert spans, "the profiler recorded no kernel"
-        busy_share, largest = largest_gaps(spans, NUM_GAPS)
-        span_ms = (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / 1e3
-        row = {
-            "case": case,
-            "step_ms": span_ms / PROFILED_STEPS,
-            "busy_share": busy_share,
-            "kernels_per_step": len(spans) / PROFILED_STEPS,
-        }
-        # idle time as a run measures it, of the last steps
-        row |= {name: share for name, share in metrics.items() if name.endswith("_share")}
-        return [
-            row | kernel_kinds(spans),
-            *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),
-            *({"case": f"{case}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
-        ]
-
     for rows in rows_of(device):
-        yield f"clip, {rows} rows", partial(profile_loop, rows)
+        yield f"clip, {rows} rows", partial(_profile_loop, device, rows)
+
+
+def _profile_loop(device: torch.device, rows: int) -> list[dict[str, Any]]:
+    """Return the results of a case with `rows` rows in a step."""
+    case = f"clip, {rows} rows"
+    bench = build_bench(recipe("clip", device), Group(device=device), rows)
+    recorder = ProfiledSteps(device)
+    steps = WARMUP_STEPS + PROFILED_STEPS
+    shape = BatchShape(rows, rows, world_size=1)
+    model = bench.copy_of_model(shape)
+    metrics = bench.train(model, shape, steps, callbacks=(recorder,)).metrics
+    spans = kernel_spans(recorder.profile.events(), device)
+    assert spans, "the profiler recorded no kernel"
+    busy_share, largest = largest_gaps(spans, NUM_GAPS)
+    span_ms = (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / 1e3
+    row = {
+        "case": case,
+        "step_ms": span_ms / PROFILED_STEPS,
+        "busy_share": busy_share,
+        "kernels_per_step": len(spans) / PROFILED_STEPS,
+    }
+    # idle time as a run measures it, of the last steps
+    row |= {name: share for name, share in metrics.items() if name.endswith("_share")}
+    return [
+        row | kernel_kinds(spans),
+        *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),
+        *({"case": f"{case}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
+    ]
 
 
 def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -447,6 +447,21 @@ def _thumbnail(
     return None
 
 
+def _hash_image(
+    entry: np.void, data: bytes, max_pixels: int, subprocess_decoder: SubprocessDecoder | None
+) -> None:
+    """Set the hashes of an image in its record of IMAGE_HASH_DTYPE; of one that cannot be decoded
+    only the digest of its bytes, for exact matches.
+    """
+    entry["sha256"] = np.frombuffer(hashlib.sha256(data).digest()[:16], "<u8")
+    with suppress(BadImage):
+        if subprocess_decoder is not None:
+            subprocess_decoder.check(data, max_pixels)
+        image = Image.fromarray(decode(data, max_pixels))
+        entry["phash"], entry["colors"] = perceptual_hash(image)
+        entry["has_phash"] = True
+
+
 def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> np.ndarray:
     """Return the image hashes of the rows of a shard. An unreadable row matches nothing."""
     [shard] = prepared.shards
@@ -464,14 +479,7 @@ def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> np.ndarray:
                 hashes["row"] = number
                 hashes["image"] = np.arange(len(row.media))
                 for entry, media in zip(hashes, row.media, strict=True):
-                    sha256 = hashlib.sha256(media.data).digest()
-                    entry["sha256"] = np.frombuffer(sha256[:16], "<u8")
-                    with suppress(BadImage):  # exact matching still uses its bytes
-                        if subprocess_decoder is not None:
-                            subprocess_decoder.check(media.data, max_pixels)
-                        image = Image.fromarray(decode(media.data, max_pixels))
-                        entry["phash"], entry["colors"] = perceptual_hash(image)
-                        entry["has_phash"] = True
+                    _hash_image(entry, media.data, max_pixels, subprocess_decoder)
                 parts.append(hashes)
         return np.concatenate(parts)
 
