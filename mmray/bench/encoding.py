@@ -37,7 +37,7 @@ def bench_encoding(
         data: A prepared set of conversations.
         rounds: How often each is measured; they take turns.
         window_s: Approximate seconds of each measurement.
-        notify: Called with one line of text that tells the progress.
+        notify: Called with one line of text about the progress.
 
     Returns:
         `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and

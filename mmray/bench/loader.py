@@ -82,7 +82,7 @@ def bench_loader(
     machine.
 
     Args:
-        notify: Called with one line of text that tells the progress.
+        notify: Called with one line of text about the progress.
         data: A prepared set or a raw source; None: synthetic photographs.
         images: Number of images or clips.
         rounds: How often each loader is measured; the loaders take turns.

@@ -97,7 +97,7 @@ class GradCache:
 
         Returns:
             A list of tensors, outputs [B, ...] and the loss, and a list with the gradient of each,
-            of the same shape; None stands for the gradient 1.
+            of the same shape; None means the gradient 1.
         """
         tensors: list[Tensor] = []
         gradients: list[Tensor | None] = []

@@ -127,7 +127,7 @@ def describe_limit(run: RunRecord) -> str:
     if rows_cpu > ROWS_CPU_WARNING:
         cause = (
             f"is busy moving rows ({rows_cpu:.0%} of a CPU core). With more workers each moves "
-            "fewer of them; a `data` line of the log says if their pixels could not be pinned."
+            "fewer of them; the log has a `data` line if their pixels could not be pinned."
         )
     elif launch_bound > LAUNCH_WARNING:
         cause = (

@@ -344,7 +344,7 @@ def recommend(
         rows: Rows of trials.jsonl, one for each measured batch shape.
         measurements: Step times and memory, from which the rows were built.
         own_global: Rows of the global batch for which the recipe's learning rate is set. If another
-            one is best, `why` says so. None: nothing is said.
+            one is best, `why` has a hint to search it again. None: no hint.
 
     Returns:
         A Recommendation: `best` (name of the row, such as `s001`), `why` (sentences for the user)

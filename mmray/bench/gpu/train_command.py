@@ -141,7 +141,7 @@ def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
 
 
 def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
-    """Run `mmray train`, and return what its files say about its speed.
+    """Run `mmray train`, and return its speed from its files.
 
     Args:
         folder: Storage of the run.

@@ -21,7 +21,7 @@ def check_spans(row: Row, name: str, info: MediaInfo) -> None:
         row: The row, whose `spans`, [start, end] in seconds on the time axis of the file or None
             for each text, are changed in place.
         name: Name of the file, for the error.
-        info: The MediaInfo of the file: its sound or picture is from `start_s` to `end_s`, in
+        info: The MediaInfo of the file: its audio or video is from `start_s` to `end_s`, in
             seconds.
 
     Raises:

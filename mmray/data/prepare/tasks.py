@@ -52,7 +52,7 @@ def map_tasks(
         runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
             have a GPU each, if the cluster has any. Without Ray one process has all cores, or the
             GPU.
-        hint: Last sentence of errors, which says how to go on.
+        hint: Last sentence of errors: what to do next.
 
     Yields:
         The dict that `work` returned for each item: on Ray as soon as it is complete, in any order;

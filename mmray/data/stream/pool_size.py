@@ -112,7 +112,7 @@ class PoolSize:
         if must_yield or was_idle:
             self._shrink_window = _Window(now_s, waited_s)
         if must_yield or was_idle or num_running < self.target:
-            # A window that starts now: what is measured before they run says nothing about them.
+            # A window that starts now: what is measured before they run is not about them.
             self._grow_window = _Window(now_s, waited_s)
         if now_s - self._grow_window.start_s >= GROW_WINDOW_S:
             share = self._grow_window.share(now_s, waited_s)
