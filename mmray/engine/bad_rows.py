@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from mmray.data.images.boxes import NO_LABEL
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import Block, RowReader
@@ -60,6 +61,7 @@ def quarantine_bad_rows(
             the model do not count), or a label has no class in the model.
     """
     num_too_long = 0  # a limit of the model, no fault of the data
+    decoder = SubprocessDecoder()  # its process starts with the first bad row
     for block in blocks:
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
@@ -67,7 +69,7 @@ def quarantine_bad_rows(
             num_bad = count_bad_row(row)
             if num_bad == 0:
                 continue
-            record, reason, detail = reader.explain_bad_row(row)
+            record, reason, detail = reader.explain_bad_row(row, decoder)
             key, source = (record.key, record.source) if record else (None, None)
             entry = {
                 "key": key,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mmray.config import ClipInputs, Evaluate, Prepare, Towers, Vlm
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.text.languages import build_encoder
@@ -201,4 +202,7 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
     block = reader.read_block(plan, np.arange(20))
     unused = plan.row_ids_at(block["pos"][~block["valid"]])
     assert sorted(unused.tolist()) == [3, 5, 9]
-    assert reader.explain_bad_row(5)[1:] == ("image-count", "the row has 2 images, not one")
+    assert reader.explain_bad_row(5, SubprocessDecoder())[1:] == (
+        "image-count",
+        "the row has 2 images, not one",
+    )

@@ -165,28 +165,15 @@ class SetReader(ABC):
             Exception: The row cannot be used; one of the types in `row_errors`.
         """
 
-    def check_row(self, row: Row) -> None:
-        """Check whether a stored row can be used; its media are decoded in a child process first.
-
-        Args:
-            row: A stored row: its key, media, and texts or messages.
-
-        Raises:
-            Exception: The reason, one of the types in `row_errors`.
-        """
-        outside = self.subprocess_decoder
-        self.subprocess_decoder = SubprocessDecoder()
-        try:
-            self.encode_row(row)
-        finally:
-            self.subprocess_decoder.close()
-            self.subprocess_decoder = outside
-
-    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
+    def explain_bad_row(
+        self, row_id: int, decoder: SubprocessDecoder
+    ) -> tuple[Row | None, str, str]:
         """Read a row again that could not be used, and return the reason for quarantine.jsonl.
 
         Args:
             row_id: Number of the row in the set.
+            decoder: Decodes its media in a child process first, because an image may have crashed a
+                worker.
 
         Returns:
             The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
@@ -196,12 +183,16 @@ class SetReader(ABC):
             stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
             return None, "unreadable", str(error)
+        if not stored.checksum_ok:
+            return stored, "checksum", "the bytes differ from those that were prepared"
+        outside = self.subprocess_decoder
+        self.subprocess_decoder = decoder
         try:
-            if not stored.checksum_ok:
-                return stored, "checksum", "the bytes differ from those that were prepared"
-            self.check_row(stored)  # in a child process: an image may have crashed a worker
+            self.encode_row(stored)
         except self.row_errors as error:
             return stored, error.reason, error.detail
+        finally:
+            self.subprocess_decoder = outside
         return stored, "temporary", "readable at the second attempt"
 
 

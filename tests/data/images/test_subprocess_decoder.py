@@ -221,5 +221,5 @@ def test_index_only_stream_skips_crashing_row(tmp_path, local_ray):
     assert column["key"].tolist() == [0 if row == 17 else hash_key(f"k{row}") for row in rows]
     assert tries(source, 17) == 3  # one crash of the actor, then one of a child per epoch
     with decoder_dies():
-        record, reason, _ = reader.explain_bad_row(17)
+        record, reason, _ = reader.explain_bad_row(17, SubprocessDecoder())
     assert (record.key, reason) == ("k17", "decoder-crash")

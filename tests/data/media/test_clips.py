@@ -141,9 +141,10 @@ def test_rows_may_lack_a_modality(prepared: PreparedSet) -> None:
     assert block["num_frames"].tolist() == [4, 4, 0, 1, 0, 0, 4, 4]
     assert block["has_text"].tolist() == [1, 1, 1, 1, 0, 0, 0, 1]
     reader = RowReader(prepared, INPUTS, prepared.tokenizer_json or "", 10**6)
-    assert reader.explain_bad_row(5)[1] == "video-count"
-    assert reader.explain_bad_row(4)[1] in ("truncated", "corrupt")
-    assert reader.explain_bad_row(0)[1] == "temporary"
+    decoder = SubprocessDecoder()
+    assert reader.explain_bad_row(5, decoder)[1] == "video-count"
+    assert reader.explain_bad_row(4, decoder)[1] in ("truncated", "corrupt")
+    assert reader.explain_bad_row(0, decoder)[1] == "temporary"
 
 
 def test_a_model_without_video_or_audio_has_no_such_columns(prepared: PreparedSet) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Augment, Inputs
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
@@ -307,9 +308,9 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(
         range(40)
     )
-    record, reason, detail = reader.explain_bad_row(2)
+    record, reason, detail = reader.explain_bad_row(2, SubprocessDecoder())
     assert (record.key, reason) == ("row-2", "format") and detail
-    assert reader.explain_bad_row(11)[1:] == (
+    assert reader.explain_bad_row(11, SubprocessDecoder())[1:] == (
         "checksum",
         "the bytes differ from those that were prepared",
     )

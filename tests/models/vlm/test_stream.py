@@ -10,6 +10,7 @@ import torch
 from ray.data.block import BlockAccessor
 
 from mmray.config import Evaluate
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, SamplePlan
 from mmray.data.vlm.collate import iter_row_batches
@@ -79,7 +80,7 @@ def test_damaged_row_keeps_its_position_and_has_no_tokens(prepared, spec, model)
             assert actual.images.keys() == expected.images.keys()
             for name, column in expected.images.items():
                 assert np.array_equal(actual.images[name], column)
-    stored, reason, _ = reader.explain_bad_row(4)
+    stored, reason, _ = reader.explain_bad_row(4, SubprocessDecoder())
     assert (stored.key, reason) == ("row-4", "format")
 
 
@@ -102,7 +103,7 @@ def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
     short = SimpleNamespace(**vars(spec) | {"inputs": SimpleNamespace(**vars(spec.inputs))})
     short.inputs.max_tokens = 20
     reader = ConversationReader(prepared, short, 10**7)
-    _, reason, detail = reader.explain_bad_row(2)
+    _, reason, detail = reader.explain_bad_row(2, SubprocessDecoder())
     assert reason == "tokens"
     assert "tokens exceed model.inputs.max_tokens 20" in detail
 
