@@ -2,13 +2,9 @@
 
 import copy
 import itertools
-import os
 import pickle
-import signal
 import subprocess
 import sys
-import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -17,20 +13,20 @@ import pytest
 import ray
 import torch
 
-from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Augment, Inputs
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.stored_row import hash_key
-from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.decoder import BlockDecoder
-from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
+from mmray.data.stream.order import PADDING, BlockPlan, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.slots import SlotPool
 from mmray.data.stream.stream import RankBlocks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.requests import TransientStorageError
+from mmray.training.ray_backend import root_cause
+from tests.data.stream.consumers import compare, consume, taken
 from tests.made import CAPTIONS, make_set, png, row
 from tests.training.readers import FailingReader
 
@@ -83,16 +79,6 @@ class HerePool:
         self._threads.shutdown()
 
 
-def taken(blocks, plan, steps):
-    """Keys and positions of the first steps of one rank; None: all steps."""
-    rows = iter_micro_batches(blocks, plan.rank_rows, plan.rank_rows)
-    for step in itertools.islice(rows, steps):
-        columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
-        yield [
-            (k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v
-        ]
-
-
 def stream(reader, plan, first_step, steps, block_mb):
     """Keys and positions of each step, rank after rank; after `steps` the group stops."""
     blocks = BlockPlan.sized(plan, first_step, reader.row_bytes, block_mb)
@@ -102,26 +88,6 @@ def stream(reader, plan, first_step, steps, block_mb):
         with closing(RankBlocks(blocks, rank, pool, late_s=None)) as made:
             ranks.append(list(taken(made, plan, steps)))
     return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
-
-
-@ray.remote(num_cpus=0)
-def consume(reader, plan, rank, limits, block_mb, kills=False, pause_s=0.0):
-    """Take all steps of a rank from decode actors, and kill an actor of any rank at two of them;
-    return the steps and the notes of the stream.
-    """
-    notes, killed, steps = [], [], []
-    start = ResumePoint(plan, 0)
-    blocks = rank_blocks(reader, start, rank, plan.world_size, block_mb, limits, notes.append)
-    with closing(blocks):
-        for number, step in enumerate(taken(blocks, plan, None)):
-            time.sleep(pause_s)
-            steps.append(step)
-            if kills and number in (4, 12):
-                actors = actors_of_job("DecodeActor")
-                pid = next(p for s, _, p in actors if s == "ALIVE" and p not in killed)
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
-    return steps, notes
 
 
 def expected(plan):
@@ -188,23 +154,6 @@ def test_actors_of_two_ranks_that_are_killed_cost_no_row(local_ray, reader):
     assert all(any(text in note for text in texts) for note in notes + more_notes)
 
 
-@ray.remote(num_cpus=0)
-def compare(reader, plan, num_kept):
-    """Keep the last blocks, and compare the oldest of them with its rows; return for each block
-    whether it is in memory of the rank.
-    """
-    limits, kept, in_slots = DecoderLimits(2, 2, 2), deque(), []
-    with closing(rank_blocks(reader, ResumePoint(plan, 0), 0, 1, 1e-3, limits, print)) as blocks:
-        for block in blocks:
-            kept.append(block)
-            in_slots.append(block["image"].flags.writeable)  # objects of Ray are not
-            if len(kept) == num_kept:
-                oldest = kept.popleft()
-                rows = plan.row_ids_at(oldest["pos"])
-                assert (oldest["image"] == rows[:, None, None, None]).all()
-    return in_slots
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="opens memory of another process in /proc")
 def test_actors_of_the_node_write_pixels_into_memory_that_no_block_uses(local_ray, reader):
     """If the rank uses all of that memory, they return blocks as objects of Ray."""
@@ -232,9 +181,6 @@ def test_slot_is_lent_again_when_no_part_of_its_pixels_is_used():
 
 def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
     """The driver retries a storage, and not a bug."""
-    # imported here, because the processes of `consume` import this module
-    from mmray.training.ray_backend import root_cause
-
     failing = FailingReader(reader.prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(117, 4, 1, seed=3, steps=1)
     with pytest.raises(ray.exceptions.RayTaskError) as raised:
