@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
@@ -63,6 +63,6 @@ class FaultInjector:
 
 
 if __name__ == "__main__":
-    app = DomainDispatcherApplication(create_backend_app)
+    app = create_backend_app("s3")
     injector = FaultInjector(app, Path(sys.argv[2]))
     make_server("127.0.0.1", 0, injector, threaded=True, fd=int(sys.argv[1])).serve_forever()

@@ -64,7 +64,7 @@ def test_step_takes_same_rows_at_any_world_size(
     assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(ROWS, GLOBAL_ROWS, WORLDS)
 def test_steps_of_equal_size_take_each_row_once_per_epoch(num_rows, global_rows, world):
     p = plan(num_rows, global_rows=global_rows, world=world)
