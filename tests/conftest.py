@@ -29,6 +29,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
+# Otherwise hundreds of processes would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Set before the first Ray import: one authentication mode for heads and clients, and short
 # health-check intervals.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -161,41 +165,43 @@ def s3(s3_server, tmp_path, monkeypatch):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Run the tests of a folder in one process, so that they share its Ray, its rank processes and
-    their results.
+    """Run the tests of a file in one process. Of two processes, one takes files from the start of
+    the order below and one from its end, so that only one starts Ray and only one a fork server.
 
-    Tests marked `cluster` start their own, so those are divided by file, the longest first.
+    Tests marked `cluster` start their own Ray, so files of those are taken from the start only.
     """
     config.option.loadscopereorder = False  # by the number of tests
     if "not cluster" not in config.option.markexpr:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class LoadFolderScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            return "/".join(nodeid.split("::")[0].split("/")[:2])
+    class FromBothEnds(LoadFileScheduling):
+        def _assign_work_unit(self, node):
+            if self.nodes.index(node) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
 
-    return LoadFolderScheduling(config, log)
-
-
-# The folders of a run without cluster tests that take longest.
-LONGEST = ("engine", "data", "training", "models", "bench", "tuning")
+    return FromBothEnds(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # after the deselection of tests by their marks
 def pytest_collection_modifyitems(items):
-    """Start with the longest folders, or with the files that have the longest limits of time, so
-    that both processes end at about the same time.
+    """Start with the files that have the longest limits of time, then with those that fork
+    processes, whose server imports for seconds; end with those that use the local Ray.
     """
-    ranks = {folder: rank for rank, folder in enumerate(LONGEST)}
     limits_s = defaultdict(int)
+    fixtures = defaultdict(set)
     for item in items:
         limits_s[item.path] = max(
             [limits_s[item.path], *(mark.args[0] for mark in item.iter_markers("timeout"))]
         )
+        fixtures[item.path].update(item.fixturenames)
 
     def rank(item):
+        uses_ray = "local_ray" in fixtures[item.path]
         folder = item.path.relative_to(ROOT / "tests").parts[0]
-        return -limits_s[item.path], ranks.get(folder, len(ranks))
+        forks = folder == "engine" or "forked_children" in fixtures[item.path]
+        return -limits_s[item.path], uses_ray, not forks, folder == "data"
 
     items.sort(key=rank)
 

@@ -416,3 +416,15 @@ def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch, wi
     assert [label for label, _ in listener.logged] == ["evaluate", "done"]
     assert "evaluate" in listener.titles
     assert capfd.readouterr().out == ""
+
+
+def test_rows_in_memory_are_prepared_and_trained(tmp_path, prepares_here, without_ray):
+    rows = [{"image": noisy(number), "text": f"caption {number}"} for number in range(20)]
+    recipe = runs.config("-", tmp_path, "run", steps=2).with_cluster(workers=1, cpus_per_worker=1)
+    data = {"train": rows, "cache": str(tmp_path / "cache")}
+    finished = [mmray.train(recipe, data=data, reporter=Listener()) for _ in range(2)]
+    assert finished[0].path == finished[1].path and finished[1].result["status"] == "finished"
+    # the rows, and the set that was prepared from them, are found again
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    with finished[0].to_ray_checkpoint().as_directory() as folder:
+        assert folder == str(tmp_path / "run" / "checkpoints" / "step-2")

@@ -1,15 +1,11 @@
-"""Complete runs on Ray with two workers: their files, and the end of a run with bad rows."""
+"""A complete run on Ray with two workers: its files, and the same command again."""
 
 import json
 
 import pytest
 
-import mmray
-from mmray.cli import main
-from mmray.errors import DataError
 from mmray.training.driver import train
-from tests.made import make_set, row
-from tests.training.runs import HELD_OUT, STEPS, Silent, config, lines, make_data, marks
+from tests.training.runs import STEPS, Silent, config, lines, make_data, marks
 
 
 @pytest.fixture(scope="module")
@@ -80,43 +76,3 @@ def test_same_command_reports_finished_run(unkilled, local_ray, data):
     outcome, _ = unkilled
     again = train(config(data, outcome.path.parent, "calm"), Silent())
     assert again.already_done and again.result["steps"] == STEPS
-
-
-def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, without_ray):
-    rows = [row(number, b"broken" if number % 2 == 0 else None) for number in range(50)]
-    make_set(tmp_path / "set", rows)
-    wanted = config(tmp_path / "set", tmp_path, "bad").with_cluster(workers=1, cpus_per_worker=1)
-    with pytest.raises(DataError, match=r"17 rows could not be read.*row-\d+, made:\d+"):
-        train(wanted, Silent())
-    named = [
-        json.loads(line)
-        for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()
-    ]
-    assert all(entry["row"] % 2 == 0 and entry["stage"] == "train" for entry in named)
-    assert all(entry["reason"] == "format" and entry["detail"] for entry in named)
-
-
-def run_command(*words):
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert ended.value.code == 0
-
-
-def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, capfd, without_ray):
-    """tests/cluster/test_object_store.py evaluates on Ray."""
-    outcome, _ = unkilled
-    make_set(tmp_path / "set", HELD_OUT)
-    run_command(
-        "evaluate", outcome.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json"
-    )
-    scores = json.loads((tmp_path / "scores.json").read_text())["metrics"]
-    final = outcome.result["metrics"]
-    assert scores == pytest.approx({name: final[name] for name in scores}, rel=1e-6)
-    text = capfd.readouterr().out
-    assert "median rank" in text and f"loss │ {final['loss']:.3f}" in text and "rows │ 20" in text
-
-
-def test_exported_run_loads(unkilled, tmp_path, capfd):
-    run_command("export", unkilled[0].path, tmp_path / "out")
-    assert "mmray.load(" in capfd.readouterr().out
-    assert mmray.load(tmp_path / "out").embed_texts(["a red one"]).shape == (1, 16)

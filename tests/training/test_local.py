@@ -2,6 +2,7 @@
 fail.
 """
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -12,12 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+import mmray
+from mmray.cli import main
 from mmray.config import from_yaml
-from mmray.errors import TrainingError
+from mmray.errors import DataError, TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
+from tests.made import make_set, row
 from tests.training.readers import StalledReader
 from tests.training.runs import (
+    HELD_OUT,
     STEPS,
     Silent,
     Stopping,
@@ -272,3 +277,41 @@ def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
     done = driver.train(one_worker(data, tmp_path, "run"), Silent())
     assert done.result["status"] == "finished"
     assert same_weights(weights(done.path), weights(calm.path))
+
+
+def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path):
+    rows = [row(number, b"broken" if number % 2 == 0 else None) for number in range(50)]
+    make_set(tmp_path / "set", rows)
+    with pytest.raises(DataError, match=r"17 rows could not be read.*row-\d+, made:\d+"):
+        driver.train(one_worker(tmp_path / "set", tmp_path, "bad"), Silent())
+    named = [
+        json.loads(line)
+        for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()
+    ]
+    assert all(entry["row"] % 2 == 0 and entry["stage"] == "train" for entry in named)
+    assert all(entry["reason"] == "format" and entry["detail"] for entry in named)
+
+
+def run_command(*words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code == 0
+
+
+def test_evaluate_command_gives_same_metrics_as_training(calm, tmp_path, capfd):
+    """tests/cluster/test_object_store.py evaluates on Ray."""
+    make_set(tmp_path / "set", HELD_OUT)
+    run_command(
+        "evaluate", calm.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json"
+    )
+    scores = json.loads((tmp_path / "scores.json").read_text())["metrics"]
+    final = calm.result["metrics"]
+    assert scores == pytest.approx({name: final[name] for name in scores}, rel=1e-6)
+    text = capfd.readouterr().out
+    assert "median rank" in text and f"loss │ {final['loss']:.3f}" in text and "rows │ 20" in text
+
+
+def test_exported_run_loads(calm, tmp_path, capfd):
+    run_command("export", calm.path, tmp_path / "out")
+    assert "mmray.load(" in capfd.readouterr().out
+    assert mmray.load(tmp_path / "out").embed_texts(["a red one"]).shape == (1, 16)

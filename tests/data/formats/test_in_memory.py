@@ -15,7 +15,7 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.made import CAPTIONS, noisy
-from tests.training.runs import Silent, config
+from tests.training.runs import Silent
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("in_process")  # packing has tests of its own
@@ -74,22 +74,15 @@ def test_rows_in_memory_are_prepared(build, tmp_path):
     assert not (tmp_path / "set.rows").exists()
 
 
-def test_ray_dataset_is_prepared_and_trained(local_ray, tmp_path, without_ray):
-    """Rows of Ray Data, prepared and trained in processes."""
+def test_ray_dataset_is_prepared_and_stored_once(local_ray, tmp_path):
     import ray.data
 
     rows = [{"image": pixels(noisy(n)), "text": text} for n, text in enumerate(TEXTS)]
     dataset = ray.data.from_items(rows, override_num_blocks=3)
-    recipe = config("-", tmp_path, "run", steps=2).with_cluster(workers=1, cpus_per_worker=1)
-    data = {"train": dataset, "cache": str(tmp_path / "cache")}
-    finished = [mmray.train(recipe, data=data, reporter=Silent()) for _ in range(2)]
-    assert finished[0].path == finished[1].path and finished[1].result["status"] == "finished"
-    # the rows, and the set that was prepared from them, are found again
-    [_, prepared] = sorted((tmp_path / "cache").iterdir())
-    same_rows(prepared)
-    checkpoint = finished[0].to_ray_checkpoint()
-    with checkpoint.as_directory() as folder:
-        assert folder == str(tmp_path / "run" / "checkpoints" / "step-2")
+    mmray.prepare(dataset, tmp_path / "set", reporter=Silent())
+    same_rows(tmp_path / "set")
+    stored = {store_rows(dataset, tmp_path / "rows", {}) for _ in range(2)}
+    assert len(stored) == 1
 
 
 def test_splits_and_class_names_of_hugging_face_are_kept(tmp_path):

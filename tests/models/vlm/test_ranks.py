@@ -22,6 +22,9 @@ FAMILIES = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
+
 @pytest.fixture(scope="module")
 def results(folder_of, tmp_path_factory):
     """Two families take 8 steps before, in which a rank often has no image."""
