@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -394,12 +394,35 @@ class CudaRecorder:
             writes the results to the same tensors.
         """
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the thread that prefetches batches may allocate memory meanwhile
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = function()
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            # thread_local: the thread that prefetches batches may allocate memory meanwhile
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = function()
+        except RuntimeError as error:
+            if torch.cuda.current_stream(self._device) == stream:
+                raise
+            self._end_invalid_capture(graph, stream)
+            # that of the operator; `error` only says that there was an earlier one
+            raise error.__context__ or error from None
         return result, graph.replay
+
+    def _end_invalid_capture(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """Undo what torch does not after an operator that cannot be captured.
+
+        Its stream is still current. In torch 2.11 its pool is also still open, so that memory that
+        another stream has used is never free again, and the random number generator refuses to
+        draw.
+        """
+        torch.cuda.set_stream(stream)
+        graph.reset()  # closes the pool in newer versions of torch
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+            torch._C._cuda_releasePool(stream.device_index, self._pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=self._device)  # a valid capture resets the generator
 
     def free_fraction(self) -> float:
         """Return the fraction of the GPU's memory, 0 to 1, that no process uses.

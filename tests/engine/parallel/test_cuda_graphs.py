@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,12 @@ from mmray.bench.gpu import device_checks
 from mmray.config import ImageTower, Train
 from mmray.engine.batch import BatchShape
 from mmray.engine.parallel import cuda_graphs
-from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, BranchGraphs, graph_branches
+from mmray.engine.parallel.cuda_graphs import (
+    EAGER_CALLS,
+    BranchGraphs,
+    CudaRecorder,
+    graph_branches,
+)
 from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.parallel.transforms import force_eager
 from mmray.models.build import build
@@ -234,6 +240,64 @@ def test_branch_that_cannot_be_captured_stays_eager(problem: str, text: str) -> 
         output = output[0] if problem == "tuple" else output
         torch.testing.assert_close(output, Tower()(rows(step)), rtol=0, atol=0)
     assert notes == [("device", text)] and recorder.replays == 0
+
+
+class Capture:
+    """torch.cuda.graph: if the captured function fails, its stream and its pool stay in use."""
+
+    streams: list[SimpleNamespace]  # the last one is current
+    open_pools: list[str]
+    valid = 0
+
+    def __init__(self, graph: Any, pool: str = "own", **options: Any) -> None:
+        self.pool = pool
+        self.stream = options["stream"]
+
+    def __enter__(self) -> None:
+        self.streams.append(self.stream)
+        self.open_pools.append(self.pool)
+
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.open_pools.remove(self.pool)
+        self.streams.pop()
+        Capture.valid += 1
+
+
+def test_invalid_capture_leaves_neither_its_stream_nor_its_memory_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compute = SimpleNamespace(device_index=0, stream_id=0)
+    side = SimpleNamespace(device_index=0, stream_id=1)
+    released: list[str] = []
+    monkeypatch.setattr(Capture, "streams", [compute], raising=False)
+    monkeypatch.setattr(Capture, "open_pools", [], raising=False)
+    monkeypatch.setattr(Capture, "valid", 0)
+    functions: dict[str, Any] = {
+        "graph": Capture,
+        "CUDAGraph": lambda: SimpleNamespace(replay=None, reset=lambda: None),
+        "graph_pool_handle": lambda: "shared",
+        "Stream": lambda device: side,
+        "current_stream": lambda device: Capture.streams[-1],
+        "set_stream": Capture.streams.append,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    close = lambda device, pool: Capture.open_pools.remove(pool)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", close, raising=False)
+    release = lambda device, pool: released.append(pool)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    recorder = CudaRecorder(torch.device("cpu"))
+
+    def synchronize() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        recorder.record(synchronize)
+    assert Capture.streams[-1] is compute and Capture.open_pools == [] and released == ["shared"]
+    assert Capture.valid == 1  # a capture of one kernel, which resets the generator
+    assert recorder.record(lambda: "result")[0] == "result" and Capture.valid == 2
 
 
 def test_copy_of_a_branch_has_no_graphs() -> None:
