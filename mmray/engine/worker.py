@@ -37,7 +37,13 @@ from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.cuda_graphs import graph_branches
-from mmray.engine.parallel.device_defaults import compile_pays, configure_torch, resolve_auto
+from mmray.engine.parallel.device_defaults import (
+    capability_of,
+    compile_pays,
+    configure_torch,
+    device_defaults,
+    resolve_auto,
+)
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
     apply_transforms,
@@ -212,8 +218,6 @@ def _build_for_device(
     """Build the model; return it with the config in which no setting of `train` is `auto`, and the
     frozen weights that checkpoints leave out.
     """
-    chooses_compile = config.train.compile == "auto"
-    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
     meta = {} if checkpoint is None else files.load_meta(checkpoint)
     saved_base = meta.get("base")
     reads_weights = checkpoint is None or saved_base is not None
@@ -225,9 +229,13 @@ def _build_for_device(
         base = _frozen_base(model, settings.weights, group, saved_base)
     for note in getattr(model, "build_notes", ()):
         driver.notify("model", note)
-    if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
-        driver.notify("device", "compile none: the run is too short to earn it")
-        config = config.replace(train=config.train.replace(compile="none"))
+    if config.train.compile == "auto":
+        earns = _earns_compile(config, model, group.device, plan.rank_rows, plan.steps)
+        if group.all_reduce_min(int(earns)) == 0:
+            driver.notify("device", "compile none: the run is too short to earn it")
+            config = config.replace(train=config.train.replace(compile="none"))
+    # after this, so that a short run does not spend seconds to try the compiler
+    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
     if text := configure_torch(config.train, group.device):
         driver.notify("device", text)
     return config, model, base
@@ -322,14 +330,15 @@ def _micro_batches(
 
 
 def _earns_compile(
-    config: Config, model: nn.Module, group: Group, rank_rows: int, steps: int
+    config: Config, model: nn.Module, device: torch.device, rank_rows: int, steps: int
 ) -> bool:
     """Return True if the run is long enough for torch.compile, by the FLOPs of the model.
 
-    Equal on all ranks. True if the blocks would not be compiled, for a model that will be sharded,
-    which is large, and for a user's model whose FLOPs cannot be counted without running it.
+    True if the blocks would not be compiled on the device, for a model that will be sharded, which
+    is large, and for a user's model whose FLOPs cannot be counted without running it.
     """
-    if config.train.compile == "none" or config.train.parallel in strategy.SHARDED:
+    default = device_defaults(capability_of(device)).compile
+    if default == "none" or config.train.parallel in strategy.SHARDED:
         return True
     without_autocast = precision.Precision("fp32", None, "meta")
     memo: dict[int, Tensor] = {
@@ -342,8 +351,8 @@ def _earns_compile(
         flops = model_flops_of_row(copy.deepcopy(model, memo), row, without_autocast)
     except Exception:  # noqa: BLE001 - code of a user may fail in any way on the meta device
         return True
-    mixed = precision.select_precision(config.train.precision, group.device)
-    return compile_pays(flops, rank_rows, steps, peak_flops(group.device, mixed))
+    mixed = precision.select_precision(config.train.precision, device)
+    return compile_pays(flops, rank_rows, steps, peak_flops(device, mixed))
 
 
 def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ from torch import nn
 from mmray.config import CustomModel, Train, recipes
 from mmray.engine import memory_probe, worker
 from mmray.engine.checkpoint import state_io
-from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import _report_first
 from mmray.engine.worker_context import DriverHandle
@@ -161,17 +160,19 @@ def test_length_of_a_run_decides_whether_it_is_compiled(monkeypatch, pays):
 
     monkeypatch.setattr(worker, "compile_pays", compile_pays)
     monkeypatch.setattr(worker, "peak_flops", lambda *_: 1e15)
+    monkeypatch.setattr(worker, "capability_of", lambda _: (9, 0))
+    gpu = torch.device("cuda", 0)
     model, _ = recipe_models.MODELS["clip"]
     config = recipes.load("clip").replace(
-        model=model.replace(vocab_size=recipe_models.VOCAB), train=Train(compile="inductor")
+        model=model.replace(vocab_size=recipe_models.VOCAB), train=Train(precision="bf16")
     )
     network = build(config.model, recipe_models.VOCAB)
     before = [weight.clone() for weight in network.parameters()]
-    assert worker._earns_compile(config, network, Group(), 8, 100) == pays
+    assert worker._earns_compile(config, network, gpu, 8, 100) == pays
     (flops, rows, steps, peak) = seen.pop()
     assert flops > 1e4 and (rows, steps, peak) == (8, 100, 1e15)
     assert all(map(torch.equal, before, network.parameters()))
-    assert worker._earns_compile(config, ReadsValues(), Group(), 8, 100)
-    sharded = config.replace(train=Train(compile="inductor", parallel="fsdp"))
-    assert worker._earns_compile(sharded, network, Group(), 8, 100)
+    assert worker._earns_compile(config, ReadsValues(), gpu, 8, 100)
+    sharded = config.replace(train=Train(precision="bf16", parallel="fsdp"))
+    assert worker._earns_compile(sharded, network, gpu, 8, 100)
     assert not seen

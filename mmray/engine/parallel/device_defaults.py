@@ -150,9 +150,12 @@ def compile_problem(device: torch.device) -> str:
         Why it failed; empty if it worked.
     """
     try:
+        from torch._inductor import config
         from torch._inductor.utils import fresh_cache
 
-        with fresh_cache():
+        # In this process: in torch 2.11 compile workers would keep the folder of this cache, so no
+        # run would find the kernels of an earlier one.
+        with fresh_cache(), config.patch(compile_threads=1):
             torch.compile(torch.sin)(torch.zeros(8, device=device))
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and eager code works
         return first_line(error)

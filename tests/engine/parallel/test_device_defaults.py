@@ -130,6 +130,16 @@ def test_ranks_of_a_node_share_its_cores_for_compiling(gpu, monkeypatch, ranks, 
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == workers
 
 
+def test_compiler_is_tried_without_worker_processes(monkeypatch):
+    """They would outlive the trial with the folder of its temporary cache."""
+    from torch._inductor import config
+
+    threads = []
+    run = lambda _: threads.append(config.compile_threads)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda _: run)
+    assert device_defaults.compile_problem(torch.device("cpu")) == "" and threads == [1]
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize(("compiler", "fails"), [("false", True), ("g++", False)])
 def test_compiler_is_tried_with_a_kernel(compiler, fails):
