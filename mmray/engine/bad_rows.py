@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import orjson
 
-from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import QUARANTINE
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import Block, RowReader
 from mmray.data.vlm.encoder import TOO_LONG

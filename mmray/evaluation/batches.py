@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row, hash_key
-from mmray.data.stream.blocks import Block
+from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.data.stream.reader import RowReader
 from mmray.errors import DataError

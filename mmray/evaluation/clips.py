@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmray.data.images.boxes import NO_LABEL
 from mmray.data.store.stored_row import Row, hash_key
-from mmray.data.stream.blocks import Block
+from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval

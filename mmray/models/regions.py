@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmray.data.images.boxes import NO_LABEL, clip_boxes, to_model_coords
+from mmray.data.images.boxes import clip_boxes, to_model_coords
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.errors import DataError, UsageError
 from mmray.models.clip import l2_normalize
 from mmray.models.protocol import HeadScores

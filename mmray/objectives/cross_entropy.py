@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.images.boxes import NO_LABEL
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 IGNORE_INDEX = -100  # class of a position where nothing is predicted, as in torch

@@ -18,6 +18,7 @@ from mmray.data.images.transform import (
     letterbox_xywh,
     random_crop_box,
 )
+from mmray.data.stream.blocks import NO_LABEL
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 # A box is dropped if less than this fraction of its area is inside the square.
 MIN_VISIBLE_FRACTION = 0.1
-NO_LABEL = -1  # label of a row or a box without one
 
 
 class BoxColumns:

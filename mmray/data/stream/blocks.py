@@ -1,4 +1,4 @@
-"""Join blocks of rows. Without torch, because data processes import it."""
+"""Blocks of rows, and how they are joined. Without torch, because data processes import it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Block = dict[str, np.ndarray]
+NO_LABEL = -1  # label of a row or a box without one
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 
 from mmray.data.columns import extra_columns
-from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
@@ -25,7 +24,7 @@ from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
-from mmray.data.stream.blocks import Block
+from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.order import (
     PADDING,
     SamplePlan,

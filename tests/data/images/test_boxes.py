@@ -11,8 +11,9 @@ from PIL import Image
 
 from mmray.config import Augment, Inputs
 from mmray.data.columns import extra_columns
-from mmray.data.images.boxes import NO_LABEL, BoxColumns, clip_boxes, to_model_coords
+from mmray.data.images.boxes import BoxColumns, clip_boxes, to_model_coords
 from mmray.data.images.transform import NUM_UNIFORMS, transform
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
