@@ -738,7 +738,7 @@ def _check_recommendation(sweep: SweepRecord) -> None:
 
 @contextmanager
 def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | ConsoleReporter]:
-    """Yield a reporter; that of the console, the default, shows a bar or lines meanwhile."""
+    """Yield a reporter; the default, of the console, shows a bar or lines meanwhile."""
     active = ConsoleReporter() if reporter is None else reporter
     if isinstance(active, ConsoleReporter):
         with active.show_progress(title):

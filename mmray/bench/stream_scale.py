@@ -30,8 +30,8 @@ from mmray.data.stream.pool_size import DecoderLimits
 BLOCK_ROWS = 128
 SIDE = 32  # side of the images in pixels
 MIN_DECODE_S = 0.25  # time of a block: 512 images/s for each process
-# Of all ranks: with more, blocks take longer, so that the CPU time of a block is not that of a
-# machine without free cores.
+# Of all ranks: with more, blocks take longer and their CPU time is not that of a machine without
+# free cores.
 MAX_BLOCKS_PER_S = 32
 RANKS_PER_PROCESS = 8
 ENDLESS = 10**6  # steps of a plan that no window finishes
@@ -198,7 +198,9 @@ class RankGroup:
         with closing(rank_blocks(reader, start, rank, world, block_mb, limits, print)) as blocks:
             for step, block in enumerate(blocks):
                 if not np.array_equal(block["pos"], self._plan.positions(step, rank)):
-                    raise RuntimeError(f"rank {rank} received other rows than those of step {step}")
+                    raise RuntimeError(
+                        f"rank {rank} received rows that do not belong to step {step}"
+                    )
                 self._blocks[index] += 1
                 if self._stop.is_set():
                     return

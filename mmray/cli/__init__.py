@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
     Args:
-        argv: the arguments; None: those of this process.
+        argv: the arguments; None: the arguments of this process.
     """
     # A name of a file that the console cannot encode must not end a finished command.
     for stream in (sys.stdout, sys.stderr):

@@ -99,7 +99,7 @@ def _print_data_nodes(command: DoctorCommand, name: str, console: ConsoleReporte
     if plan.cost_per_hour is not None:
         console.log(f"{plan.cost_per_hour:,.2f} per hour, GPUs and CPUs", "cost")
     if "CPU" in plan.device:
-        text = "samples/s are those of a CPU: pass --samples-per-s of a run on your GPU"
+        text = "samples/s were measured on a CPU: pass --samples-per-s of a run on your GPU"
         console.log(text, "note")
     write_json(command.json, vars(plan))
     return 0

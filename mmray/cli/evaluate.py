@@ -58,7 +58,7 @@ class EvaluateCommand(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateWeightsCommand(_Options):
-    """Evaluate pretrained weights without training; the defaults of `--model` are those of the
+    """Evaluate pretrained weights without training; the defaults of `--model` come from the
     weights.
     """
 

@@ -39,8 +39,8 @@ class ExportCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportWeightsCommand:
-    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` are those of
-    the weights.
+    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` come
+    from the weights.
     """
 
     out: OutPath

@@ -30,7 +30,7 @@ class ShowCommand:
     split: str | None = None
     """Split of the set; None: all rows."""
     tokenizer: str | None = None
-    """File, folder or hub name of the tokenizer that counts tokens; None: that of the set."""
+    """File, folder or hub name of the tokenizer that counts tokens; None: the one of the set."""
 
 
 def show(argv: Sequence[str], console: ConsoleReporter) -> int:

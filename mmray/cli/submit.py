@@ -53,7 +53,7 @@ class StatusCommand:
 
 @dataclass(frozen=True)
 class LogsCommand:
-    """Show the log of a job until it ends; the exit code is that of its command."""
+    """Show the log of a job until it ends; the exit code is the one of its command."""
 
     run: Positional[Annotated[str, arg(metavar="RUN")]]
     """Name of a run, or of a job of `mmray status`."""

@@ -127,7 +127,7 @@ class Cluster(Section, settings_prefix="cluster"):
             "starting": start_s,
             "first_step": start_s,
             "evaluating": self.hang_timeout_s,
-            "compiling": start_s,  # a recompilation takes as long as that of the first step
+            "compiling": start_s,  # a recompilation takes as long as the first compilation
             "saving": SAVE_TIMEOUT_FACTOR * self.hang_timeout_s,
             "waiting_for_data": max(DATA_TIMEOUT_S, start_s),
         }

@@ -20,7 +20,7 @@ from mmray.storage.address import parse_host
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FULL_SHUFFLE = "1x1"  # value of data.shuffle_blocks in the config.yaml of a run
-# Values of data.shuffle_blocks in a config.yaml; those of earlier versions had two numbers.
+# Values of data.shuffle_blocks in a config.yaml; earlier versions wrote two numbers.
 _SHARE = re.compile(r"(\S.*?) *: *(\d+\.?\d*|\.\d+)")
 STORED_SHUFFLE = rf"{FULL_SHUFFLE}|[1-9]\d*x[1-9]\d*x[1-9]\d*"
 
@@ -151,7 +151,7 @@ def parse_eval_sets(text: str) -> list[EvalSet]:
             raise ValueError(f"`{term.strip()}` has no set after `{name}=`")
         if name in sets or name in ("loss", "median_rank"):
             raise ValueError(
-                f"the name `{name}` is {'repeated' if name in sets else 'that of a metric'}; "
+                f"the name `{name}` is {'repeated' if name in sets else 'the name of a metric'}; "
                 "choose another"
             )
         sets[name] = EvalSet(name, address, *_parse_task(task))

@@ -1,4 +1,4 @@
-"""Settings that all model kinds share, and those of objectives.
+"""Settings that all model kinds share, and settings of objectives.
 
 `model_section` returns the section of a kind; model_kinds.py has the built-in ones.
 """
@@ -177,7 +177,7 @@ class Model(Section, settings_prefix="model"):
             pad_id: Id of its padding token, None if it has none; only some kinds use it.
 
         Raises:
-            UsageError: `vocab_size` of the config is smaller than that of the tokenizer.
+            UsageError: `vocab_size` of the config is smaller than the vocabulary of the tokenizer.
         """
         if 0 < self.vocab_size < vocab_size:
             raise UsageError(

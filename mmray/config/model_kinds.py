@@ -133,8 +133,8 @@ class TowerModel(EmbeddingModel):
     embed_dim: EmbedDim = 256
     batch_norm: Literal["local", "frozen", "synced"] = Field(
         "local",
-        description="Batch-norm statistics: per worker, frozen at those of the weights, "
-        "or synced (GPU only).",
+        description="Batch-norm statistics: per worker, frozen at the values of the "
+        "weights, or synced (GPU only).",
     )
 
     def unsupported_reasons(self) -> list[str]:
@@ -447,8 +447,8 @@ class ClipFamily(HfModel, EmbeddingModel):
     kept_positions: int = Field(
         0,
         ge=0,
-        description="Leading text positions that keep their weights if max_tokens exceeds those of "
-        "the weights (Long-CLIP: 20); the others are interpolated.",
+        description="Leading text positions that keep their weights if max_tokens exceeds the "
+        "positions of the weights (Long-CLIP: 20); the others are interpolated.",
     )
 
 
@@ -460,8 +460,7 @@ class Clip(ClipFamily):
     embed_dim: EmbedDim = 512
     activation: Literal["quick_gelu", "gelu"] | None = Field(
         None,
-        description="Activation of the MLPs; None: that of the weights, quick_gelu without "
-        "weights.",
+        description="Activation of the MLPs; None: as in the weights, quick_gelu without weights.",
     )
 
 
@@ -474,7 +473,7 @@ class Siglip(ClipFamily):
     temperature: Temperature = 0.1
     logit_bias: LogitBias = -10.0
     pad_id: int | None = Field(
-        None, ge=0, description="Padding token id; None: that of tokenizer or weights."
+        None, ge=0, description="Padding token id; None: as in the tokenizer or the weights."
     )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
@@ -487,7 +486,7 @@ class Siglip(ClipFamily):
             pad_id: Id of its padding token; None: it has none.
 
         Raises:
-            UsageError: `vocab_size` of the config is smaller than that of the tokenizer.
+            UsageError: `vocab_size` of the config is smaller than the vocabulary of the tokenizer.
         """
         return (
             super()

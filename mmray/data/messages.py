@@ -85,7 +85,7 @@ def parse_messages(
     messages = [_parse_message(item, media, marks) for item in value]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
-        raise ValueError("only the first message may be that of the system")
+        raise ValueError("only the first message may be of the system")
     if "assistant" not in roles:
         raise ValueError("no message is the assistant's: there is nothing to learn")
     if roles[roles[0] == "system"] != "user":

@@ -104,7 +104,7 @@ class GradCache:
         is_last = index == len(self.micro_batches) - 1
         if parts.global_loss is not None:
             names = parts.global_loss.gathered_outputs
-            if is_last:  # the gradient at a scalar is that of the whole step
+            if is_last:  # the gradient at a scalar is for the whole step
                 names += parts.global_loss.scalar_output_names
             names = tuple(name for name in names if outputs[name].requires_grad)
             tensors += [outputs[name] for name in names]

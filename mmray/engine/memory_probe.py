@@ -149,14 +149,15 @@ def probe_memory(
         TrainingError: The model cannot process the rows.
     """
     group = state.group
-    # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in
+    # A real collective, as large as the ones of DDP: NCCL allocates its buffers (1 GiB and more) in
     # the first.
     group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
     probe = MemoryProbe(state, make_batch, batch_shape)
     size, activations = probe.search() if batch_shape.auto else probe.try_given_size()
     if group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
+        # The reported peak is then the peak of training.
+        torch.cuda.reset_peak_memory_stats(group.device)
     weights = list(state.model.parameters())
     moments = tree_leaves(state.optimizer.state_dict()["state"])
     gradients = [to_local(weight) for weight in weights if weight.requires_grad]

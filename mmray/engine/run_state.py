@@ -266,8 +266,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: CheckpointState) -> None:
     """Load the saved state of an optimizer, by the model's parameter names instead of numbers.
 
-    Weight decay, betas and epsilon are those of the optimizer, not of the state, because a trial of
-    a sweep may resume with other values.
+    Weight decay, betas and epsilon are taken from the optimizer, not from the state, because a
+    trial of a sweep may resume with other values.
 
     Args:
         module: The model, not wrapped; it may be sharded.

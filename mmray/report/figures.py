@@ -85,7 +85,7 @@ def make_figure(
 
 
 def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the lines of a chart of recall by metric; `prefix` is that of the metrics of a set."""
+    """Return the lines of a chart of recall by metric; `prefix` precedes the metrics of a set."""
     lines = {}
     for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items():
         colors = cycle((BLUE, ORANGE, TEAL, ROSE))

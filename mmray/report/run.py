@@ -109,7 +109,7 @@ class RunRecord:
         return [line["step"] for line in lines], [line[name] for line in lines]
 
     def values(self, name: str) -> list[float]:
-        """Return the finite values of a metric by step, such as those of `train/loss`."""
+        """Return the finite values of a metric by step, such as of `train/loss`."""
         return [value for value in self.series(name)[1] if value is not None]
 
     def newest(self, prefix: str) -> dict[str, float]:

@@ -188,7 +188,7 @@ class LocalBackend:
 
     def num_local(self, device: str) -> int | None:
         if self._ranks is not None:
-            return None  # the number of workers is that of torchrun's processes
+            return None  # torchrun has started the processes of all workers
         return count_gpus() if device == "gpu" else cores()
 
     def choose_world_size(self, config: Config) -> int:

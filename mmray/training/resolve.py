@@ -210,7 +210,7 @@ def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) ->
 def _rows_of_epoch(
     config: Config, train_set: PreparedSet | PreparedMixture, shape: BatchShape
 ) -> int:
-    """Return the rows of an epoch. Raises UsageError if they are fewer than those of a step."""
+    """Return the rows of an epoch. Raises UsageError if they are fewer than the rows of a step."""
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
@@ -385,7 +385,9 @@ def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
 
 
 def _num_counted(prepared: PreparedSet) -> int:
-    """Return the rows that the counts of the manifest include, also those of no selection."""
+    """Return the number of rows that the counts of the manifest include, also rows that are not
+    selected.
+    """
     return sum(prepared.rows_by_num_images.values())
 
 

@@ -39,7 +39,7 @@ def classify_error(error: BaseException) -> TrialOutcome:
     """Return the status of a trial whose run raised an error, and the message.
 
     Args:
-        error: The error; that of a run quotes the one of its worker.
+        error: The error; the error of a run quotes the one of its worker.
 
     Returns:
         A TrialOutcome with `status` and `error`: `stopped` without a message for KeyboardInterrupt;

@@ -291,7 +291,7 @@ class _GroupWatch:
 
 
 def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
-    """Measure in a new process; its memory is not that of this one.
+    """Measure in a new process, which has memory of its own.
 
     Raises WorkerFailed if it dies.
     """

@@ -234,7 +234,7 @@ class Stepper:
 
 
 def _reset_peak_memory(device: torch.device) -> None:
-    """Release what earlier steps allocated, so that the next peak is that of the next steps."""
+    """Release what earlier steps allocated, so that the next peak is measured in the next steps."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -60,7 +60,7 @@ SETTINGS: dict[str, Any] = {
 }
 OPTIMIZER = config.Optimizer(lr=0.01, warmup_steps=2)
 CPU = torch.device("cpu")
-# Largest difference of weights in float64 from those of a CPU.
+# Largest difference of weights in float64 from a run on a CPU.
 TOLERANCE = 1e-9
 
 

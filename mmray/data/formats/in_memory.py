@@ -255,7 +255,7 @@ def _rows_of(dataset: Any) -> tuple[Iterator[Mapping[str, Any]], dict[bytes, byt
 
 def _move_to_digest(staging: AnyPath, parent: AnyPath) -> AnyPath:
     """Move the files to a folder that is named after their content, unless it exists."""
-    # Ray's names start with a random number and end with those of the task and the block.
+    # Ray's names start with a random number and end with the numbers of the task and the block.
     names = sorted(list_files(staging), key=lambda name: name.partition("_")[2] or name)
     if not names:
         raise DataError("the dataset has no rows")

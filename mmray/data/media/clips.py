@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mmray.config.model_kinds import ClipInputs
     from mmray.data.store.stored_row import Media, Row
 
-# Random numbers of a clip: those of the augmentation of its frames, the place of the window in the
-# span, and the place of the frames in the window.
+# Random numbers of a clip: for the augmentation of its frames, the start of the window in the span,
+# and the times of the frames in the window.
 NUM_CLIP_UNIFORMS = NUM_UNIFORMS + 2
 MIN_SAMPLES = 1600  # width of `audio` in a batch without audio
 

@@ -168,8 +168,8 @@ def read_frames(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode the frames that a video shows at some times.
 
-    A frame is shown from its time until that of the next one. Times before the first frame give the
-    first one, times after the last frame the last one.
+    A frame is shown from its time until the time of the next one. Times before the first frame give
+    the first one, times after the last frame the last one.
 
     Args:
         data: Encoded video.
@@ -389,7 +389,7 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
             raise BadMedia("corrupt", f"its frames have no size, or over {max_pixels:,} pixels")
     rate = float((video.average_rate or video.guessed_rate or 0) if kind == "video" else audio.rate)
     limit = MAX_FRAME_RATE if kind == "video" else MAX_SAMPLE_RATE
-    # The average rate of a file with one frame is that of its clock.
+    # The average rate of a file with one frame is the rate of its clock.
     if kind == "audio" and not 0 < rate <= limit:
         raise BadMedia("rate", f"{rate:,.0f} samples a second; the limit is {limit:,.0f}")
     if kind == "video" and video.frames > 2 and rate > limit:

@@ -167,7 +167,7 @@ def _find_class_names(
     names: set[str] = set()
     for label in source.labels(chunks):
         if not isinstance(label, str) or not is_class(label):
-            return ()  # the names are bad rows, because their numbers would be those of others
+            return ()  # the names are bad rows, because their numbers would be the labels of others
         names.add(class_name(label))
         if len(names) > MAX_CLASSES:
             raise DataError(

@@ -90,7 +90,7 @@ def relative_boxes(
             "columns",
             "boxes",
             f"the document states {width} x {height} pixels, and the image has "
-            f"{size[0]} x {size[1]}: are its boxes those of another image?",
+            f"{size[0]} x {size[1]}: do its boxes belong to another image?",
         )
     out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):

@@ -305,7 +305,7 @@ def _copy(
         num_read=done,
         num_quarantined=0,
         reasons={},
-        # another name: `mmray prepare` must not take the set for that of the source
+        # Another name, so that `mmray prepare` does not take the set for the one of the source.
         source=before.source | {"name": f"a selection of {before.source.get('name')}"} | selection,
         num_same_text=0,
         leakage={},

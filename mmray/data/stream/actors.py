@@ -197,7 +197,7 @@ class ActorPool:
         self._node_limits = {own_node: self._max_blocks}
         self._slots = None
         if decoder.reader.pixel_shape is not None:
-            # Blocks in flight, those of the step that is trained, and of the one prefetched.
+            # Blocks in flight, and the blocks of the trained and the prefetched step.
             num_slots = self._blocks_to_request(limits.maximum) + 2 * self._blocks.blocks_per_step
             rows = len(self._blocks.positions(0))
             num_slots = min(self._max_blocks, num_slots)

@@ -142,7 +142,7 @@ class SlotPool:
             nor a part of it is used.
         """
         pixels = self._slots.pixels[slot.number]
-        # Its parts refer to this array, because its memory is not that of another array.
+        # Its parts refer to this array, because it owns its memory.
         owner = np.frombuffer(memoryview(pixels).cast("B"), np.uint8)
         weakref.finalize(owner, self.release, slot).atexit = False
         return owner.reshape(pixels.shape)[:num_rows]

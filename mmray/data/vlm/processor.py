@@ -57,7 +57,7 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    # The processor of a thinker is that of the whole model.
+    # A thinker has the processor of the whole model.
     whole_type = model_type_to_module_name(config["model_type"])
     processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[whole_type])
 

@@ -405,7 +405,7 @@ class CudaRecorder:
             if torch.cuda.current_stream(self._device) == stream:
                 raise
             self._end_invalid_capture(graph, stream)
-            # that of the operator; `error` only says that there was an earlier one
+            # The error of the operator; `error` only reports that there was an earlier one.
             raise error.__context__ or error from None
         return result, graph.replay
 
