@@ -45,6 +45,7 @@ from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
 from mmray.machine import cores
 from mmray.models.build import build
+from mmray.version import VERSION
 
 WARMUP_STEPS = 5  # not in the rate
 POLL_S, MEMORY_EVERY_S = 0.05, 0.5
@@ -393,6 +394,9 @@ def main() -> None:
 def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Run both projects; return what --json writes."""
     machine = results.describe_machine(torch.device(args.device))
+    # before the runs, because it fails if a package is missing
+    versions = {"open_clip": open_clip_version(args.open_clip), "mmray": VERSION}
+    versions |= {name: version(name) for name in ("torch", "ray", "transformers", "timm")}
     source = args.data
     if source is None:
         photos = synthetic_images.synthetic_photos(GENERATED_ROWS)
@@ -429,11 +433,10 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             print(f"round {number + 1}, {name}: {measured[name]}", file=sys.stderr)
         rounds.append(measured)
     captions = [caption for _, caption in islice(cycle(rows), GRADIENT_ROWS)]
-    versions = {name: version(name) for name in ("mmray", "torch", "ray", "transformers", "timm")}
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
-        "versions": {"open_clip": open_clip_version(args.open_clip)} | versions,
+        "versions": versions,
         "settings": {
             name: value
             for name, value in vars(args).items()
