@@ -67,7 +67,7 @@ def test_distributed_code_runs_in_a_group_of_one(forked_children: None) -> None:
     rows = {row["case"]: row for row in child.result()}
     child.close()
     assert not any("error" in row for row in rows.values()), rows
-    assert rows["ddp"]["from_module"] < 1e-9 and rows["fsdp"]["from_module"] < 1e-9
+    assert max(rows[name]["from_module"] for name in ("ddp", "fsdp", "evaluation")) < 1e-9
     assert rows["checkpoint staging"]["largest_difference"] == 0
 
 

@@ -46,6 +46,7 @@ def nccl(device: torch.device) -> Iterator[Case]:
     yield "process group", partial(process_group, device)
     yield "ddp", partial(compare_gradients, device, strategy._replicate)
     yield "fsdp", partial(compare_gradients, device, partial(shard, device))
+    yield "evaluation", partial(evaluation, device)
     yield "checkpoint staging", partial(staging, device)
 
 
@@ -110,6 +111,33 @@ def shard(device: torch.device, model: nn.Module) -> nn.Module:
         model: The model.
     """
     return strategy.shard(model, Group.current(device), None)
+
+
+def evaluation(device: torch.device) -> dict[str, float]:
+    """Check that embeddings of a model that FSDP2 shards equal those of the model alone.
+
+    Call `process_group(device)` first: it starts a group of this process alone.
+
+    Args:
+        device: The device to check.
+
+    Returns:
+        {"from_module": largest difference}.
+
+    Raises:
+        AssertionError: The difference is above the tolerance.
+    """
+    inputs = device_checks.MODELS[KIND][0].inputs
+    batch = synthetic_batch(inputs, device_checks.VOCAB, 4, device)
+
+    def embed(model: Any) -> Tensor:
+        with torch.no_grad(), strategy.freed_afterwards(model):
+            image = model.embed_image(batch["image"])
+            text = model.embed_text(batch["input_ids"], batch["attention_mask"])
+        return torch.cat([image, text]).cpu()
+
+    sharded = shard(device, model_of(device))
+    return compare(TOLERANCE, from_module=(embed(sharded), embed(model_of(device))))
 
 
 def staging(device: torch.device) -> dict[str, float]:
