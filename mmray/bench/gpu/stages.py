@@ -89,10 +89,15 @@ def environment(device: torch.device) -> Iterator[Case]:
         work = source.nbytes / 1e9
         return rates("gb_per_s", work, lambda: copy.copy_(source, non_blocking=True))
 
+    def launches() -> dict[str, Any]:
+        number = torch.zeros(1, device=device)
+        return rates("launches_per_s", 1, lambda: number.add_(1))
+
     yield "machine", machine
     yield "matrix product", matrix_product
     yield "copy in the device's memory", memory_copy
     yield "copy from pinned memory of the host", copy_from_host
+    yield "launches of a small kernel", launches
 
 
 def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]:
