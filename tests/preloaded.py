@@ -16,8 +16,6 @@ MODULES = (
     "mmray.training.local_worker",
     "mmray.engine.worker",
     "torch._dynamo",
-    "torch._inductor.fx_passes.post_grad",
-    "functorch.compile",
     "torch.distributed.fsdp",
     "transformers.models.clip.modeling_clip",
 )

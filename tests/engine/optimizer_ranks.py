@@ -13,7 +13,7 @@ import torch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
-from tests.engine import recipe_models, toy
+from tests.engine import toy
 from tests.engine.ranks import join_group
 
 STEPS, RESUMED_AT = 6, 3
@@ -28,7 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"kind": "muon"},
     "lion": {"kind": "lion", "lr": 1e-3},
 }
-CHECKPOINTED = ("text=selective", "image=selective")
 
 
 def main(rank: int, folder: str) -> None:
@@ -37,8 +36,6 @@ def main(rank: int, folder: str) -> None:
     group, results = join_group(folder, "optimizers", rank, 2), dict[str, Any]()
     for name in ("own", "muon"):
         results[name] = train_twice(group, Path(folder) / name, KINDS[name], parallel="fsdp")
-    clip = partial(recipe_models.train_stream, group, micro=2, parallel="fsdp")
-    results["clip"] = {"plain": clip(), "selective": clip(activation_checkpointing=CHECKPOINTED)}
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see ranks.main_two
 

@@ -10,6 +10,7 @@ import mmray
 from mmray.config import Batch, Config, Data, Evaluate, Objective, Optimizer, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
+from mmray.errors import UsageError
 from mmray.training.evaluate_export import export_model
 from tests.engine import recipe_models
 from tests.engine.single_worker import run_config
@@ -101,7 +102,10 @@ def test_each_kind_trains_resumes_and_exports(kind, prepared, tmp_path):
     )
     scores = model.embed_images([png(3), png(200)]) @ model.embed_texts(CAPTIONS).T
     assert scores.shape == (2, 3) and scores.isfinite().all()
-    if kind == "fusion":
+    if kind != "fusion":
+        with pytest.raises(UsageError, match="this model has no match_head"):
+            model.match([png(3)], CAPTIONS[:1])
+    else:
         assert logged[0]["train/loss_region_text"] > 0
         assert metrics["regions/boxes"] == sum(min(2, number % 4) for number in range(22, 30))
         assert 0 <= metrics["regions/top_1"] <= 1

@@ -26,15 +26,15 @@ def test_ranks_equal_one_process(request, fixture, name):
         toy.assert_equal_weights(result[name], expected, start)
 
 
-def test_sharded_bf16_losses_are_close_to_float32(four):
-    for result in four:
+def test_sharded_bf16_losses_are_close_to_float32(two):
+    for result in two:
         plain, half = (result["sharded_bf16"][f"fsdp, {number}"] for number in ("fp32", "bf16"))
         assert half == pytest.approx(plain, rel=0.03) and half != pytest.approx(plain, rel=1e-6)
         assert plain[-1] < 0.95 * plain[0]
 
 
-def test_sharded_bf16_trains_batch_norm_as_ddp_does(four):
-    for result in four:
+def test_sharded_bf16_trains_batch_norm_as_ddp_does(two):
+    for result in two:
         sharded, replicated = (
             result["sharded_bf16"][f"{parallel}, bf16, norm"] for parallel in ("fsdp", "ddp")
         )

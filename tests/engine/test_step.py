@@ -20,7 +20,7 @@ from tests.engine import toy
 
 ROWS = 29  # not a power of two: the last micro-batch is smaller at 2, 4 and 8
 INVALID = (3, 8, 9, 10, 11, 28)  # inside, at the end, and one full micro-batch at 8
-STEPS = 12
+STEPS = 4
 KINDS = (
     "contrastive",
     "sigmoid",

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 import mmray
-from mmray.config import Batch
-from mmray.data.media import sample
 from mmray.errors import DataError, UsageError
 from tests.made import recipe_in
 
@@ -24,27 +22,11 @@ DIRECTIONS = [
 
 @pytest.mark.recipe
 @pytest.mark.timeout(900)
-def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path):
-    metrics = mmray.train(recipe_in("sample-av", tmp_path)).metrics
-    assert metrics["rows"] == 200
-    assert all(metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
-
-
-def test_short_run_learns_evaluates_and_exports(tmp_path, monkeypatch, without_ray, prepares_here):
-    monkeypatch.setattr(sample, "NUM_TRAIN", 30)
-    monkeypatch.setattr(sample, "NUM_TEST", 6)
-    config = recipe_in("sample-av", tmp_path)
-    config = config.replace(
-        batch=Batch(micro=12, global_=24),
-        optimizer=config.optimizer.replace(warmup_steps=2),
-        train=config.train.replace(steps=12, log_every=4),
-    )
-    run = mmray.train(config)
-    assert (run.metrics["rows"], run.metrics["bad_rows"]) == (12, 0)
-    assert {f"recall_at_1/{direction}" for direction in DIRECTIONS} <= run.metrics.keys()
-    logged = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["train/loss"] for line in logged if "train/loss" in line]
-    assert losses[-1] < 0.9 * losses[0]
+def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path, monkeypatch):
+    """The exported model embeds clips at their spans, and its model card's example runs."""
+    run = mmray.train(recipe_in("sample-av", tmp_path))
+    assert (run.metrics["rows"], run.metrics["bad_rows"]) == (200, 0)
+    assert all(run.metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
     [source] = (tmp_path / "cache" / "sample-av-source").rglob("*.jsonl")
     rows = [json.loads(line) for line in source.read_text().splitlines()][-6:]

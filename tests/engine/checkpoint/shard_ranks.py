@@ -40,8 +40,8 @@ from tests.engine.single_worker import run_config
 from tests.training import runs
 
 WORLD, OTHERS = 4, 2
-WORLDS = (1, 2, 3, 4)
-KINDS = ("ddp", "fsdp")
+# Strategies by number of ranks that resume a checkpoint of two sharded ranks.
+RESUMED = {1: ("ddp", "fsdp"), 2: ("fsdp",), 3: ("ddp", "fsdp"), 4: ("fsdp", "hsdp")}
 PROBED = {"probed": 6, "probed with little memory": 3}  # rows; of the latter, four fit on rank 1
 
 
@@ -63,7 +63,7 @@ def main(rank: int, folder: str, address: str) -> None:
         results["worker"] = run_worker(group, here, "worker", "fsdp")
         results["worker, ddp from the start"] = run_worker(group, here, "replicated", "ddp")
         results["missing weights"] = build_without_files(group, here)
-        for kind in KINDS:
+        for kind in ("ddp", "fsdp"):
             results[f"worker, {kind}"] = run_worker(
                 group, here, kind, kind, here / "worker/checkpoints/step-3"
             )
@@ -71,11 +71,11 @@ def main(rank: int, folder: str, address: str) -> None:
             results[name] = probe_and_train(group, free=free)
         results["reused"] = probe_and_train(group, micro=3)
         dist.destroy_process_group()
-    for world in WORLDS:
+    for world, kinds in RESUMED.items():
         if rank < world:
             group = join_group(here, f"at-{world}", rank, world)
             load = partial(state_io.load, here / "run" / "checkpoints" / "step-4")
-            for kind in (*KINDS, "hsdp")[: 3 if world == WORLD else 2]:
+            for kind in kinds:
                 results[f"{kind} at {world}"] = train(group, kind, load, first=4)
             if world == WORLD:
                 train_and_save(group, here / "hybrid", parallel="hsdp")

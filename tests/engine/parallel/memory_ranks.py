@@ -1,4 +1,4 @@
-"""Builds and resumes a sharded model of 400 MB on two gloo ranks; test_sharded_memory.py checks the
+"""Builds and resumes a sharded model of 300 MB on two gloo ranks; test_sharded_memory.py checks the
 memory.
 """
 
@@ -24,7 +24,7 @@ from mmray.storage.ranges import RangeReader
 from tests.engine.ranks import join_group
 
 MIB = 2**20
-DEPTH, WIDTH = 8, 1024  # a block has 12 x width^2 weights
+DEPTH, WIDTH = 6, 1024  # a block has 12 x width^2 weights
 
 
 def config_of(depth: int, width: int) -> Config:

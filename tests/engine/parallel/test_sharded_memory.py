@@ -23,7 +23,7 @@ def results(tmp_path_factory):
 
 def test_only_rank_0_has_a_full_copy_when_a_sharded_model_is_built(results):
     first, other = results["start"]
-    assert first["full"] > 380 * MIB and first["shard"] == pytest.approx(
+    assert first["full"] > 280 * MIB and first["shard"] == pytest.approx(
         first["full"] / 2, rel=0.01
     )
     assert first["peak"] < first["full"] + 2 * first["block"] + CONSTANT

@@ -100,12 +100,15 @@ def train_plain(name: str, steps: int) -> dict[str, Tensor]:
         ("convnet", {"compile": "eager"}),
         # Blocks with running statistics are not compiled and keep them.
         ("resnet18", {"activation_checkpointing": ("image",), "compile": "eager"}),
-        ("clip", {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"}),
+        pytest.param(
+            *("clip", {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"}),
+            marks=pytest.mark.inductor,
+        ),
     ],
 )
 def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
     """With dropout, patch dropout, BatchNorm statistics and cross-attention layers."""
-    steps = 1 if "compile" in settings else 3
+    steps = 1 if "compile" in settings or name == "resnet18" else 3
     start, expected = build_model(name).state_dict(), train_plain(name, steps)
     weights = train(build_model(name, **settings), name, steps)
     assert max(float((expected[key] - start[key]).abs().max()) for key in start) > 0.003

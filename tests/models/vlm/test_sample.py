@@ -8,29 +8,7 @@ import pytest
 from PIL import Image
 
 import mmray
-from mmray.data.vlm import sample
 from tests.made import recipe_in
-
-
-def test_short_run_learns_answers_and_exports(tmp_path, monkeypatch, without_ray, prepares_here):
-    monkeypatch.setattr(sample, "NUM_TRAIN", 60)
-    monkeypatch.setattr(sample, "NUM_TEST", 8)
-    config = recipe_in("sample-vlm", tmp_path)
-    config = config.replace(
-        optimizer=config.optimizer.replace(warmup_steps=2),
-        train=config.train.replace(steps=8, log_every=2),
-    )
-    run = mmray.train(config)
-    assert (run.metrics["answered"], run.metrics["bad_rows"]) == (8, 0)
-    assert 0 <= run.metrics["exact_match"] <= 1
-    # Next to the generated answers.
-    assert 'class="image" src="data:image/webp' in (run.path / "report.html").read_text()
-    losses = [line["train/loss"] for line in run.history if "train/loss" in line]
-    assert losses[-1] < 0.9 * losses[0]
-    model = mmray.load(mmray.export(run.path, tmp_path / "out"))
-    assert isinstance(
-        model.answer([[{"role": "user", "content": "Say one two red."}]], [[]])[0], str
-    )
 
 
 @pytest.mark.recipe
@@ -40,6 +18,8 @@ def test_sample_recipe_learns_to_answer_held_out_questions(tmp_path):
     run = mmray.train(recipe_in("sample-vlm", tmp_path))
     assert run.metrics["exact_match"] >= 0.9
     assert (run.metrics["answered"], run.metrics["bad_rows"]) == (200, 0)
+    # Next to the generated answers.
+    assert 'class="image" src="data:image/webp' in (run.path / "report.html").read_text()
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
     [source] = (tmp_path / "cache" / "sample-vlm-source").rglob("*.jsonl")
     rows = [json.loads(line) for line in source.read_text().splitlines()]

@@ -106,9 +106,7 @@ def draw_rows(draw: random.Random, num_rows: int) -> list[list[int]]:
 def resume(rank: int, folder: str, config: Config, checkpoint: str) -> None:
     """Continue a run of one rank with two, and evaluate a sharded model."""
     group = join_group(folder, "resume", rank, 2)
-    for parallel in ("ddp", "fsdp"):
-        named = config.replace(run=config.run.replace(name=parallel)).with_cluster(workers=2)
-        token_runs.run(named, group, Path(checkpoint), parallel=parallel)
+    token_runs.run(config.with_cluster(workers=2), group, Path(checkpoint), parallel="fsdp")
     scores = evaluate(config, group, "fsdp")
     torch.save(scores, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see tests/engine/ranks.py
