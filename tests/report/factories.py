@@ -164,8 +164,9 @@ def make_whole_run(folder):
 
 
 def make_run_with_clips(folder):
-    """A run of a model of audio and video, with hits and misses."""
-    return make_run(folder, [line(1, **scores(0.5))], shown=clip_examples())
+    """A run of a model of audio and video, with hits and misses, and a NaN loss."""
+    lines = [line(1, **scores(0.5)), line(2, **{"train/loss": None})]
+    return make_run(folder, lines, shown=clip_examples())
 
 
 def make_run_with_answers(folder):
