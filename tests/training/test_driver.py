@@ -1,4 +1,4 @@
-"""A complete run on Ray with two workers: its files, and the same command again."""
+"""A complete run on Ray, and the same command again; tests/cluster has runs of several workers."""
 
 import json
 
@@ -13,12 +13,17 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("set"))
 
 
+def one_worker(data, folder):
+    trackers = ("tests.training.trackers:Keeping", "tests.training.trackers:Failing")
+    wanted = config(data, folder, "calm").with_cluster(workers=1, cpus_per_worker=1)
+    return wanted.replace(run=wanted.run.replace(trackers=trackers))
+
+
 @pytest.fixture(scope="module")
 def unkilled(local_ray, data, tmp_path_factory):
     """An undisturbed run."""
-    reporter, wanted = Silent(), config(data, tmp_path_factory.mktemp("runs"), "calm")
-    trackers = ("tests.training.trackers:Keeping", "tests.training.trackers:Failing")
-    return train(wanted.replace(run=wanted.run.replace(trackers=trackers)), reporter), reporter
+    reporter = Silent()
+    return train(one_worker(data, tmp_path_factory.mktemp("runs")), reporter), reporter
 
 
 def test_run_writes_its_files_and_metrics(unkilled):
@@ -49,7 +54,7 @@ def test_run_writes_its_files_and_metrics(unkilled):
         outcome.path / "report.html"
     ).exists()
     assert listener.steps == list(range(1, STEPS + 1))
-    on_driver = ["importing", "starting Ray", "checking the data", "starting 2 workers"]
+    on_driver = ["importing", "starting Ray", "checking the data", "starting 1 worker"]
     on_worker = [
         "importing the engine",
         "building the model",
@@ -69,10 +74,10 @@ def test_run_writes_its_files_and_metrics(unkilled):
     assert any(
         label == "tracker" and "503 from https://***@" in text for label, text in listener.notes
     )
-    assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows per step") in listener.notes
+    assert ("batch", "micro 4 x accumulation 4 x workers 1 = 16 rows per step") in listener.notes
 
 
 def test_same_command_reports_finished_run(unkilled, local_ray, data):
     outcome, _ = unkilled
-    again = train(config(data, outcome.path.parent, "calm"), Silent())
+    again = train(one_worker(data, outcome.path.parent), Silent())
     assert again.already_done and again.result["steps"] == STEPS
