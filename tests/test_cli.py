@@ -239,12 +239,13 @@ def test_closed_pipe_ends_a_command_silently(words):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_deleted_working_directory_is_a_usage_error(tmp_path):
-    code = "import os; from mmray.cli import main; os.rmdir(os.getcwd()); main(['runs'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (done.returncode, done.stderr) == (
+def test_deleted_working_directory_is_a_usage_error(tmp_path, monkeypatch, capfd):
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["runs"])
+    assert (ended.value.code, capfd.readouterr().err) == (
         2,
         "error: the working directory was deleted; change to another one\n",
     )

@@ -250,24 +250,20 @@ def _measure(base: Config, group: Group, folder: Path) -> dict[str, Any]:
     base = base.replace(model=base.model.with_vocab(32, None))
     measurements = measure_shapes(ShapeTask(base, (16,)), group, lambda _: None)
     everywhere = group.all_gather_objects(measurements)
-    return {"equal": all(each == measurements for each in everywhere), **asdict(measurements)}
+    memory_probe.free_memory = lambda: (64 << 30) >> group.rank
+    limits = group.all_gather_objects(shape_worker._memory_limit_gib(group))
+    equal = all(each == measurements for each in everywhere)
+    return {"equal": equal, "limits": limits, **asdict(measurements)}
 
 
 def test_two_ranks_measure_together_and_agree(forked_children: None) -> None:
+    """If their free memory differs, both have the lower limit."""
     measured = spawn_workers(_measure, tiny(workers=2))
     assert measured["equal"] and measured["workers"] == 2
     sizes = [micro for _, micro, *_ in measured["visits"]]
     assert set(sizes) <= {1, 2, 4, 8}  # of the 8 rows of a rank
     assert len(sizes) > len(set(sizes))
-
-
-def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
-    memory_probe.free_memory = lambda: (64 << 30) >> group.rank
-    return group.all_gather_objects(shape_worker._memory_limit_gib(group))
-
-
-def test_ranks_with_different_free_memory_have_the_lower_limit(forked_children: None) -> None:
-    first, second = spawn_workers(_memory_limits, tiny(workers=2))
+    first, second = measured["limits"]
     assert first == second == pytest.approx(32 * 0.8 / 2, abs=2)
 
 
