@@ -54,7 +54,7 @@ def config_of(source: Path, storage: Path) -> settings.Config:
         data=settings.Data(train=str(source), cache=str(storage / "prepared"), workers=1),
         batch=settings.Batch(micro=8, global_=16),
         optimizer=settings.Optimizer(lr=3e-3, warmup_steps=5),
-        train=settings.Train(steps=60, log_every=20),
+        train=settings.Train(steps=40, log_every=20),
         evaluate=settings.Evaluate(batch=16),
         cluster=settings.Cluster(workers=1, cpus_per_worker=1),
         run=settings.Run(name="regions", storage=str(storage / "runs")),

@@ -167,7 +167,7 @@ def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path, kind):
     path = make_set(tmp_path if kind == "disk" else "memory://damaged", [(rows, None, ())])
     folder, shard, outcomes = to_path(path), "shards/0.arrow", set()
     good = (folder / shard).read_bytes()
-    for position in range(0, len(good), 29 if kind == "disk" else 97):
+    for position in range(0, len(good), 61 if kind == "disk" else 211):
         damaged = bytearray(good)
         damaged[position] ^= 1 << position % 8
         write_atomic(
