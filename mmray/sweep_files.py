@@ -92,7 +92,7 @@ class TrialRow:
         micro: Rows of a micro-batch.
         accumulation: Micro-batches of a worker in a step.
         workers: Number of workers.
-        global_rows: Rows of the global batch; `global` in the file.
+        global_batch_size: Rows of the global batch; `global` in the file.
         samples_per_s: Training speed in rows per second.
         step_p50_s: Median of the seconds of a step.
         peak_gib: Largest peak memory of a worker.
@@ -112,7 +112,7 @@ class TrialRow:
     micro: int | None = None
     accumulation: int | None = None
     workers: int | None = None
-    global_rows: int | None = None
+    global_batch_size: int | None = None
     samples_per_s: float | None = None
     step_p50_s: float | None = None
     peak_gib: float | None = None
@@ -154,11 +154,11 @@ class TrialRow:
         """Return this row as the JSON object of a line of trials.jsonl.
 
         Returns:
-            The fields of this class by name, with `global` for `global_rows`. `rungs` is a list of
-            {"samples", "value", "elapsed_s"}, `curve` of (samples, value).
+            The fields of this class by name, with `global` for `global_batch_size`. `rungs` is a
+            list of {"samples", "value", "elapsed_s"}, `curve` of (samples, value).
         """
         values = asdict(self)
-        values["global"] = values.pop("global_rows")
+        values["global"] = values.pop("global_batch_size")
         values["rungs"] = [rung._asdict() for rung in self.rungs]
         return values
 
@@ -168,10 +168,10 @@ class TrialRow:
 
         Args:
             values: Fields of this class by name as `to_json` returns them, with `global` for
-                `global_rows`. `trial` and `status` are required; unknown keys are ignored.
+                `global_batch_size`. `trial` and `status` are required; unknown keys are ignored.
         """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        known["global_rows"] = values.get("global")
+        known["global_batch_size"] = values.get("global")
         known["rungs"] = tuple(Rung(**rung) for rung in values.get("rungs", ()))
         known["curve"] = tuple(CurvePoint(*point[:2]) for point in values.get("curve", ()))
         return cls(**known)

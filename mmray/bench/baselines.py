@@ -293,7 +293,7 @@ class LoaderWorker:
             `rows`, its number of rows.
         """
         rows = plan.rank_rows
-        starts = range(self.rank * rows, plan.steps * plan.global_rows, world * rows)
+        starts = range(self.rank * rows, plan.steps * plan.global_batch_size, world * rows)
         blocks = (reader.read_block(plan, np.arange(start, start + rows)) for start in starts)
         return collect_arrivals(
             (Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s

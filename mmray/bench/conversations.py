@@ -106,18 +106,20 @@ def _measure(
 ) -> dict[str, Any]:
     model: Any
     config, model = build_model(config.replace(train=config.train.replace(log_every=1)), group)
-    global_rows = config.batch.global_
-    if global_rows is None:
+    global_batch_size = config.batch.global_
+    if global_batch_size is None:
         raise UsageError("bench step needs batch.global in the recipe of a vision-language model")
     micro = config.batch.micro if isinstance(config.batch.micro, int) else PADDED_ROWS
-    bench = _Bench(config, group, model, mixed_rows(model.encoder, NUM_ROWS), global_rows, micro)
+    bench = _Bench(
+        config, group, model, mixed_rows(model.encoder, NUM_ROWS), global_batch_size, micro
+    )
     took_s, _ = bench.padded_window(WARMUP_STEPS + MIN_STEPS)
     steps = WARMUP_STEPS + max(MIN_STEPS, round(MIN_STEPS * window_s / took_s))
     lengths = [len(row.input_ids) for row in bench.rows]
 
     def measure(window: Callable[[int], tuple[float, float]]) -> dict[str, float]:
         took_s, loss = window(steps)
-        rate = global_rows * (steps - WARMUP_STEPS) / took_s
+        rate = global_batch_size * (steps - WARMUP_STEPS) / took_s
         tokens = rate * statistics.mean(lengths)
         return {"samples_per_s": rate, "tokens_per_s": tokens, "loss": loss}
 
@@ -126,8 +128,8 @@ def _measure(
         "padded": partial(measure, bench.padded_window),
     }
     return {
-        "batch": f"{global_rows} rows per step; packed up to {bench.max_tokens:,} tokens, or in "
-        f"padded micro-batches of {micro} rows",
+        "batch": f"{global_batch_size} rows per step; packed up to {bench.max_tokens:,} tokens, or "
+        f"in padded micro-batches of {micro} rows",
         **compare(arms, pairs, "samples_per_s", {"loop_vs_padded": ("loop", "padded")}),
         "notes": [
             f"rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.0f} on "
@@ -145,14 +147,14 @@ class _Bench:
         group: Group,
         model: nn.Module,
         rows: Sequence[EncodedRow],
-        global_rows: int,
+        global_batch_size: int,
         micro: int,
     ) -> None:
         self.config = config
         self.group = group
         self.model = model
         self.rows = rows
-        self.global_rows = global_rows
+        self.global_batch_size = global_batch_size
         self.micro = micro
         longest: int = config.model.inputs.max_tokens
         # As many tokens as a padded micro-batch may have, unless the recipe has a limit.
@@ -161,7 +163,9 @@ class _Bench:
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return the seconds of the timed steps of mmray's loop, and its last loss."""
         model: Any = deepcopy(self.model)
-        plan = SamplePlan(len(self.rows), self.global_rows, 1, seed=0, steps=steps, shuffle=False)
+        plan = SamplePlan(
+            len(self.rows), self.global_batch_size, 1, seed=0, steps=steps, shuffle=False
+        )
         lengths = np.array([len(row.input_ids) for row in self.rows], np.uint32)
         tokens = TokenPlan(
             **vars(plan),
@@ -171,7 +175,7 @@ class _Bench:
             padded=not model.packed,
         )
         timer = StepTimer((self.group.device,), total_until=steps)
-        shape = BatchShape(self.global_rows, self.micro, 1, micro_tokens=self.max_tokens)
+        shape = BatchShape(self.global_batch_size, self.micro, 1, micro_tokens=self.max_tokens)
         spec = synthetic_run(self.config, self.group, model, tokens, shape, callbacks=(timer,))
         result = loop.train_loop(spec, self._packed(tokens, model.collator()))
         return sum(timer.times_s), float(result.metrics["train/loss"])
@@ -209,8 +213,8 @@ class _Bench:
         loss = 0.0
         for step in range(steps):
             optimizers.set_lr(optimizer, optimizers.lr_at(step, self.config.optimizer, steps))
-            first = step * self.global_rows
-            numbers = [(first + index) % len(self.rows) for index in range(self.global_rows)]
+            first = step * self.global_batch_size
+            numbers = [(first + index) % len(self.rows) for index in range(self.global_batch_size)]
             rows = [self.rows[number] for number in numbers]
             num_targets = torch.tensor(sum(int(row.loss_mask[1:].sum()) for row in rows))
             loss = 0.0

@@ -141,10 +141,10 @@ def bench_loader(
 
 def _check_arguments(data: str | None, images: int, workers: int, modality: str) -> None:
     """Raise UsageError for arguments that contradict each other or are too small."""
-    global_rows = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
-    if images < global_rows:
+    global_batch_size = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
+    if images < global_batch_size:
         raise UsageError(
-            f"--images {images}: bench loader needs at least {global_rows}, a global batch"
+            f"--images {images}: bench loader needs at least {global_batch_size}, a global batch"
         )
     if modality != "image" and data is not None:
         raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
@@ -227,7 +227,7 @@ class _LoaderRuns:
 
     Args:
         num_rows: Rows of the set.
-        global_rows: Rows of a step of all consumers together.
+        global_batch_size: Rows of a step of all consumers together.
         rate: Expected rows/s of a decode actor, which determines the steps of a stream window.
         window_s: Seconds of a window.
         actors: Decode actors of the stream, and DataLoader workers in total.
@@ -236,7 +236,7 @@ class _LoaderRuns:
     def __init__(
         self,
         num_rows: int,
-        global_rows: int,
+        global_batch_size: int,
         rate: float,
         window_s: float,
         actors: int,
@@ -244,10 +244,14 @@ class _LoaderRuns:
         self.workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
         ray.get([actor.__ray_ready__.remote() for actor in self.workers])
         self.plan = SamplePlan(
-            num_rows=num_rows, global_rows=global_rows, world_size=CONSUMERS, seed=0, steps=ENDLESS
+            num_rows=num_rows,
+            global_batch_size=global_batch_size,
+            world_size=CONSUMERS,
+            seed=0,
+            steps=ENDLESS,
         )
         self.steps = max(
-            MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * rate * actors / global_rows)
+            MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * rate * actors / global_batch_size)
         )
         self.window_s = window_s
         self.actors = actors
@@ -261,7 +265,7 @@ class _LoaderRuns:
 
     def loader(self, dataset: Any) -> RunWindow:
         """Return a function that reads batches of a DataLoader in each consumer."""
-        batch = self.plan.global_rows // CONSUMERS
+        batch = self.plan.global_batch_size // CONSUMERS
         num_workers = self.workers_per_consumer
         return partial(self._run, CONSUMERS, "loader", dataset, batch, num_workers, self.window_s)
 

@@ -285,7 +285,7 @@ class Bench:
         """
         plan = SamplePlan(
             num_rows=num_rows,
-            global_rows=shape.global_batch_size,
+            global_batch_size=shape.global_batch_size,
             world_size=self.group.world_size,
             seed=self.config.train.seed,
             steps=steps,

@@ -57,7 +57,7 @@ def bench_consumers(consumers: int, window_s: float) -> dict[str, Any]:
     """
     plan = SamplePlan(
         num_rows=10**8,
-        global_rows=BLOCK_ROWS * consumers,
+        global_batch_size=BLOCK_ROWS * consumers,
         world_size=consumers,
         seed=0,
         steps=ENDLESS,

@@ -226,15 +226,15 @@ def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> Ba
     return BatchShape(batch.global_, rows, world_size, micro_tokens=batch.tokens)
 
 
-def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
+def total_steps(train: Train, num_rows: int, global_batch_size: int) -> int:
     """Return the number of optimizer steps of a run: the fewest that cover its samples or epochs.
 
     Args:
         train: The `train` section: `steps`, `samples` or `epochs`; one epoch by default.
         num_rows: Number of rows of an epoch.
-        global_rows: Number of rows of a step, over all workers.
+        global_batch_size: Number of rows of a step, over all workers.
     """
     if train.steps is not None:
         return train.steps
     samples = train.samples or round((train.epochs or 1.0) * num_rows)
-    return max(1, ceil(samples / global_rows))
+    return max(1, ceil(samples / global_batch_size))

@@ -163,7 +163,7 @@ class Trainer:
                 if self.ema is not None and result.is_finite:
                     self.ema.update()
                 self._check_finite(result)
-                rates.add(batch.wait_s, plan.global_rows, batch.token_counts.real)
+                rates.add(batch.wait_s, plan.global_batch_size, batch.token_counts.real)
                 self.meter.token_counts += torch.tensor(batch.token_counts)
                 keys = batch.keys
                 del batch  # a GPU holds two batches: this one and the next

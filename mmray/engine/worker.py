@@ -133,7 +133,7 @@ def train_worker(
         train=config.train,
         optimizer=config.optimizer,
         save=_save_fn(checkpoints, plan, base, driver),
-        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, log),
+        evaluate=_evaluate_fn(context, group, objective, plan.global_batch_size, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=_callbacks(context, rank0_checkpoints, device, driver),
@@ -534,7 +534,7 @@ def _evaluate_fn(
     context: WorkerContext,
     group: Group,
     objective: Any,
-    global_rows: int,
+    global_batch_size: int,
     driver: DriverHandle,
     log: MetricsLog | None,
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
@@ -553,7 +553,11 @@ def _evaluate_fn(
         # Graphs of evaluation would take longer to compile than they save.
         with force_eager(), mixed_precision.autocast():
             return evaluator.score(
-                model, group, objective, global_rows, save_examples if group.rank == 0 else None
+                model,
+                group,
+                objective,
+                global_batch_size,
+                save_examples if group.rank == 0 else None,
             )
 
     return evaluate

@@ -40,10 +40,10 @@ class EvalReader:
     `batches()` yields lists of pairs: index of the row in the set, and the stored Row. EvalDataset
     and its subclasses yield dicts of tensors instead.
 
-    Each evaluator has a method `score(model, group, objective, global_rows, save_examples=None)`.
-    It gets the unwrapped model, the Group of all ranks, the objective of the run, the number of
-    rows of a step, and a function to call with the content of examples.json. It returns metrics by
-    name.
+    Each evaluator has a method `score(model, group, objective, global_batch_size,
+    save_examples=None)`. It gets the unwrapped model, the Group of all ranks, the objective of the
+    run, the number of rows of a step, and a function to call with the content of examples.json. It
+    returns metrics by name.
 
     Args:
         prepared: The set with the held-out rows.

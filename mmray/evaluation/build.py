@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class SetsEvaluator:
     """Evaluates a model on several sets, one after the other.
 
-    `score(model, group, objective, global_rows)` returns metrics by name, such as `loss`; those of
-    a set with a name have the prefix `NAME/`.
+    `score(model, group, objective, global_batch_size)` returns metrics by name, such as `loss`;
+    those of a set with a name have the prefix `NAME/`.
 
     Args:
         evaluators: The evaluator of each set by its name, "" for the only set without a name; its
@@ -39,7 +39,7 @@ class SetsEvaluator:
         model: nn.Module,
         group: Any,
         objective: Any,
-        global_rows: int,
+        global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of all sets; a collective call of all ranks.
@@ -48,7 +48,7 @@ class SetsEvaluator:
             model: The unwrapped model.
             group: The Group of all ranks, with which they exchange embeddings.
             objective: Objective of the run, with `count` and `compute_loss`, for the metric `loss`.
-            global_rows: Number of rows of a step.
+            global_batch_size: Number of rows of a step.
             save_examples: Called at most once, with the content of examples.json: hits and misses
                 of the first set that has some, as JSON values. Given on one rank or none; None: not
                 called.
@@ -67,7 +67,7 @@ class SetsEvaluator:
         metrics: dict[str, float] = {}
         for name, evaluator in self.evaluators.items():
             save = None if save_examples is None else save_first
-            scores = evaluator.score(model, group, objective, global_rows, save)
+            scores = evaluator.score(model, group, objective, global_batch_size, save)
             prefix = f"{name}/" if name else ""
             metrics |= {f"{prefix}{metric}": value for metric, value in scores.items()}
         return metrics
@@ -93,8 +93,8 @@ def build_evaluator(
             not called.
 
     Returns:
-        A SetsEvaluator, whose `score(model, group, objective, global_rows)` returns the metrics of
-        all sets by name.
+        A SetsEvaluator, whose `score(model, group, objective, global_batch_size)` returns the
+        metrics of all sets by name.
 
     Raises:
         UsageError: The names in `evaluate.classes` do not fit the labels of the set.

@@ -46,7 +46,7 @@ class ClipEvaluator(EvalDataset):
     A clip is a row with one of its texts: the middle of the text's span, if it is longer than
     `model.inputs.clip_s`. The constructor is that of EvalDataset; `inputs` are ClipInputs.
 
-    `score(model, group, objective, global_rows)` returns metrics by name, such as
+    `score(model, group, objective, global_batch_size)` returns metrics by name, such as
     `recall_at_1/audio_to_text`.
     """
 
@@ -56,7 +56,7 @@ class ClipEvaluator(EvalDataset):
         model: Any,
         group: Group,
         objective: Any,
-        global_rows: int,
+        global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of the model on the held-out clips.
@@ -69,7 +69,7 @@ class ClipEvaluator(EvalDataset):
                 then embed synthetic ones.
             group: The ranks.
             objective: Not used.
-            global_rows: Not used.
+            global_batch_size: Not used.
             save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
                 returns (the content of examples.json). Given on one rank or none; None: not called.
 

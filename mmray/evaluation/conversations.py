@@ -55,7 +55,7 @@ class Answer(NamedTuple):
 class ConversationEvaluator(EvalReader):
     """Computes loss, perplexity and the scores of generated answers of a vision-language model.
 
-    `score(model, group, objective, global_rows)` returns metrics by name, such as `loss` and
+    `score(model, group, objective, global_batch_size)` returns metrics by name, such as `loss` and
     `perplexity`.
 
     Args:
@@ -84,7 +84,7 @@ class ConversationEvaluator(EvalReader):
         model: nn.Module,
         group: Group,
         objective: Any,
-        global_rows: int,
+        global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of a vision-language model on held-out conversations.
@@ -97,7 +97,7 @@ class ConversationEvaluator(EvalReader):
                 synthetic row, which is not counted.
             group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
-            global_rows: Unused.
+            global_batch_size: Unused.
             save_examples: Called with some generated answers, what `answer_examples` returns and
                 `rows` (the content of examples.json). Given on one rank or none; None: not called.
 

@@ -37,7 +37,7 @@ class Evaluator(EvalDataset):
 
     The constructor is that of EvalDataset.
 
-    `score(model, group, objective, global_rows)` returns metrics by name, such as
+    `score(model, group, objective, global_batch_size)` returns metrics by name, such as
     `recall_at_1/image_to_text` and `zero_shot/top_1`.
     """
 
@@ -46,7 +46,7 @@ class Evaluator(EvalDataset):
         model: nn.Module,
         group: Group,
         objective: Objective,
-        global_rows: int,
+        global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of an embedding model on the held-out rows.
@@ -58,8 +58,8 @@ class Evaluator(EvalDataset):
             group: The ranks.
             objective: Objective of the run. `loss` is computed if it reads no outputs of the model
                 except the two embeddings.
-            global_rows: Rows of a step of the run. The loss is computed within groups of this many
-                rows, unless `evaluate.loss_batch` is set.
+            global_batch_size: Rows of a step of the run. The loss is computed within groups of this
+                many rows, unless `evaluate.loss_batch` is set.
             save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
                 returns (the content of examples.json). Given on one rank or none; None: not called.
 
@@ -84,7 +84,7 @@ class Evaluator(EvalDataset):
         metrics = {"rows": float(len(embedded.row))}
         if retrieves:
             retrieval_ranks = compute_retrieval_ranks(embedded, group)
-            loss_rows = settings.loss_batch or global_rows
+            loss_rows = settings.loss_batch or global_batch_size
             metrics |= retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
             if save_examples is not None:
                 examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
@@ -252,7 +252,7 @@ def retrieval_scores(
     retrieval_ranks: dict[str, Tensor],
     group: Group,
     objective: Objective,
-    global_rows: int,
+    global_batch_size: int,
 ) -> dict[str, float]:
     """Return recall and median rank, and `loss` if the objective reads only the embeddings.
 
@@ -264,7 +264,7 @@ def retrieval_scores(
             each caption among the images, `text_to_image` int64 [C]; 1 is the top.
         group: The ranks of the process group.
         objective: The objective of the run.
-        global_rows: The loss is computed within groups of this many rows.
+        global_batch_size: The loss is computed within groups of this many rows.
 
     Returns:
         `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION `image_to_text`
@@ -282,17 +282,21 @@ def retrieval_scores(
         "image_embed",
         "text_embed",
     }:
-        metrics["loss"] = _loss(embedded, group, global_loss, global_rows)
+        metrics["loss"] = _loss(embedded, group, global_loss, global_batch_size)
     return metrics
 
 
 @torch.no_grad()
-def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int) -> float:
-    """Mean loss over consecutive batches of `global_rows` rows with their first captions; the last
-    may be smaller.
+def _loss(
+    embedded: EmbeddingSet, group: Group, objective: Objective, global_batch_size: int
+) -> float:
+    """Mean loss over consecutive batches of `global_batch_size` rows with their first captions; the
+    last may be smaller.
     """
     first_text = embedded.text_id[torch.searchsorted(embedded.caption_row, embedded.row)]
-    columns = (column.split(global_rows) for column in (embedded.image, first_text, embedded.label))
+    columns = (
+        column.split(global_batch_size) for column in (embedded.image, first_text, embedded.label)
+    )
     global_batches = list(zip(*columns, strict=True))
     num_losses = objective.count(
         {"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}

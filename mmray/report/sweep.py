@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("samples", "samples"),
-    Column("global_rows", "global"),
+    Column("global_batch_size", "global"),
     Column("micro", "micro"),
     Column("accumulation", "accum"),
     Column("workers", "workers"),
@@ -202,7 +202,7 @@ class SweepRecord:
         """
         names = self.recommendation.per_global.values() if self.recommendation else ()
         rows = [row for row in self.trials if row.trial in names]
-        return sorted(rows, key=lambda row: row.global_rows or 0)
+        return sorted(rows, key=lambda row: row.global_batch_size or 0)
 
     @property
     def table(self) -> list[TrialRow]:
@@ -217,7 +217,7 @@ class SweepRecord:
 
         def key(row: TrialRow) -> tuple[int, bool, float]:
             value = self.value(row)
-            group = (row.global_rows or 0) if self.is_throughput else -len(row.rungs)
+            group = (row.global_batch_size or 0) if self.is_throughput else -len(row.rungs)
             return group, value is None, sign * (value or 0.0)
 
         return sorted(self.trials, key=key)

@@ -146,4 +146,4 @@ def _shape_chart(
 
 def _line_name(row: TrialRow) -> str:
     others = [f"{name} {format_setting(value)}" for name, value in row.settings.items()]
-    return ", ".join([f"global batch {row.global_rows}", f"workers {row.workers}", *others])
+    return ", ".join([f"global batch {row.global_batch_size}", f"workers {row.workers}", *others])

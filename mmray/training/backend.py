@@ -198,7 +198,7 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None) -> ResumePoi
     shape = resolved.batch_shape
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
-        global_rows=shape.global_batch_size,
+        global_batch_size=shape.global_batch_size,
         world_size=shape.world_size,
         seed=config.train.seed,
         steps=resolved.steps,

@@ -151,7 +151,7 @@ def _with_shape(
         micro=shape.micro_batch_size,
         accumulation=shape.accumulation,
         workers=shape.world_size,
-        global_rows=shape.global_batch_size,
+        global_batch_size=shape.global_batch_size,
     )
     if actual == shape.micro_batch_size or row.status != "finished":
         return row

@@ -36,13 +36,13 @@ class Visit(NamedTuple):
     """One timing of a batch shape (global batch and micro-batch); a shape may be timed repeatedly.
 
     Attributes:
-        global_rows: Rows of the global batch.
+        global_batch_size: Rows of the global batch.
         micro_batch_size: Rows of a micro-batch.
         step_s: Median seconds of a step of the slowest rank.
         peak_gib: Largest peak memory of a rank.
     """
 
-    global_rows: int
+    global_batch_size: int
     micro_batch_size: int
     step_s: float
     peak_gib: float
@@ -52,12 +52,12 @@ class Failure(NamedTuple):
     """A batch shape that does not fit into memory.
 
     Attributes:
-        global_rows: Rows of the global batch.
+        global_batch_size: Rows of the global batch.
         micro_batch_size: Rows of a micro-batch.
         reason: The message of the out-of-memory error.
     """
 
-    global_rows: int
+    global_batch_size: int
     micro_batch_size: int
     reason: str
 
@@ -70,13 +70,13 @@ class ShapeTask:
 
     Attributes:
         config: Settings of the workers.
-        global_rows: Rows of each global batch, ascending.
+        global_batch_sizes: Rows of each global batch, ascending.
         visits: Batch shapes (global batch and micro-batch) that were timed.
         failures: Batch shapes that did not fit into memory.
     """
 
     config: Config
-    global_rows: tuple[int, ...]
+    global_batch_sizes: tuple[int, ...]
     visits: tuple[Visit, ...] = ()
     failures: tuple[Failure, ...] = ()
 
@@ -96,7 +96,7 @@ class ShapeTask:
 class Measurements:
     """Measured batch shapes (global batch and micro-batch), as workers return them.
 
-    `step_times(global_rows)` returns the seconds of steps by micro-batch.
+    `step_times(global_batch_size)` returns the seconds of steps by micro-batch.
 
     Attributes:
         workers: Number of ranks.
@@ -110,11 +110,11 @@ class Measurements:
     visits: list[Visit] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
-    def step_times(self, global_rows: int) -> dict[int, list[float]]:
+    def step_times(self, global_batch_size: int) -> dict[int, list[float]]:
         """Return the measured step times of a global batch.
 
         Args:
-            global_rows: Rows of the global batch.
+            global_batch_size: Rows of the global batch.
 
         Returns:
             Seconds of a step, one for each time that it was measured, by rows of a micro-batch.
@@ -122,26 +122,26 @@ class Measurements:
         """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
-            if visit.global_rows == global_rows and not self.failure(
-                global_rows, visit.micro_batch_size
+            if visit.global_batch_size == global_batch_size and not self.failure(
+                global_batch_size, visit.micro_batch_size
             ):
                 times.setdefault(visit.micro_batch_size, []).append(visit.step_s)
         return times
 
-    def peak_gib(self, global_rows: int, micro_batch_size: int) -> float:
+    def peak_gib(self, global_batch_size: int, micro_batch_size: int) -> float:
         """Return the largest peak memory of a rank, in GiB, with a measured global batch and
         micro-batch.
 
         Args:
-            global_rows: Rows of the global batch.
+            global_batch_size: Rows of the global batch.
             micro_batch_size: Rows of a micro-batch.
 
         Raises:
             KeyError: They were not measured.
         """
-        return self._peaks(global_rows)[micro_batch_size]
+        return self._peaks(global_batch_size)[micro_batch_size]
 
-    def failure(self, global_rows: int, micro_batch_size: int) -> str:
+    def failure(self, global_batch_size: int, micro_batch_size: int) -> str:
         """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
         may fit.
 
@@ -150,13 +150,16 @@ class Measurements:
         extended linearly, exceed it.
 
         Args:
-            global_rows: Rows of the global batch.
+            global_batch_size: Rows of the global batch.
             micro_batch_size: Rows of a micro-batch.
         """
         for failure in self.failures:
-            if failure.micro_batch_size <= micro_batch_size and failure.global_rows <= global_rows:
+            if (
+                failure.micro_batch_size <= micro_batch_size
+                and failure.global_batch_size <= global_batch_size
+            ):
                 return f"micro-batches of {failure.micro_batch_size} do not fit: {failure.reason}"
-        peaks = self._peaks(global_rows)
+        peaks = self._peaks(global_batch_size)
         for size, peak_gib in peaks.items():
             if size <= micro_batch_size and peak_gib > self.limit_gib:
                 peak = f"{peak_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
@@ -170,10 +173,10 @@ class Measurements:
                 return f"would need about {expected_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
         return ""
 
-    def _peaks(self, global_rows: int) -> dict[int, float]:
+    def _peaks(self, global_batch_size: int) -> dict[int, float]:
         peaks: dict[int, float] = {}
         for visit in self.visits:
-            if visit.global_rows == global_rows:
+            if visit.global_batch_size == global_batch_size:
                 peaks[visit.micro_batch_size] = max(
                     visit.peak_gib, peaks.get(visit.micro_batch_size, 0.0)
                 )
@@ -194,19 +197,21 @@ def micro_sizes(rows: int) -> list[int]:
     return sorted({ceil(rows / count) for count in counts})
 
 
-def next_micro_batch_size(measurements: Measurements, global_rows: int) -> int | None:
+def next_micro_batch_size(measurements: Measurements, global_batch_size: int) -> int | None:
     """Return the micro-batch to time next for a global batch.
 
     Args:
         measurements: Step times and memory of the batch shapes so far.
-        global_rows: Rows of the global batch.
+        global_batch_size: Rows of the global batch.
 
     Returns:
         Rows of a micro-batch; None if enough is measured to choose the best one.
     """
-    rows = ceil(global_rows / measurements.workers)
-    sizes = [size for size in micro_sizes(rows) if not measurements.failure(global_rows, size)]
-    times = measurements.step_times(global_rows)
+    rows = ceil(global_batch_size / measurements.workers)
+    sizes = [
+        size for size in micro_sizes(rows) if not measurements.failure(global_batch_size, size)
+    ]
+    times = measurements.step_times(global_batch_size)
     if not times:
         start = ceil(rows / START_ACCUMULATION)
         return next((size for size in sizes if size >= start), sizes[-1] if sizes else None)
@@ -217,7 +222,7 @@ def next_micro_batch_size(measurements: Measurements, global_rows: int) -> int |
     for size, seconds in sorted(times.items(), reverse=True):
         if len(seconds) < VISITS and seconds[0] < slow_s:
             return size
-    return _next_of_pair(best_two(measurements, global_rows), times)
+    return _next_of_pair(best_two(measurements, global_batch_size), times)
 
 
 def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int) -> int | None:
@@ -243,7 +248,7 @@ def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int
     return smaller[-1] if smaller and fast == min(times) else None
 
 
-def best_two(measurements: Measurements, global_rows: int) -> list[int]:
+def best_two(measurements: Measurements, global_batch_size: int) -> list[int]:
     """Return the fastest micro-batch of a global batch, and one to compare it with.
 
     The second one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
@@ -252,15 +257,15 @@ def best_two(measurements: Measurements, global_rows: int) -> list[int]:
     Args:
         measurements: Step times and memory of the batch shapes so far, at least one of this global
             batch.
-        global_rows: Rows of the global batch.
+        global_batch_size: Rows of the global batch.
 
     Returns:
         Rows of one or two micro-batches.
     """
-    times = measurements.step_times(global_rows)
+    times = measurements.step_times(global_batch_size)
     step_s = {size: min(seconds[:VISITS]) for size, seconds in times.items()}
     fastest, *others = sorted(step_s, key=lambda size: step_s[size])
-    peak_gib = {size: measurements.peak_gib(global_rows, size) for size in times}
+    peak_gib = {size: measurements.peak_gib(global_batch_size, size) for size in times}
     near = [
         size
         for size in others
@@ -283,11 +288,11 @@ def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | N
     return first if num_first < num_second else second
 
 
-def build_rows(global_rows: Sequence[int], measurements: Measurements) -> list[TrialRow]:
+def build_rows(global_batch_sizes: Sequence[int], measurements: Measurements) -> list[TrialRow]:
     """Convert measurements to rows of trials.jsonl.
 
     Args:
-        global_rows: The global batches in rows, in the order of the result.
+        global_batch_sizes: The global batches in rows, in the order of the result.
         measurements: Step times and memory of all measured batch shapes.
 
     Returns:
@@ -295,18 +300,22 @@ def build_rows(global_rows: Sequence[int], measurements: Measurements) -> list[T
         that does not fit into memory, if any. They are named s001, s002, ...
     """
     rows: list[TrialRow] = []
-    for size in global_rows:
+    for size in global_batch_sizes:
         rows += _rows_of(size, measurements)
     return [replace(row, trial=f"s{number:03}") for number, row in enumerate(rows, 1)]
 
 
-def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
+def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRow]:
     workers = measurements.workers
-    if global_rows < workers:
-        error = f"{global_rows} rows are fewer than {workers} workers"
-        return [TrialRow("", "infeasible", error=error, workers=workers, global_rows=global_rows)]
-    rank_rows = ceil(global_rows / workers)
-    times = measurements.step_times(global_rows)
+    if global_batch_size < workers:
+        error = f"{global_batch_size} rows are fewer than {workers} workers"
+        return [
+            TrialRow(
+                "", "infeasible", error=error, workers=workers, global_batch_size=global_batch_size
+            )
+        ]
+    rank_rows = ceil(global_batch_size / workers)
+    times = measurements.step_times(global_batch_size)
     rows: list[TrialRow] = []
     for size in micro_sizes(rank_rows):
         row = TrialRow(
@@ -315,19 +324,19 @@ def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
             micro=size,
             accumulation=ceil(rank_rows / size),
             workers=workers,
-            global_rows=global_rows,
+            global_batch_size=global_batch_size,
         )
         if size in times:
             # The lower median, because other programs only slow steps.
             step_s = statistics.median_low(times[size])
             row = replace(
                 row,
-                samples_per_s=global_rows / step_s,
+                samples_per_s=global_batch_size / step_s,
                 step_p50_s=step_s,
-                peak_gib=measurements.peak_gib(global_rows, size),
+                peak_gib=measurements.peak_gib(global_batch_size, size),
             )
             rows.append(row)
-        elif error := measurements.failure(global_rows, size):
+        elif error := measurements.failure(global_batch_size, size):
             rows.append(replace(row, status="out_of_memory", error=error))
             break
     return rows
@@ -351,9 +360,11 @@ def recommend(
         and `per_global` (best row of each global batch); None if no batch shape was measured.
     """
     best: dict[int, tuple[TrialRow, str]] = {}
-    for size in sorted({row.global_rows or 0 for row in rows}):
+    for size in sorted({row.global_batch_size or 0 for row in rows}):
         by_micro = {
-            row.micro: row for row in rows if row.global_rows == size and row.status == "finished"
+            row.micro: row
+            for row in rows
+            if row.global_batch_size == size and row.status == "finished"
         }
         if by_micro:
             pair = [by_micro[each] for each in best_two(measurements, size)]
@@ -401,7 +412,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
             f"{_format_rate(second)}, within {TOLERANCE:.0%} of {format_shape(first)}, and needs "
             f"{memory}."
         )
-    times = measurements.step_times(first.global_rows or 0)
+    times = measurements.step_times(first.global_batch_size or 0)
     rounds = zip(times[first.micro or 0], times[second.micro or 0], strict=False)
     ratios = [slow / fast for fast, slow in rounds]
     doubt = ", so they may be equally fast" if min(ratios) <= 1 else ""

@@ -64,9 +64,9 @@ class ShapeGroup:
 
         Returns:
             A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
-            `visits` (timed shapes, with `global_rows`, `micro_batch_size`, `step_s` and `peak_gib`)
-            and `failures` (shapes that did not fit, with the reason). Those of earlier groups are
-            included.
+            `visits` (timed shapes, with `global_batch_size`, `micro_batch_size`, `step_s` and
+            `peak_gib`) and `failures` (shapes that did not fit, with the reason). Those of earlier
+            groups are included.
 
         Raises:
             WorkerFailed: A worker was lost, or raised an error.

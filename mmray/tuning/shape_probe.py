@@ -49,8 +49,8 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
         space: Search space with a list of `batch.global`; None: the recipe's own global batch.
 
     Returns:
-        A ShapeTask: `config`, the settings of the workers, and `global_rows`, the rows of each
-        global batch to measure, ascending; nothing is measured yet.
+        A ShapeTask: `config`, the settings of the workers, and `global_batch_sizes`, the rows of
+        each global batch to measure, ascending; nothing is measured yet.
 
     Raises:
         UsageError: A global batch is invalid, or the settings contradict each other.
@@ -74,8 +74,8 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
     return ShapeTask(config, tuple(sizes))
 
 
-def _batch(global_rows: Any) -> dict[str, Any]:
-    return {GLOBAL: global_rows, "batch.micro": 1, "batch.accumulation": None}
+def _batch(global_batch_size: Any) -> dict[str, Any]:
+    return {GLOBAL: global_batch_size, "batch.micro": 1, "batch.accumulation": None}
 
 
 def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> SweepRecord:
@@ -99,7 +99,10 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
     """
     task = plan_task(base, space)
     start_s = time.monotonic()
-    summary: dict[str, Any] = {"space": {GLOBAL: list(task.global_rows)}, "measures": "shapes"}
+    summary: dict[str, Any] = {
+        "space": {GLOBAL: list(task.global_batch_sizes)},
+        "measures": "shapes",
+    }
     folder = resolve_sweep_dir(base, summary, reporter, restart=True)
     summary |= {"kind": "sweep", "recipe": base.recipe, "goal": "throughput"}
     with lease.Lease(folder.path, activity="in use for a sweep"):
@@ -111,7 +114,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
         except MmrayError:
             folder.write_json(SWEEP, summary | {"status": "failed"})
             raise
-        rows = build_rows(task.global_rows, measurements)
+        rows = build_rows(task.global_batch_sizes, measurements)
         recommendation = recommend(rows, measurements, own_global_rows(base))
         if recommendation is not None:
             best = next(row for row in rows if row.trial == recommendation.best)
@@ -160,8 +163,8 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
         best: The row of trials.jsonl of the batch shape, with its micro-batch, accumulation and
             global batch.
     """
-    assert best.global_rows is not None
-    config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})
+    assert best.global_batch_size is not None
+    config = override_settings(base, _batch(best.global_batch_size) | {"batch.micro": best.micro})
     # An elastic recipe may have been measured with fewer workers than its largest number.
     shape = resolve_batch_shape(config.batch, best.workers or config.cluster.max_workers)
     return as_recipe(config, base, shape)
@@ -178,8 +181,8 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measure
 
     Returns:
         A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
-        `visits` (timed shapes, with `global_rows`, `micro_batch_size`, `step_s` and `peak_gib`) and
-        `failures` (shapes that did not fit, with the reason).
+        `visits` (timed shapes, with `global_batch_size`, `micro_batch_size`, `step_s` and
+        `peak_gib`) and `failures` (shapes that did not fit, with the reason).
 
     Raises:
         MmrayError: The workers cannot start, or no batch shape fits into memory.
@@ -232,8 +235,8 @@ def measure_in_groups(
 
     Returns:
         The measurements of all groups: `workers` (number of ranks), `limit_gib` (memory that each
-        may use), `visits` (timed batch shapes, each with `global_rows`, `micro_batch_size`,
-        `step_s` and `peak_gib`) and `failures` (shapes that did not fit, with `global_rows`,
+        may use), `visits` (timed batch shapes, each with `global_batch_size`, `micro_batch_size`,
+        `step_s` and `peak_gib`) and `failures` (shapes that did not fit, with `global_batch_size`,
         `micro_batch_size` and `reason`).
 
     Raises:
@@ -268,7 +271,7 @@ def measure_in_groups(
             continue
         # Without failures, all global batches have fewer rows than workers.
         if not measurements.visits and measurements.failures:
-            raise OutOfMemoryError(measurements.failure(max(task.global_rows), 1))
+            raise OutOfMemoryError(measurements.failure(max(task.global_batch_sizes), 1))
         return measurements
 
 

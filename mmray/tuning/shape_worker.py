@@ -77,15 +77,17 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     measurements = Measurements(
         group.world_size, _memory_limit_gib(group), list(task.visits), list(task.failures)
     )
-    for global_rows in task.global_rows:
-        if global_rows < group.world_size:
+    for global_batch_size in task.global_batch_sizes:
+        if global_batch_size < group.world_size:
             continue
-        while (size := next_micro_batch_size(measurements, global_rows)) is not None:
-            message: dict[str, Any] = {"trying": (global_rows, size)}
-            if size not in measurements.step_times(global_rows):
-                message["status"] = f"global batch of {global_rows} in micro-batches of {size}"
+        while (size := next_micro_batch_size(measurements, global_batch_size)) is not None:
+            message: dict[str, Any] = {"trying": (global_batch_size, size)}
+            if size not in measurements.step_times(global_batch_size):
+                message["status"] = (
+                    f"global batch of {global_batch_size} in micro-batches of {size}"
+                )
             report(message)
-            outcome = stepper.measure(global_rows, size)
+            outcome = stepper.measure(global_batch_size, size)
             report({"measured": outcome})
             if isinstance(outcome, Visit):
                 measurements.visits.append(outcome)
@@ -129,8 +131,8 @@ def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
 class Stepper:
     """Takes training steps on synthetic batches, with the communication of all ranks.
 
-    `measure(global_rows, micro_batch_size)` returns a Visit, with the seconds of a step and the
-    peak memory, or a Failure if they do not fit.
+    `measure(global_batch_size, micro_batch_size)` returns a Visit, with the seconds of a step and
+    the peak memory, or a Failure if they do not fit.
 
     Attributes:
         config: Settings of the run.
@@ -162,12 +164,12 @@ class Stepper:
         set_lr(state.optimizer, 0.0)
         return cls(config, state, group)
 
-    def measure(self, global_rows: int, micro_batch_size: int) -> Visit | Failure:
+    def measure(self, global_batch_size: int, micro_batch_size: int) -> Visit | Failure:
         """Time steps with a global batch and micro-batch; a collective call that returns the same
         on all ranks.
 
         Args:
-            global_rows: Rows of the global batch.
+            global_batch_size: Rows of the global batch.
             micro_batch_size: Rows of a micro-batch.
 
         Returns:
@@ -186,7 +188,9 @@ class Stepper:
         next_batch: list[torch.Tensor] = []
         reason = ""
         try:
-            batch = self._make_batch(ceil(global_rows / self.group.world_size), micro_batch_size)
+            batch = self._make_batch(
+                ceil(global_batch_size / self.group.world_size), micro_batch_size
+            )
             # A GPU holds the next batch too, which is copied to it during the step.
             if device.type == "cuda":
                 next_batch = [
@@ -205,7 +209,7 @@ class Stepper:
             batch = None
             next_batch.clear()
             zero_gradients(state)
-            return Failure(global_rows, micro_batch_size, reason)
+            return Failure(global_batch_size, micro_batch_size, reason)
         assert batch is not None
         slowest_s = max(self.group.all_gather_objects(first_s))
         num_steps = min(MAX_STEPS, max(1, ceil(WINDOW_S / slowest_s)))
@@ -213,7 +217,7 @@ class Stepper:
         own = (float(np.median(times_s)), timers.peak_gib())
         step_s, peak_gib = np.max(self.group.all_gather_objects(own), axis=0).tolist()
         next_batch.clear()
-        return Visit(global_rows, micro_batch_size, step_s, peak_gib)
+        return Visit(global_batch_size, micro_batch_size, step_s, peak_gib)
 
     def _make_batch(self, rows: int, micro_batch_size: int) -> LocalBatch:
         """Return the micro-batches of a step of this rank, of `rows` rows in total."""

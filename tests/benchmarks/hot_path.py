@@ -54,7 +54,9 @@ def counted_calls() -> Iterator[Counter[str]]:
 def train(device: torch.device, on_step: Callable[[int], None]) -> None:
     """A run that logs nothing; `on_step` is called after each step."""
     rows = MICRO * ACCUMULATION
-    plan = SamplePlan(num_rows=10 * rows, global_rows=rows, world_size=1, seed=1, steps=STEPS + 1)
+    plan = SamplePlan(
+        num_rows=10 * rows, global_batch_size=rows, world_size=1, seed=1, steps=STEPS + 1
+    )
     callback = SimpleNamespace(on_step=lambda step, metrics: on_step(step))
     settings = toy.train_settings(log_every=0, checkpoint_every=0)
     toy.run(

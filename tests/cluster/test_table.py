@@ -195,7 +195,7 @@ def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
     finally:
         ray.shutdown()
     assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
-    assert marks(outcome.path) == list(expected_marks(66, rows=4224, global_rows=64))
+    assert marks(outcome.path) == list(expected_marks(66, rows=4224, global_batch_size=64))
     assert len([text for _, text in reporter.notes if "died and was restarted" in text]) == 1
     early, late = reporter.held_mib.values()
     print({role: (round(early[role]), round(late.get(role, 0))) for role in early})

@@ -17,7 +17,7 @@ from tests.made import CAPTIONS, make_set, noisy, row
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
 ROWS = 6
 ALL_MB = ROWS * 3 * 16 * 16 / 1e6
-PLAN = SamplePlan(num_rows=ROWS, global_rows=3, world_size=1, seed=1, steps=6)
+PLAN = SamplePlan(num_rows=ROWS, global_batch_size=3, world_size=1, seed=1, steps=6)
 POSITIONS = np.arange(3 * ROWS)  # three epochs
 
 

@@ -46,7 +46,9 @@ def train_twice(
     """All weights after six steps, also when the last three resume from the files of a
     checkpoint.
     """
-    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=STEPS)
+    plan = SamplePlan(
+        num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=STEPS
+    )
     train = toy.train_settings(checkpoint_every=RESUMED_AT, **settings)
     options = {"optimizer": toy.optimizer_settings(**optimizer), "train": train}
     sharded = settings.get("parallel") == "fsdp" and group.world_size > 1

@@ -252,7 +252,9 @@ def skipped_step(group: Group) -> dict[str, Any]:
         toy.NanAtSteps((3,) if group.rank == group.world_size - 1 else ()).double(),
         toy.Lines(),
     )
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, seed=1, steps=8)
+    plan = SamplePlan(
+        num_rows=33, global_batch_size=10, world_size=group.world_size, seed=1, steps=8
+    )
     settings = toy.train_settings(log_every=1)
     outcome = toy.run(model, plan, group, micro=2, callbacks=(model,), log=log, train=settings)
     return {
@@ -284,7 +286,7 @@ def stopped_loop(group: Group) -> dict[str, Any]:
     log, polls, model = toy.Lines(), iter(range(100)), toy.Toy().double()
     plan = SamplePlan(
         num_rows=33,
-        global_rows=10,
+        global_batch_size=10,
         world_size=group.world_size,
         seed=1,
         steps=12,
@@ -298,7 +300,7 @@ def stopped_loop(group: Group) -> dict[str, Any]:
 def overflow(group: Group) -> dict[str, Any]:
     """The loop in fp16 with a loss scale so high that the first gradients overflow."""
     scaler, model = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE), toy.Toy()
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, seed=1, steps=20)
+    plan = SamplePlan(num_rows=33, global_batch_size=10, world_size=2, seed=1, steps=20)
     history = [toy.flat(model)]
     callback = SimpleNamespace(on_step=lambda step, metrics: history.append(toy.flat(model)))
     train = toy.train_settings(precision="fp16")
@@ -314,7 +316,7 @@ OBJECTIVES = {
     "sigmoid": partial(Sigmoid, chunk_rows=3),
     "row-wise": toy.Regression,
 }
-OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, seed=1, steps=8)
+OOM_PLAN = SamplePlan(num_rows=60, global_batch_size=16, world_size=2, seed=1, steps=8)
 
 
 def oom_error(group: Group, point: str, **settings: Any) -> dict[str, Any]:
@@ -362,7 +364,9 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
     BatchNorm.
     """
     losses = {}
-    plan = SamplePlan(num_rows=12, global_rows=12, world_size=group.world_size, seed=1, steps=6)
+    plan = SamplePlan(
+        num_rows=12, global_batch_size=12, world_size=group.world_size, seed=1, steps=6
+    )
     for parallel, number, norm in (
         ("fsdp", "fp32", 0),
         ("fsdp", "bf16", 0),
@@ -422,7 +426,9 @@ def train_strategy(
     after the second.
     """
     log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
-    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=8)
+    plan = SamplePlan(
+        num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=8
+    )
     if settings.get("parallel") == "branches":
         strategy.place_branches(model, group.device)
 

@@ -175,7 +175,9 @@ def train_stream(
     group: Group, micro: int, group_by_length: bool = True, steps: int = 5, **settings: Any
 ) -> torch.Tensor:
     """The weights of a run of CLIP on blocks of captions of different lengths."""
-    plan = SamplePlan(num_rows=20, global_rows=8, world_size=group.world_size, seed=1, steps=steps)
+    plan = SamplePlan(
+        num_rows=20, global_batch_size=8, world_size=group.world_size, seed=1, steps=steps
+    )
     train = toy.train_settings(**settings)
     spec, objective = MODELS["clip"]
     torch.manual_seed(3)

@@ -107,4 +107,4 @@ def test_number_of_workers_changes_the_division_of_the_global_batch():
     ],
 )
 def test_total_steps(length, steps):
-    assert total_steps(Train(**length), num_rows=25, global_rows=10) == steps
+    assert total_steps(Train(**length), num_rows=25, global_batch_size=10) == steps

@@ -100,7 +100,7 @@ def test_rank_starts_until_its_first_step(tmp_path):
 
 def test_wait_for_rows_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
+    plan = SamplePlan(num_rows=8, global_batch_size=8, world_size=1, seed=1, steps=1)
     release, messages = threading.Event(), []
 
     def slow_blocks():
@@ -134,7 +134,7 @@ def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
                 time.sleep(0.005)
             return super().forward(batch)
 
-    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
+    plan = SamplePlan(num_rows=8, global_batch_size=8, world_size=1, seed=1, steps=1)
     with beat.running(0):
         toy.run(Slow(), plan, micro=2, heartbeat=beat, callbacks=(beat,))
     in_step = {message["progress"] for message in messages if message.get("step") == 0}

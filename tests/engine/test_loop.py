@@ -27,7 +27,7 @@ def few_nonfinite_steps(monkeypatch):
 
 
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
-    return SamplePlan(num_rows=33, global_rows=10, world_size=world, seed=1, steps=steps)
+    return SamplePlan(num_rows=33, global_batch_size=10, world_size=world, seed=1, steps=steps)
 
 
 class Checkpoints(dict):

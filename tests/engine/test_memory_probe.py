@@ -257,7 +257,7 @@ def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_me
 
 def test_micro_batch_of_a_share_without_divisors_is_halved_once():
     """A share of 1366 rows is 2 x 683, so its divisors are far apart."""
-    plan = SamplePlan(num_rows=4096, global_rows=1366, world_size=1, seed=1, steps=3)
+    plan = SamplePlan(num_rows=4096, global_batch_size=1366, world_size=1, seed=1, steps=3)
     expected, fault = toy.Toy().double(), toy.MemoryFault()
     log, settings = toy.Lines(), toy.train_settings(log_every=1)
     train(expected, plan, micro=1366)

@@ -31,7 +31,7 @@ from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, loca
 from tests.engine.single_worker import make_prepared, run_worker
 
 GPU = DEVICES[0]
-LONG_PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, seed=1, steps=6)
+LONG_PLAN = SamplePlan(num_rows=20, global_batch_size=8, world_size=1, seed=1, steps=6)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from mmray.errors import TrainingError
 from tests.engine import toy
 
 CPU = torch.device("cpu")
-PLAN = SamplePlan(num_rows=20, global_rows=10, world_size=1, seed=0, steps=2)
+PLAN = SamplePlan(num_rows=20, global_batch_size=10, world_size=1, seed=0, steps=2)
 
 
 def local_batches(steps, **options):

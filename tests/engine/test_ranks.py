@@ -102,7 +102,7 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
         assert [line[key] for line in lines] == pytest.approx(
             [line[key] for line in expected["lines"]], abs=1e-9
         )
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, seed=1, steps=12)
+    plan = SamplePlan(num_rows=33, global_batch_size=10, world_size=2, seed=1, steps=12)
     steps = [
         step
         for rank in range(2)

@@ -24,7 +24,9 @@ def main(out: str, *strategies: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=60))
     group = Group.current(device)
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, seed=1, steps=8)
+    plan = SamplePlan(
+        num_rows=33, global_batch_size=10, world_size=group.world_size, seed=1, steps=8
+    )
     weights = {}
     for parallel in strategies:
         model = toy.Branched().double()

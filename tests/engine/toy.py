@@ -497,7 +497,7 @@ def train_spec(
 ) -> TrainSpec:
     """A run of the loop with the settings above, in micro-batches of `micro` rows."""
     options = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
-    shape = BatchShape(plan.global_rows, min(micro, plan.rank_rows), plan.world_size)
+    shape = BatchShape(plan.global_batch_size, min(micro, plan.rank_rows), plan.world_size)
     return TrainSpec(model=model, plan=plan, batch_shape=shape, group=group or Group(), **options)
 
 

@@ -185,7 +185,7 @@ def trial(name, micro, accumulation, rate, **changes):
         micro=micro,
         accumulation=accumulation,
         workers=2,
-        global_rows=micro * accumulation * 2,
+        global_batch_size=micro * accumulation * 2,
         samples_per_s=rate,
         step_p50_s=0.1,
         peak_gib=rate and micro / 16,

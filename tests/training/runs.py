@@ -130,9 +130,9 @@ def marks(folder):
     return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
 
 
-def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
+def expected_marks(steps, rows=50, global_batch_size=16, names=None, **plan):
     """The rows of each step according to the order, computed without the stream."""
-    plan = SamplePlan(rows, global_rows, 1, 0, steps, **plan)
+    plan = SamplePlan(rows, global_batch_size, 1, 0, steps, **plan)
     names = names or [f"row-{number}" for number in range(rows)]
     for step in range(steps):
         positions = plan.positions(step, 0)

@@ -35,10 +35,10 @@ FORBIDDEN = parse(
 )
 
 
-def config(tmp_path, global_rows=16, **run):
+def config(tmp_path, global_batch_size=16, **run):
     return Config(
         recipe="sample",
-        batch=Batch(micro=4, global_=global_rows),
+        batch=Batch(micro=4, global_=global_batch_size),
         run=Run(storage=str(tmp_path), **run),
     )
 
@@ -93,7 +93,9 @@ def test_new_name_starts_and_same_command_resumes(tmp_path):
 
 def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
     write_run_files(tmp_path / "sample", config(tmp_path), DATA, "{}")
-    assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
+    assert (
+        select_run(config(tmp_path, global_batch_size=32), DATA, 10).path == tmp_path / "sample-2"
+    )
     finish(tmp_path / "sample", 10)
     assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
     assert select_run(config(tmp_path), DATA, 20).action == "resume"  # more steps than before
@@ -115,7 +117,7 @@ def test_run_keeps_its_shuffle_but_not_one_of_an_earlier_version(tmp_path):
 def test_named_run_is_resumed_refused_or_done(tmp_path):
     write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
-        select_run(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
+        select_run(config(tmp_path, global_batch_size=32, name="mine"), DATA, 10)
     with pytest.raises(UsageError, match="data fingerprint: 'ab' -> 'cd'"):
         select_run(config(tmp_path, name="mine"), {**DATA, "fingerprint": "cd"}, 10)
     finish(tmp_path / "mine", 10)

@@ -37,7 +37,7 @@ def measured(lines, goal="throughput", rungs=(), auto=False, status="finished"):
 def test_row_has_speed_without_the_first_step_and_the_largest_peak_memory():
     row = measured([line(1), line(4), line(8)])
     assert (row.samples_per_s, row.step_p50_s, row.peak_gib) == (512, 0.5, 0.8)
-    assert (row.micro, row.accumulation, row.workers, row.global_rows) == (64, 2, 2, 256)
+    assert (row.micro, row.accumulation, row.workers, row.global_batch_size) == (64, 2, 2, 256)
     assert row.run == "trials/t001"
     assert measured([line(1)]).samples_per_s is None
     unstarted = measured([])
@@ -103,7 +103,7 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
         name,
         status,
         settings,
-        global_rows=size,
+        global_batch_size=size,
         peak_gib=gib,
         rungs=rungs,
         is_recipe=name == "own",

@@ -164,7 +164,7 @@ def test_each_trial_has_a_row_with_its_end(finished):
     assert good.value("loss") < min(row.value("loss") for row in others)
     assert [point.samples for point in good.curve] == [64, 128, 192, 256]
     assert good.curve[-1].value == good.value("loss")
-    assert (good.micro, good.accumulation, good.workers, good.global_rows) == (4, 4, 1, 16)
+    assert (good.micro, good.accumulation, good.workers, good.global_batch_size) == (4, 4, 1, 16)
     assert good.samples_per_s > 0 and good.peak_gib > 0 and good.elapsed_s > 0
 
 
@@ -276,7 +276,7 @@ def test_listed_batch_shapes_are_measured_in_trials(local_ray, recipe):
     sweep = search(request_of(base, space, "throughput", steps=3), Watching())
     small, large, too_large = sweep.trials
     assert sweep.status == "finished" and (small.status, large.status) == ("finished", "finished")
-    assert [(row.micro, row.accumulation, row.global_rows) for row in (small, large)] == [
+    assert [(row.micro, row.accumulation, row.global_batch_size) for row in (small, large)] == [
         (4, 4, 16),
         (8, 2, 16),
     ]

@@ -63,20 +63,22 @@ class Device:
         burst = self.rng.uniform(1, 3) if self.noise and self.rng.random() < 0.1 else 1.0
         return seconds * burst * math.exp(self.rng.gauss(0, self.noise))
 
-    def shape(self, global_rows, micro):
-        return BatchShape(global_rows, micro, self.workers)
+    def shape(self, global_batch_size, micro):
+        return BatchShape(global_batch_size, micro, self.workers)
 
-    def measure(self, global_rows, micro):
-        shape = self.shape(global_rows, micro)
+    def measure(self, global_batch_size, micro):
+        shape = self.shape(global_batch_size, micro)
         if self.peak_gib(shape) > self.limit_gib:
-            return Failure(global_rows, micro, "CUDA out of memory")
-        return Visit(global_rows, micro, self.slowed(self.step_s(shape)), self.peak_gib(shape))
+            return Failure(global_batch_size, micro, "CUDA out of memory")
+        return Visit(
+            global_batch_size, micro, self.slowed(self.step_s(shape)), self.peak_gib(shape)
+        )
 
 
-def probe(device, *global_rows):
+def probe(device, *global_batch_sizes):
     """Measure as a worker group does."""
     measurements = Measurements(device.workers, device.limit_gib)
-    for size in global_rows:
+    for size in global_batch_sizes:
         while (micro := next_micro_batch_size(measurements, size)) is not None:
             outcome = device.measure(size, micro)
             into = measurements.visits if isinstance(outcome, Visit) else measurements.failures
@@ -88,16 +90,16 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
     losses = []
     for seed in range(100):
         device = Device(seed, noise=0.05)
-        global_rows = device.workers * device.rng.choice([96, 128, 256, 1000])
-        measurements = probe(device, global_rows)
-        rows = build_rows([global_rows], measurements)
+        global_batch_size = device.workers * device.rng.choice([96, 128, 256, 1000])
+        measurements = probe(device, global_batch_size)
+        rows = build_rows([global_batch_size], measurements)
         best = recommend(rows, measurements).best
         chosen = next(row.micro for row in rows if row.trial == best)
-        sizes = micro_sizes(global_rows // device.workers)
-        shapes = [device.shape(global_rows, micro) for micro in sizes]
+        sizes = micro_sizes(global_batch_size // device.workers)
+        shapes = [device.shape(global_batch_size, micro) for micro in sizes]
         feasible = [shape for shape in shapes if device.peak_gib(shape) <= device.limit_gib]
         fastest_s = min(map(device.step_s, feasible))
-        losses.append(device.step_s(device.shape(global_rows, chosen)) / fastest_s - 1)
+        losses.append(device.step_s(device.shape(global_batch_size, chosen)) / fastest_s - 1)
     assert sum(loss <= 0.05 for loss in losses) >= 95, sorted(losses)[-8:]
 
 
@@ -156,7 +158,7 @@ def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_s
     measurements = Measurements(1, 8.0, visits)
     rows = build_rows([64, 128], measurements)
     best = recommend(rows, measurements, own_global=128)
-    shapes = {row.trial: (row.global_rows, row.micro) for row in rows}
+    shapes = {row.trial: (row.global_batch_size, row.micro) for row in rows}
     assert shapes[best.best] == (64, 32)
     assert {size: shapes[name] for size, name in best.per_global.items()} == {
         "64": (64, 32),

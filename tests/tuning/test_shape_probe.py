@@ -227,9 +227,9 @@ def test_out_of_memory_ends_the_ascent(quick: None, monkeypatch: pytest.MonkeyPa
     """A larger global batch is not tried with the micro-batch that did not fit in a smaller one."""
     measure = shape_worker.Stepper.measure
 
-    def measure_faster(stepper: Any, global_rows: int, micro: int) -> Visit | Failure:
+    def measure_faster(stepper: Any, global_batch_size: int, micro: int) -> Visit | Failure:
         """Larger micro-batches are faster, which the times of tiny steps may not show."""
-        outcome = measure(stepper, global_rows, micro)
+        outcome = measure(stepper, global_batch_size, micro)
         return outcome._replace(step_s=1 / micro) if isinstance(outcome, Visit) else outcome
 
     monkeypatch.setattr(shape_worker.Stepper, "measure", measure_faster)
@@ -269,22 +269,24 @@ def test_two_ranks_measure_together_and_agree(forked_children: None) -> None:
 
 def test_global_batches_are_measured_in_ascending_order() -> None:
     base = recipes.load("sample")
-    assert plan_task(base, None).global_rows == (128,)
-    assert plan_task(base, build_space({"batch.global": [256, 64]})).global_rows == (64, 256)
+    assert plan_task(base, None).global_batch_sizes == (128,)
+    assert plan_task(base, build_space({"batch.global": [256, 64]})).global_batch_sizes == (64, 256)
     with pytest.raises(UsageError, match="--goal throughput takes no ranges; list the values"):
         plan_task(base, build_space({"batch.global": "uniform(8,64)"}))
 
 
 def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     base = recipes.load("sample").with_cluster(workers="1-4")
-    best = TrialRow("s001", "finished", micro=32, accumulation=2, workers=4, global_rows=256)
+    best = TrialRow("s001", "finished", micro=32, accumulation=2, workers=4, global_batch_size=256)
     recipe = best_recipe(base, best)
     assert (recipe.cluster.workers, recipe.train.steps) == ("1-4", 150)  # of 300 x 128
-    assert best_recipe(base, replace(best, global_rows=512)).train.steps == 75
-    assert best_recipe(base, replace(best, global_rows=100)).train.steps == 384
+    assert best_recipe(base, replace(best, global_batch_size=512)).train.steps == 75
+    assert best_recipe(base, replace(best, global_batch_size=100)).train.steps == 384
     epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
     assert best_recipe(epochs, best).train == epochs.train
-    of_two = TrialRow("s002", "finished", micro=64, accumulation=1, workers=2, global_rows=128)
+    of_two = TrialRow(
+        "s002", "finished", micro=64, accumulation=1, workers=2, global_batch_size=128
+    )
     assert best_recipe(base, of_two).batch.micro == 64
     assert str(resolve_batch_shape(recipe.batch, 4)) == (
         "micro 32 x accumulation 2 x workers 4 = 256 rows per step"

@@ -1,9 +1,9 @@
 """Sample order as a pure function: the rows of each optimizer step, for any step, seed and number
 of workers.
 
-An epoch is `num_rows` positions; a step takes the next `global_rows` positions, also across the end
-of an epoch. Nothing is stored, so a resumed or resized run takes the same rows. The shuffle is a
-keyed bijection.
+An epoch is `num_rows` positions; a step takes the next `global_batch_size` positions, also across
+the end of an epoch. Nothing is stored, so a resumed or resized run takes the same rows. The shuffle
+is a keyed bijection.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BlockShuffle:
         return f"{self.lanes}x{self.rows_per_block}x{self.blocks_per_window}"
 
     def epoch_index(
-        self, positions: np.ndarray, num_rows: int, global_rows: int, shuffle_key: np.ndarray
+        self, positions: np.ndarray, num_rows: int, global_batch_size: int, shuffle_key: np.ndarray
     ) -> np.ndarray:
         """Return which row of an epoch each position of the sample order takes, with blocks in
         permuted order.
@@ -158,28 +158,28 @@ class BlockShuffle:
         same key maps it to a row of the set.
 
         A run counts positions through all of its epochs: position p is in epoch p // num_rows, and
-        in step p // global_rows at place p % global_rows. The places of a step are divided evenly
-        into `lanes` ranges. The positions whose places are in the first range take the first
-        slice of the list in the course of the epoch, those of the second range the next slice, and
-        so on. They take their slice window after window (about `blocks_per_window` blocks), and the
-        rows of each window in random order.
+        in step p // global_batch_size at place p % global_batch_size. The places of a step are
+        divided evenly into `lanes` ranges. The positions whose places are in the first range take
+        the first slice of the list in the course of the epoch, those of the second range the next
+        slice, and so on. They take their slice window after window (about `blocks_per_window`
+        blocks), and the rows of each window in random order.
 
         Args:
             positions: Positions in the run, int64 [P], not negative.
             num_rows: Number of rows of an epoch.
-            global_rows: Number of rows of a step, over all workers.
+            global_batch_size: Number of rows of a step, over all workers.
             shuffle_key: Key of the epoch of each position, uint64 [P].
 
         Returns:
             int64 [P], each in 0..num_rows-1. The positions of one epoch have different indices.
         """
         lane, first_column, num_columns = _even_part(
-            positions % global_rows, self.lanes, global_rows
+            positions % global_batch_size, self.lanes, global_batch_size
         )
 
         def rows_before(position: np.ndarray, column: np.ndarray, columns: np.ndarray) -> Any:
             """Return the positions before `position` in columns column..column+columns-1."""
-            step, in_step = np.divmod(position, global_rows)
+            step, in_step = np.divmod(position, global_batch_size)
             return step * columns + np.clip(in_step - column, 0, columns)
 
         start = positions // num_rows * num_rows
@@ -311,14 +311,14 @@ class SamplePlan:
     """The rows of each step of a run at one world size.
 
     A position counts the rows that a run takes, over all workers and through all epochs: position p
-    is in step p // global_rows and in epoch p // num_rows.
+    is in step p // global_batch_size and in epoch p // num_rows.
 
     `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [rank_rows], and
     `row_ids_at(positions)` the rows of the set that they take.
 
     Args:
         num_rows: Rows of an epoch.
-        global_rows: Rows of a step, over all workers.
+        global_batch_size: Rows of a step, over all workers.
         world_size: Number of workers.
         seed: Seed of the shuffle.
         steps: Steps of the run.
@@ -329,7 +329,7 @@ class SamplePlan:
     """
 
     num_rows: int
-    global_rows: int
+    global_batch_size: int
     world_size: int
     seed: int
     steps: int
@@ -339,10 +339,10 @@ class SamplePlan:
 
     @property
     def rank_rows(self) -> int:
-        """Number of rows of one rank in a step, including padding: global_rows / world_size,
+        """Number of rows of one rank in a step, including padding: global_batch_size / world_size,
         rounded up.
         """
-        return -(-self.global_rows // self.world_size)
+        return -(-self.global_batch_size // self.world_size)
 
     def rows_start(self, step: int) -> int:
         """Return the position of the first row of a step: the number of rows of all steps before
@@ -351,7 +351,7 @@ class SamplePlan:
         Args:
             step: Number of the step, from 0.
         """
-        return step * self.global_rows
+        return step * self.global_batch_size
 
     def positions(self, step: int, rank: int) -> np.ndarray:
         """Return the positions of a rank's rows in a step.
@@ -365,7 +365,7 @@ class SamplePlan:
             PADDING (-1) follows if the rank has fewer rows.
         """
         index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
-        return np.where(index < self.global_rows, self.rows_start(step) + index, PADDING)
+        return np.where(index < self.global_batch_size, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return which row of the set each position of the sample order takes.
@@ -397,7 +397,9 @@ class SamplePlan:
         epoch, index = np.divmod(known, self.num_rows)
         key = self._shuffle_key(epoch)
         if self.shuffle and self.block_shuffle is not None:
-            index = self.block_shuffle.epoch_index(known, self.num_rows, self.global_rows, key)
+            index = self.block_shuffle.epoch_index(
+                known, self.num_rows, self.global_batch_size, key
+            )
             index = interleave(self.components, index) if self.components else index
         elif self.shuffle and self.components:
             index = permute(index.astype(np.uint64), self.num_rows, key).astype(np.int64)
@@ -426,7 +428,7 @@ class SamplePlan:
         if self.block_shuffle is None or not self.shuffle:
             return positions[:0]
         later = positions[positions != PADDING] + self.window_positions
-        return later[later < self.steps * self.global_rows]
+        return later[later < self.steps * self.global_batch_size]
 
     @property
     def window_positions(self) -> int:
@@ -440,7 +442,7 @@ class SamplePlan:
             return self.num_rows
         shape = self.block_shuffle
         rows = shape.lanes * shape.rows_per_block * shape.blocks_per_window
-        return -(-rows // self.global_rows) * self.global_rows
+        return -(-rows // self.global_batch_size) * self.global_batch_size
 
     def _shuffle_key(self, epoch: np.ndarray) -> np.ndarray:
         return splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))

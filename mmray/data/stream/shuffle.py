@@ -47,7 +47,7 @@ SAMPLE_ROWS = 8
 
 
 def resolve_block_shuffle(
-    data: Data, sets: Sequence[PreparedSet], global_rows: int, num_workers: int
+    data: Data, sets: Sequence[PreparedSet], global_batch_size: int, num_workers: int
 ) -> BlockShuffle | None:
     """Return how a run shuffles the rows of its sets: all with each other, or by blocks of adjacent
     rows.
@@ -59,7 +59,7 @@ def resolve_block_shuffle(
     Args:
         data: The `data` section.
         sets: The training sets of the run, one or those of its mixture.
-        global_rows: Rows of a step, over all workers.
+        global_batch_size: Rows of a step, over all workers.
         num_workers: Largest number of workers.
 
     Returns:
@@ -80,7 +80,7 @@ def resolve_block_shuffle(
         return None
     if not all(_is_cached(data, each) for each in sets):
         rows = _in_record_batches(min(REQUEST_BYTES / row_bytes, MAX_ROWS))
-        return BlockShuffle(min(num_workers, global_rows), rows, WINDOW)
+        return BlockShuffle(min(num_workers, global_batch_size), rows, WINDOW)
     window_bytes = WINDOW_FRACTION * 1e9 * data.local_cache_gb
     if sum(each.num_bytes for each in sets) <= window_bytes:
         return None
@@ -90,7 +90,7 @@ def resolve_block_shuffle(
     most_lanes = min(
         window_blocks // (MIN_BLOCKS_OF_LANE * len(sets)),
         sum(each.num_rows for each in sets) // (BLOCKS_PER_LANE * rows),
-        global_rows,
+        global_batch_size,
     )
     lanes = num_workers * max(1, min(LANES_PER_WORKER, most_lanes // num_workers))
     return BlockShuffle(lanes, rows, max(1, window_blocks // lanes))

@@ -175,9 +175,9 @@ class TokenPlan(SamplePlan):
         ranks_per_group: Number of consecutive ranks that divide their rows of a step among
             themselves, such as the ranks of a node; None: all ranks.
 
-    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_rows` of a
-    step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and `block_shuffle`
-    (the shuffle of blocks of adjacent rows).
+    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_batch_size`
+    of a step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and
+    `block_shuffle` (the shuffle of blocks of adjacent rows).
     """
 
     num_tokens: np.ndarray = field(compare=False)
@@ -219,7 +219,7 @@ class TokenPlan(SamplePlan):
 
     def _micro_batches(self, step: int, rank: int) -> tuple[list[np.ndarray], int]:
         """Return the rows of each micro-batch of a rank, and the most rows of a rank."""
-        positions = self.rows_start(step) + np.arange(self.global_rows)
+        positions = self.rows_start(step) + np.arange(self.global_batch_size)
         tokens = self.num_tokens[self.row_ids_at(positions)].astype(np.int64)
         tokens[tokens > self.max_row_tokens] = 0
         assignment = assign_rows(

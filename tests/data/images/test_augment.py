@@ -144,7 +144,7 @@ def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     plain = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     varied = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, ALL)
     off = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, Augment())
-    plan = SamplePlan(num_rows=6, global_rows=3, world_size=1, seed=1, steps=8)
+    plan = SamplePlan(num_rows=6, global_batch_size=3, world_size=1, seed=1, steps=8)
     positions = np.arange(12)
     block = varied.read_block(plan, positions)
     by_key = [

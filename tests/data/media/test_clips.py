@@ -78,7 +78,7 @@ def prepared(tmp_path_factory: Any) -> PreparedSet:
 
 
 def plan_of(seed: int = 5) -> SamplePlan:
-    return SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=seed, steps=999)
+    return SamplePlan(num_rows=8, global_batch_size=8, world_size=1, seed=seed, steps=999)
 
 
 def read(

@@ -66,9 +66,9 @@ def make_set(store, tmp_path, num_shards, rows_per_shard):
 
 def window(plan, nodes, node, number, every=1):
     """Positions of a node in the steps of a window of its lanes."""
-    steps = plan.window_positions // plan.global_rows
-    share = plan.global_rows // nodes
-    starts = np.arange(number * steps, (number + 1) * steps, every) * plan.global_rows
+    steps = plan.window_positions // plan.global_batch_size
+    share = plan.global_batch_size // nodes
+    starts = np.arange(number * steps, (number + 1) * steps, every) * plan.global_batch_size
     return [start + node * share + np.arange(share) for start in starts]
 
 

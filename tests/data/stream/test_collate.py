@@ -33,7 +33,9 @@ def padding_share(steps):
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_group_by_length_keeps_rows_and_pads_less(micro):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(
+        num_rows=30, global_batch_size=46, world_size=3, seed=0, steps=4, shuffle=False
+    )
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     plain = list(iter_micro_batches(blocks(plan, lengths), plan.rank_rows, micro))
     sorted_ = list(
@@ -59,7 +61,7 @@ def counts_of(steps):
 @pytest.mark.parametrize("group_by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_batch_size=46, world_size=3, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     parts = [
@@ -81,7 +83,7 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
 
 @pytest.mark.parametrize("sizes", [(7, 10), (24,), (8, 16)])
 def test_blocks_that_cross_the_end_of_a_step_are_an_error(sizes):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_batch_size=46, world_size=3, seed=0, steps=4)
     (whole,) = blocks(plan, np.array([3]))
     parts = [{name: column[:size] for name, column in whole.items()} for size in sizes]
     with pytest.raises(
@@ -101,7 +103,7 @@ def rows_of(step):
 
 
 def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_batch_size=46, world_size=3, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     whole["input_ids"] = whole["input_ids"][:, : lengths.max()]

@@ -64,7 +64,7 @@ def check(reader, plan, first_step, steps):
 
 
 @pytest.mark.parametrize(
-    ("global_rows", "rows_per_block"),
+    ("global_batch_size", "rows_per_block"),
     [
         pytest.param(12, 3, id="parts of a step"),
         pytest.param(12, 12, id="one step"),
@@ -72,9 +72,9 @@ def check(reader, plan, first_step, steps):
         pytest.param(13, 3, id="a step that cannot be divided"),
     ],
 )
-def test_pixels_of_each_step_are_those_of_its_rows(reader, global_rows, rows_per_block):
+def test_pixels_of_each_step_are_those_of_its_rows(reader, global_batch_size, rows_per_block):
     """Three processes go around the ring of slots several times; the consumer is slow."""
-    plan = SamplePlan(NUM_ROWS, global_rows, 1, seed=3, steps=25)
+    plan = SamplePlan(NUM_ROWS, global_batch_size, 1, seed=3, steps=25)
 
     def wait(number, blocks):
         time.sleep(0.02)

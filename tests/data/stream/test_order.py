@@ -21,9 +21,9 @@ COMPONENT = st.builds(MixtureComponent, st.integers(1, 60), st.integers(1, 150))
 COMPONENTS = st.lists(COMPONENT, min_size=1, max_size=4).map(tuple)
 
 
-def plan(num_rows=117, blocks=None, world=1, global_rows=8, **options):
+def plan(num_rows=117, blocks=None, world=1, global_batch_size=8, **options):
     options = {"seed": 3, "steps": 10**6} | options
-    return SamplePlan(num_rows, global_rows, world, block_shuffle=blocks, **options)
+    return SamplePlan(num_rows, global_batch_size, world, block_shuffle=blocks, **options)
 
 
 def mixture(components, *shape, **options):
@@ -43,22 +43,22 @@ def epoch_of(p, number):
 
 @settings(max_examples=120)
 @given(st.integers(1, 3000), GLOBAL_ROWS, BLOCKS, st.integers(0, 2**63 - 1), st.integers(0, 5))
-def test_each_epoch_is_a_permutation(num_rows, global_rows, shuffle, seed, epoch):
+def test_each_epoch_is_a_permutation(num_rows, global_batch_size, shuffle, seed, epoch):
     """Also if an epoch ends within a step, and if lanes have no column or no row."""
-    rows = epoch_of(plan(num_rows, shuffle, global_rows=global_rows, seed=seed), epoch)
+    rows = epoch_of(plan(num_rows, shuffle, global_batch_size=global_batch_size, seed=seed), epoch)
     assert np.array_equal(np.sort(rows), np.arange(num_rows))
 
 
 @settings(max_examples=140)
 @given(st.just(()) | COMPONENTS, ROWS, BLOCKS, GLOBAL_ROWS, WORLDS, st.integers(0, 100))
 def test_step_takes_same_rows_at_any_world_size(
-    components, num_rows, shuffle, global_rows, world, step
+    components, num_rows, shuffle, global_batch_size, world, step
 ):
     """Of a set or a mixture; these are the rows that the number of rows consumed before the step
     determines.
     """
     make = partial(mixture, components) if components else partial(plan, num_rows)
-    one, many = (make(shuffle, size, global_rows) for size in (1, world))
+    one, many = (make(shuffle, size, global_batch_size) for size in (1, world))
     assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
     whole = one.row_ids_at(np.arange(one.rows_start(step + 1)))
     assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
@@ -66,10 +66,10 @@ def test_step_takes_same_rows_at_any_world_size(
 
 @settings(max_examples=30)
 @given(ROWS, GLOBAL_ROWS, WORLDS)
-def test_steps_of_equal_size_take_each_row_once_per_epoch(num_rows, global_rows, world):
-    p = plan(num_rows, global_rows=global_rows, world=world)
-    steps = [rows_of_step(p, step) for step in range(-(-3 * num_rows // global_rows))]
-    assert {len(rows) for rows in steps} == {global_rows}
+def test_steps_of_equal_size_take_each_row_once_per_epoch(num_rows, global_batch_size, world):
+    p = plan(num_rows, global_batch_size=global_batch_size, world=world)
+    steps = [rows_of_step(p, step) for step in range(-(-3 * num_rows // global_batch_size))]
+    assert {len(rows) for rows in steps} == {global_batch_size}
     epochs = np.concatenate(steps)[: 3 * num_rows].reshape(3, num_rows)
     assert (np.sort(epochs, axis=1) == np.arange(num_rows)).all()
 
@@ -119,9 +119,9 @@ def test_rank_rows_are_padded():
 @settings(max_examples=100)
 @given(COMPONENTS, BLOCKS, GLOBAL_ROWS, st.integers(1, 5), st.booleans())
 def test_mixture_takes_exact_shares_and_each_row_and_pass_once(
-    components, blocks, global_rows, epochs, shuffle
+    components, blocks, global_batch_size, epochs, shuffle
 ):
-    p = mixture(components, blocks, global_rows=global_rows, shuffle=shuffle)
+    p = mixture(components, blocks, global_batch_size=global_batch_size, shuffle=shuffle)
     positions = np.arange(epochs * p.num_rows)
     rows, pass_index = p.row_ids_and_pass_indices_at(positions)
     assert len(set(zip(rows.tolist(), pass_index.tolist(), strict=True))) == len(positions)
@@ -134,7 +134,10 @@ def test_mixture_takes_exact_shares_and_each_row_and_pass_once(
 def test_mixture_is_spread_over_the_epoch_and_differs_by_seed_and_epoch():
     components = (MixtureComponent(9000, 9000), MixtureComponent(500, 1000))
     blocks = BlockShuffle(8, 16, 4)
-    full, near = mixture(components, global_rows=256), mixture(components, blocks, global_rows=256)
+    full, near = (
+        mixture(components, global_batch_size=256),
+        mixture(components, blocks, global_batch_size=256),
+    )
     for p, size, most in ((full, 1000, 0.04), (near, 256, 0.08)):
         usable = 30_000 // size * size
         fraction = (p.row_ids_at(np.arange(usable)) >= 9000).reshape(-1, size).mean(axis=1)
@@ -153,9 +156,9 @@ def blocks_read(p, nodes, node, steps):
     shape = p.block_shuffle
     capacity = 5 * shape.blocks_per_window * shape.lanes // (2 * nodes)
     kept, reads = OrderedDict(), 0
-    share = p.global_rows // nodes
+    share = p.global_batch_size // nodes
     for first in range(0, steps, STEPS_AT_ONCE):
-        starts = np.arange(first, first + STEPS_AT_ONCE) * p.global_rows + node * share
+        starts = np.arange(first, first + STEPS_AT_ONCE) * p.global_batch_size + node * share
         rows = p.row_ids_at((starts[:, None] + np.arange(share)).ravel())
         for block in np.unique(rows // shape.rows_per_block).tolist():
             reads += block not in kept
@@ -177,7 +180,7 @@ def test_node_reads_its_share_of_the_blocks(nodes, sets):
     p = (
         plan(num_rows + 77, shape, 1, 1024)
         if sets == 1
-        else mixture(parts, shape, global_rows=1024)
+        else mixture(parts, shape, global_batch_size=1024)
     )
     steps = 3 * p.num_rows // (2 * 1024)
     share = steps * 1024 / nodes / shape.rows_per_block
@@ -203,20 +206,25 @@ def spread(p, batches=100):
     """Standard deviation of the fraction of a batch from one tenth of the set."""
     starts = np.linspace(0, p.steps - 1, batches).astype(int)
     tenths = [10 * p.row_ids_at(p.positions(step, 0)) // p.num_rows for step in starts]
-    return np.std([np.bincount(tenth, minlength=10) / p.global_rows for tenth in tenths])
+    return np.std([np.bincount(tenth, minlength=10) / p.global_batch_size for tenth in tenths])
 
 
 def test_spread_of_batches_relative_to_a_full_shuffle():
     """A million rows; the README of mmray/data/stream has this table."""
     lines = []
-    for global_rows, lanes, blocks in ((256, 8, 4), (256, 8, 30), (4096, 64, 4), (4096, 64, 30)):
+    for global_batch_size, lanes, blocks in (
+        (256, 8, 4),
+        (256, 8, 30),
+        (4096, 64, 4),
+        (4096, 64, 30),
+    ):
         shape = BlockShuffle(lanes, 1000, blocks)
-        full = plan(10**6, None, 1, global_rows, steps=10**6 // global_rows)
+        full = plan(10**6, None, 1, global_batch_size, steps=10**6 // global_batch_size)
         p = replace(full, block_shuffle=shape)
         blocks = [
             len(np.unique(each.row_ids_at(each.positions(5, 0)) // 1000)) for each in (p, full)
         ]
-        lines.append((global_rows, str(shape), *blocks, spread(p) / spread(full)))
+        lines.append((global_batch_size, str(shape), *blocks, spread(p) / spread(full)))
         print("{} rows, {}: {} of {} blocks, spread {:.1f}".format(*lines[-1]))
     assert all(few[-1] > 1.2 * many[-1] for few, many in (lines[:2], lines[2:]))
     assert lines[1][-1] < 2

@@ -59,8 +59,8 @@ def here(tmp_path):
     return PreparedSet.open(make_set(tmp_path / "disk", [(make_rows(20), None, ())]))
 
 
-def resolved(data, sets, global_rows=64, workers=1):
-    shuffle = resolve_block_shuffle(data, sets, global_rows, workers)
+def resolved(data, sets, global_batch_size=64, workers=1):
+    shuffle = resolve_block_shuffle(data, sets, global_batch_size, workers)
     return shuffle and str(shuffle)
 
 

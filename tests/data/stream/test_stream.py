@@ -107,7 +107,7 @@ def expected(plan):
 
 @pytest.mark.parametrize(
     # stops: {number of workers: last step}
-    ("num_rows", "global_rows", "first_step", "stops", "block_mb"),
+    ("num_rows", "global_batch_size", "first_step", "stops", "block_mb"),
     [
         pytest.param(117, 1, 0, {3: 125}, 0.01, id="one row a step"),
         pytest.param(
@@ -119,13 +119,15 @@ def expected(plan):
     ],
 )
 def test_changing_worker_groups_take_same_rows(
-    readers, num_rows, global_rows, first_step, stops, block_mb
+    readers, num_rows, global_batch_size, first_step, stops, block_mb
 ):
     """Groups of one to three workers stop in mid-epoch; the next starts at the step where the last
     one stopped. The last group runs to the end of the run, which is not the end of an epoch.
     """
     last_step = max(stops.values())
-    plans = [SamplePlan(num_rows, global_rows, world, seed=3, steps=last_step) for world in stops]
+    plans = [
+        SamplePlan(num_rows, global_batch_size, world, seed=3, steps=last_step) for world in stops
+    ]
     found = expected(plans[0])[:first_step]
     for plan, stop in zip(plans, stops.values(), strict=True):
         steps = stop - first_step if stop < plan.steps else None
@@ -133,7 +135,7 @@ def test_changing_worker_groups_take_same_rows(
         first_step = stop
     assert all(expected(plan) == found for plan in plans)
     everyone = sorted(hash_key(f"row-{number}") for number in range(num_rows))
-    assert {len(step) for step in found} == {global_rows}
+    assert {len(step) for step in found} == {global_batch_size}
     keys = [key for step in found for key, _ in step]
     for epoch in range(len(keys) // num_rows):
         assert sorted(keys[epoch * num_rows : (epoch + 1) * num_rows]) == everyone
@@ -190,12 +192,12 @@ def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
 
 
 @pytest.mark.parametrize(
-    ("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))]
+    ("global_batch_size", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))]
 )
 def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(
-    global_rows, world, shape
+    global_batch_size, world, shape
 ):
-    plan = SamplePlan(117, global_rows, world, 0, steps=29)
+    plan = SamplePlan(117, global_batch_size, world, 0, steps=29)
     blocks = BlockPlan(plan, 4, *shape)
     by_rank = [
         [blocks.positions(block) for block in range(rank, blocks.count, world)]

@@ -107,7 +107,9 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
 
 
 def plan_of(group: Group) -> SamplePlan:
-    return SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=8)
+    return SamplePlan(
+        num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=8
+    )
 
 
 def train(

@@ -20,7 +20,7 @@ from tests.engine import toy
 from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.report.factories import make_run
 
-PLAN = SamplePlan(num_rows=24, global_rows=8, world_size=1, seed=1, steps=9)
+PLAN = SamplePlan(num_rows=24, global_batch_size=8, world_size=1, seed=1, steps=9)
 KERNELS = 100  # of a step
 
 

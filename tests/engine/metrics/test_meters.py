@@ -118,7 +118,7 @@ def test_flops_do_not_count_recomputed_activations():
 def test_flops_of_matching_include_the_hard_negatives():
     model, objective = toy.Toy(kind="matching"), toy.objective("matching")
     model.log_scale.requires_grad_(False)
-    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
+    plan = SamplePlan(num_rows=8, global_batch_size=8, world_size=1, seed=1, steps=1)
     trainer = Trainer(toy.train_spec(model, plan, objective=objective), None)
     steps = list(toy.steps_of(plan, 0))
     trainer.train(steps)

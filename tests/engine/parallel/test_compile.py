@@ -132,7 +132,7 @@ def test_flops_of_compiled_blocks_are_those_of_eager_ones() -> None:
 def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     spec, objective = MODELS[kind]
     spec = spec.model_copy(update={"inputs": spec.inputs.model_copy(update={"max_tokens": 40})})
-    plan = SamplePlan(num_rows=6, global_rows=6, world_size=1, seed=1, steps=1)
+    plan = SamplePlan(num_rows=6, global_batch_size=6, world_size=1, seed=1, steps=1)
     block, weights = next(recipe_models.caption_blocks(plan, 0)), []
     for multiple in (1, TOKEN_MULTIPLE):
         model = model_of(spec).double().eval()  # dropout masks depend on the length

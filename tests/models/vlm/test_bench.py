@@ -24,7 +24,7 @@ def test_loop_on_packed_rows_takes_the_steps_of_the_padded_loop(family, folder_o
     lengths = [len(row.input_ids) for row in rows]
     assert max(lengths) > 2 * min(lengths)
     assert {len(row.images) > 0 for row in rows} == {True, False}
-    bench = conversations._Bench(config, Group(), model, rows, global_rows=6, micro=2)
+    bench = conversations._Bench(config, Group(), model, rows, global_batch_size=6, micro=2)
     took_s, loss = bench.loop_window(WARMUP_STEPS + 2)
     padded_s, expected = bench.padded_window(WARMUP_STEPS + 2)
     assert loss == pytest.approx(expected, rel=1e-4)
