@@ -33,11 +33,12 @@ hypothesis.settings.load_profile("tests")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Set before the first Ray import: one authentication mode for heads and clients, and short
-# health-check intervals.
+# Set before the first Ray import: one authentication mode for heads and clients, short
+# health-check intervals, and no actor that keeps the states of runs for the dashboard.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests use no network: without this, each name on the hub is requested several times.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -23,7 +23,8 @@ def several_nodes(*nodes, head=None):
 
     if ray.is_initialized():
         ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **(head or {})})
+    options = {"num_cpus": 0, "include_dashboard": False, **(head or {})}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
     try:
         for node in nodes:
             cluster.add_node(**node)

@@ -74,15 +74,12 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     place = to_path(f"{s3.address}/set")
     for name in list_files(data):
         copy_file(data / name, place / name)
-    faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slower")
+    faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:AwaitStop")
     cache = str(tmp_path / "cache")
-    slowly = in_blocks(config(str(place), s3.address, "remote", callbacks=faults), cache)
-    stopped = train(slowly, Stopping(6))
-    assert (
-        stopped.result["restarts"] == 1
-        and stopped.result["status"] == "stopped"
-        and stopped.result["steps"] < STEPS
-    )
+    killed = in_blocks(config(str(place), s3.address, "remote", callbacks=faults), cache)
+    stopped = train(killed, Stopping(6))
+    assert (stopped.result["restarts"], stopped.result["status"]) == (1, "stopped")
+    assert stopped.result["steps"] == 8
     reporter = FailingLoad(s3)
     outcome = train(in_blocks(config(str(place), s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"

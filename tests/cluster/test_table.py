@@ -18,6 +18,7 @@ from mmray.training.driver import train
 from tests.cluster.test_faults import assert_same_model, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row
+from tests.polling import wait_until
 from tests.training.runs import (
     STEPS,
     Silent,
@@ -101,15 +102,18 @@ def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
     assert restarts >= RANDOM_KILLS // 2  # a kill may come when the run has just ended
 
 
-def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
+def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path, monkeypatch):
     """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and
     resumes.
     """
-    made = in_double(config(data, tmp_path, "run", ("tests.training.faults:Slowly",)))
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))
+    made = in_double(config(data, tmp_path, "run", ("tests.training.faults:AwaitKillOnce",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
     killed = start(recipe)
-    wait_for_step(killed, run, 5)
+    wait_for_step(killed, run, 7)
+    wait_until((tmp_path / "faults" / "awaited-kill").exists)
     everything = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
     assert any(
         "raylet" in process.name() or "gcs_server" in process.name() for process in everything

@@ -47,7 +47,7 @@ def head(tmp_path_factory):
     env["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
     env["RAY_metrics_report_interval_ms"] = "500"
     # jobs ship the repository: they must import the shipped copy
-    for name in ("PYTHONPATH", "RAY_ADDRESS"):
+    for name in ("PYTHONPATH", "RAY_ADDRESS", "RAY_TRAIN_ENABLE_STATE_TRACKING"):
         env.pop(name, None)
     options = [
         "--node-ip-address=127.0.0.1",

@@ -48,7 +48,7 @@ def _kill_parent():
 
 
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-KillParentOfRankOneOnce = _once("parent", 8, _kill_parent)
+KillParentOfRankOneOnce = _once("parent", 10, _kill_parent)
 HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
 AwaitKillOnce = _once("awaited-kill", 7, lambda: time.sleep(1e6))
 StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))
@@ -121,14 +121,20 @@ Slower = _sleeping("Slower", 1.0)  # a command can start before the last step
 
 
 class AwaitDriver:
-    """Wait after step 2 until the driver has written the file `acted`, and after step 8 until its
-    request to stop has reached this process.
-    """
+    """Wait after step 2 until the driver has written the file `acted`."""
 
     def on_step(self, step, metrics):
         if step == 2:
-            wait_until((Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").exists)
-        if step == 8:
+            wait_until((Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").exists, 120)
+
+
+class AwaitStop:
+    """Wait after step 7 until the driver's request to stop has reached this process: the run stops
+    after step 8.
+    """
+
+    def on_step(self, step, metrics):
+        if step == 7:
             frame = sys._getframe()
             while not isinstance(frame.f_locals.get("stop"), threading.Event):
                 frame = frame.f_back

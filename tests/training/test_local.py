@@ -240,7 +240,7 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     data, tmp_path, calm
 ):
     reporter = KillingDataProcess(at=5)
-    wanted = one_worker(data, tmp_path, "run", ["AwaitDriver"])
+    wanted = one_worker(data, tmp_path, "run", ["AwaitDriver", "AwaitStop"])
     # four blocks a step: the killed process has work in each
     data_changes = {"workers": 2, "block_mb": 0.004}
     two = wanted.replace(data=wanted.data.model_copy(update=data_changes))
