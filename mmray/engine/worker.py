@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -52,7 +51,7 @@ from mmray.engine.parallel.transforms import (
 )
 from mmray.engine.precision import seed_everything
 from mmray.engine.prefetch import register_pinned
-from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
+from mmray.engine.run_state import CheckpointState, DestinationFn, LoadCheckpointFn, TrainSpec
 from mmray.engine.worker_context import (
     DataBoundHint,
     DriverHandle,
@@ -150,10 +149,7 @@ def train_worker(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
         steps = _micro_batches(readable, context, resume_point, model, group)
-        load = None
-        if checkpoint is not None:
-            driver.stage("loading the checkpoint")
-            load = partial(_load, checkpoint, driver.heartbeat.count_progress, model, base)
+        load = _load_fn(checkpoint, model, base, driver)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
 
@@ -422,20 +418,26 @@ def _architecture(model: nn.Module) -> Architecture:
     return None if describe is None else describe()
 
 
-def _load(
-    checkpoint: AnyPath,
-    on_read: Callable[[], None],
-    model: nn.Module,
-    base: FrozenBase | None,
-    destination: DestinationFn,
-) -> CheckpointState:
-    """Return the state of a checkpoint, with the frozen weights that it leaves out."""
-    from mmray.engine.checkpoint import state_io
+def _load_fn(
+    checkpoint: AnyPath | None, model: nn.Module, base: FrozenBase | None, driver: DriverHandle
+) -> LoadCheckpointFn | None:
+    """Return the function that reads the state of a checkpoint, with the frozen weights that it
+    leaves out; None without a checkpoint.
+    """
+    if checkpoint is None:
+        return None
+    driver.stage("loading the checkpoint")
 
-    state = state_io.load(checkpoint, destination, on_read=on_read)
-    if base is not None:
-        base.add_to(state, model)
-    return state
+    def load(destination: DestinationFn) -> CheckpointState:
+        from mmray.engine.checkpoint import state_io
+
+        on_read = driver.heartbeat.count_progress
+        state = state_io.load(checkpoint, destination, on_read=on_read)
+        if base is not None:
+            base.add_to(state, model)
+        return state
+
+    return load
 
 
 def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterator[list[Batch]]:
