@@ -15,6 +15,8 @@ from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import folders, two_ranks
 from tests.models.vlm.rows import encode_rows
 
+# Run by the process of pytest that has started the fork server.
+pytestmark = pytest.mark.usefixtures("forked_children")
 FAMILIES = [
     family
     for family in folders.FAMILIES
