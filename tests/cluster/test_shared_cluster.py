@@ -1,8 +1,10 @@
 """Runs that share a cluster, and the stream over nodes that are lost and added."""
 
+import os
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,18 +33,19 @@ SHRINK_WINDOW_S, START_INTERVAL_S = 15.0, 40.0
 
 
 def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
-    """Each needs the four CPUs: two workers, and a decode actor for each. The last one submitted
-    has a higher priority than the one that waits already.
+    """Each needs the two CPUs: a worker and its decode actor. The last one submitted has a higher
+    priority than the one that waits already.
     """
-    nodes.reset([(2, 2), (2, 2)])
+    nodes.reset([(2, 1)])
     monkeypatch.setattr(waiting, "FIRST_LINE_S", 1.0)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     reporters = [Silent(), Silent(), Silent()]
     outcomes = {}
 
     def run(number):
-        wanted = config(data, tmp_path, f"run-{number}", steps=3, checkpoint_every=0)
-        cluster = Cluster(workers=2, address=nodes.address, priority=number // 2)
+        faults = ("tests.training.faults:AwaitDriver",)
+        wanted = config(data, tmp_path, f"run-{number}", faults, steps=3, checkpoint_every=0)
+        cluster = Cluster(workers=1, address=nodes.address, priority=number // 2)
         outcomes[number] = train(wanted.replace(cluster=cluster), reporters[number])
 
     def waits():
@@ -52,9 +55,11 @@ def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
     try:
         for thread in threads[:2]:
             thread.start()
-        wait_until(waits, pause_s=0.2)
-        threads[2].start()
+        wait_until(waits, 120, pause_s=0.2)
         (low,) = waits()
+        threads[2].start()
+        wait_until(lambda: 2 in waits(), 120, pause_s=0.2)
+        (Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").touch()
         for thread in threads:
             thread.join()
     finally:
@@ -65,8 +70,8 @@ def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
         assert outcomes[number].result["restarts"] == 0
         assert marks(outcomes[number].path) == list(expected_marks(3))
     lines = [text for label, text in reporters[low].notes if label == "waiting"]
-    assert lines and "s for 2 training workers of 2 CPU each" in lines[0]
-    assert "CPU on 2 nodes" in lines[0] and "gives up after 3600 s" in lines[0]
+    assert lines and "s for 1 training worker of 2 CPU" in lines[0]
+    assert "CPU on 1 node" in lines[0] and "gives up after 3600 s" in lines[0]
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
