@@ -11,11 +11,13 @@ import pytest
 from mmray import cli
 from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, UsageError
 from mmray.processes import ChildDied
 from mmray.training import driver, local
 from mmray.training.backend import select_cause
 from tests.conftest import ROOT
+from tests.engine.single_worker import run_config
 from tests.polling import wait_until
 from tests.training.runs import (
     STEPS,
@@ -41,7 +43,7 @@ def double_run(data, storage, name, callbacks=()):
     return in_double(wanted).with_cluster(cpus_per_worker=1)
 
 
-def torchrun(tmp_path, wanted, *flags, max_restarts=0):
+def torchrun(tmp_path, wanted, max_restarts=0):
     """Start `mmray train` with a recipe file in two processes of torchrun; its output goes to
     `output`, and that of torchrun itself too.
     """
@@ -52,7 +54,7 @@ def torchrun(tmp_path, wanted, *flags, max_restarts=0):
     launcher += ["--max-restarts", str(max_restarts)]
     with (tmp_path / "output").open("w") as output:
         return subprocess.Popen(
-            [sys.executable, *launcher, "-m", "mmray", "train", str(recipe), *flags],
+            [sys.executable, *launcher, "-m", "mmray", "train", str(recipe)],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -70,49 +72,55 @@ def finish(process, tmp_path, code=0):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_killed_workers_and_processes_resume_with_the_losses_of_one_process(
-    data, tmp_path, without_ray
-):
-    """The driver replaces the worker of rank 1, and restarts both after a lack of memory; torchrun
-    replaces its process.
-    """
-    one = driver.train(double_run(data, tmp_path, "one").with_cluster(workers=1), Silent())
-    faults = ["KillRankOneOnce", "OomOnRankOneOnce", "KillParentOfRankOneOnce"]
-    wanted = double_run(data, tmp_path, "two", faults)
-    output = finish(torchrun(tmp_path, wanted, max_restarts=1), tmp_path)
-    for message in ("worker lost after step ", "out of memory in the optimizer at step 6; restart"):
-        assert output.count(message) == 1, output
-    assert re.search("^resume +from .*step-", output, re.M), output
-    assert marks(tmp_path / "two") == list(expected_marks(STEPS))
-    for ours, expected in zip(lines(tmp_path / "two"), lines(one.path), strict=True):
-        assert ours["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
-    scores = {name: value for name, value in lines(one.path)[-1].items() if "recall" in name}
-    assert scores and scores.items() <= lines(tmp_path / "two")[-1].items()
-    again = finish(torchrun(tmp_path, wanted), tmp_path)
-    assert "finished" in again and not TRAINS.search(again)
+def test_errors_are_printed_once(data, tmp_path):
+    wanted = double_run(data, tmp_path, "run", ["Missing"])
+    output = finish(torchrun(tmp_path, wanted), tmp_path, 1)
+    assert output.count("error: ") == 1 and "exitcode  : 2 " in output, output
+    assert "Unable to shutdown" not in output, output  # torchrun kills what does not end
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_errors_are_printed_once_and_sigterm_ends_with_a_checkpoint(data, tmp_path):
-    wanted = double_run(data, tmp_path, "run", ["Slowly"])
-    wrong = ("--train.callbacks", "tests.training.faults:Missing")
-    output = finish(torchrun(tmp_path, wanted, *wrong), tmp_path, 1)
-    assert output.count("error: ") == 1 and "exitcode  : 2 " in output, output
-    assert "Unable to shutdown" not in output, output  # torchrun kills what does not end
+def test_killed_and_stopped_processes_resume_with_the_losses_of_one(data, tmp_path):
+    """The driver replaces the worker of rank 1, restarts both after a lack of memory, and ends with
+    a checkpoint after SIGTERM. The same command resumes; torchrun replaces the process of rank 1.
+    """
+    faults = ["KillRankOneOnce", "OomOnRankOneOnce", "AwaitStop", "KillParentOfRankOneOnce"]
+    wanted = double_run(data, tmp_path, "two", faults)
+    folder = tmp_path / "two"
     process = torchrun(tmp_path, wanted)
-    log = tmp_path / "output"
-    wait_until(lambda: process.poll() is not None or TRAINS.search(log.read_text()), 300)
+    log, metrics = tmp_path / "output", folder / "metrics.jsonl"
+
+    def has_taken_six_steps():
+        return metrics.exists() and metrics.read_text().count("\n") >= 6
+
+    wait_until(lambda: process.poll() is not None or has_taken_six_steps(), 300)
     assert process.poll() is None, log.read_text()
     process.send_signal(signal.SIGTERM)
     process.wait(300)
-    output = (tmp_path / "output").read_text()
-    assert "stopping after this step, with a checkpoint" in output, output
-    stopped = len(lines(tmp_path / "run"))
-    assert 0 < stopped < STEPS
-    output = finish(torchrun(tmp_path, wanted), tmp_path)
-    assert f"step-{stopped}" in output and "mmray evaluate" in output, output
-    assert marks(tmp_path / "run") == list(expected_marks(STEPS))
+    output = log.read_text()
+    for message in (
+        "worker lost after step ",
+        "out of memory in the optimizer at step 6; restart",
+        "stopping after this step, with a checkpoint",
+    ):
+        assert output.count(message) == 1, output
+    assert re.search("^resume +from .*step-", output, re.M), output
+    assert len(lines(folder)) == 8
+    output = finish(torchrun(tmp_path, wanted, max_restarts=1), tmp_path)
+    assert "step-8" in output and "mmray evaluate" in output, output
+    assert marks(folder) == list(expected_marks(STEPS))
+    prepared = PreparedSet.open(str(data), "train")
+    held_out = PreparedSet.open(str(data), "test")
+    calm = wanted.replace(train=wanted.train.replace(callbacks=()))
+    run_config(calm, prepared, tmp_path / "one", held_out)
+    one = lines(tmp_path / "one")
+    for ours, expected in zip(lines(folder), one, strict=True):
+        assert ours["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
+    scores = {name: value for name, value in one[-1].items() if "recall" in name}
+    assert scores and scores.items() <= lines(folder)[-1].items()
+    again = finish(torchrun(tmp_path, wanted), tmp_path)
+    assert "finished" in again and not TRAINS.search(again)
 
 
 def set_torchrun(monkeypatch, rank=0, local_world_size=2):
