@@ -18,7 +18,7 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
-from mmray import api, cli
+from mmray import cli
 from mmray.cluster import jobs
 from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
@@ -28,7 +28,7 @@ from mmray.training.trackers import COUNTERS, GAUGES
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
 from tests.polling import wait_until
-from tests.training.runs import Silent, config, make_data, marks
+from tests.training.runs import config, expected_marks, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
@@ -119,7 +119,7 @@ def test_submitted_commands_keep_their_exit_codes(client, data, tmp_path, monkey
     monkeypatch.chdir(ROOT)
     (tmp_path / "empty.jsonl").write_text("")
     failing = config(data, tmp_path, "failing", callbacks=("tests.training.faults:Raise",), steps=2)
-    (tmp_path / "failing.yaml").write_text(to_yaml(failing))
+    (tmp_path / "failing.yaml").write_text(to_yaml(failing.with_cluster(workers=1)))
     commands = {
         2: ["train", "sample", "--train.stepz", "3"],
         3: ["train", str(tmp_path / "failing.yaml")],
@@ -383,8 +383,8 @@ def left_behind(head, within_s=60):
         time.sleep(0.5)
 
 
-def test_a_recipe_file_trains_everywhere_unchanged(head, client, data, tmp_path, monkeypatch):
-    """In one process, under torchrun, as a job with two workers, and in a sweep."""
+def test_a_recipe_file_trains_as_a_job_and_in_a_sweep(head, client, data, tmp_path, monkeypatch):
+    """With two workers, unchanged; in one process and under torchrun in `tests/training`."""
     monkeypatch.chdir(ROOT)
     recipe = str(tmp_path / "tiny.yaml")
     tiny = config(data, tmp_path / "runs", None, steps=2, checkpoint_every=0)
@@ -392,16 +392,10 @@ def test_a_recipe_file_trains_everywhere_unchanged(head, client, data, tmp_path,
     words = ["tune", recipe, "--goal", "loss", "--space", "optimizer.lr=2e-3"]
     sweep = jobs.submit(client, [*words, "--run.storage", str(tmp_path / "sweep")], ROOT)
     two = jobs.submit(client, ["train", recipe, "--run.name", "two"], ROOT)
-    api.train(recipe, run={"name": "one"}, cluster={"workers": 1}, reporter=Silent())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", "2", "-m", "mmray", "train", recipe]
-    subprocess.run([*torchrun, "--run.name", "torchrun"], check=True, timeout=300)
     for name in (two, sweep):
         shown = []
         assert jobs.follow(client, name, shown.append) == 0, "".join(shown)[-4000:]
-    assert marks(tmp_path / "runs" / "one") == marks(tmp_path / "runs" / "two")
-    assert marks(tmp_path / "runs" / "torchrun") == marks(tmp_path / "runs" / "two")
-    assert len(marks(tmp_path / "runs" / "two")) == 2
+    assert marks(tmp_path / "runs" / "two") == list(expected_marks(2))
     (best,) = (tmp_path / "sweep").rglob("best.yaml")
     assert "lr:" in best.read_text()
     # Ray's dashboard has no page for Tune: the trials are runs on its page Train, and actors.
