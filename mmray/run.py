@@ -42,7 +42,8 @@ class Run:
         It has `status` (`finished`, `stopped` or `failed`), `steps`, `rows_consumed`,
         `skipped_steps`, `metrics` (the last ones by name), `scores` (those of the last evaluation),
         and `best` (the dict `step`, `metric` and `score` of the best checkpoint; None: no
-        checkpoint was evaluated). Of these a failed run has only `status`, and `error`, the reason.
+        checkpoint was evaluated). Of these a failed run has only `status`, and `error`, the reason;
+        a stopped one that could not save a last checkpoint has only `status` and `steps`.
         All have `restarts`, `resizes`, `preemptions`, `wasted_steps` and `elapsed_s` (sums over all
         commands), `batch` (the shape as text), `starts` (for each start its stages as {"stage",
         "at_s"}) and `all_processes_peak_gib` (memory; None: not measured).

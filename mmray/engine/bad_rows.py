@@ -36,6 +36,7 @@ def quarantine_bad_rows(
     config: Config,
     folder: AnyPath,
     reader: RowReader | ConversationReader,
+    decoder: SubprocessDecoder,
     plan: SamplePlan,
     count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
@@ -52,6 +53,7 @@ def quarantine_bad_rows(
         config: Settings of the run.
         folder: Folder of the run.
         reader: Reads the training set; it returns why a row cannot be read.
+        decoder: Decodes the bad rows. Its process starts with the first one; the caller closes it.
         plan: The sample order: which row (its number in the set) is at which position.
         count_bad_row: Called with the number of a row in the set; returns how many bad rows the run
             has so far, or 0 if this one was counted before.
@@ -61,7 +63,6 @@ def quarantine_bad_rows(
             the model do not count), or a label has no class in the model.
     """
     num_too_long = 0  # a limit of the model, no fault of the data
-    decoder = SubprocessDecoder()  # its process starts with the first bad row
     for block in blocks:
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]

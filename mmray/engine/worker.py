@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray import objectives, plugins
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
@@ -41,6 +49,7 @@ from mmray.engine.parallel.device_defaults import (
     compile_pays,
     configure_torch,
     device_defaults,
+    limit_compile_workers,
     resolve_auto,
 )
 from mmray.engine.parallel.transforms import (
@@ -87,10 +96,9 @@ def train_worker(
         context: Settings, folder and data of the run.
         resume_point: The sample order, the first step, and the checkpoint to load, if any.
         blocks: The rows of this rank in sample order, some at a time: arrays [R, ...] by column, as
-            `read_block` of `context.reader` returns them. If they have a method `interrupt`, it is
-            called from another thread than the one that iterates: it must end a `next` that waits
-            for rows. Their arrays are used until the next block is requested. If they have
-            `pixels`, an array that contains the pixels of all blocks, a GPU reads them there.
+            `read_block` of `context.reader` returns them, used until the next is requested. Their
+            method `interrupt`, if any, is called from another thread: it must end a `next` that
+            waits for rows. If `pixels` contains the pixels of all blocks, a GPU reads them there.
         device: Device of this rank.
         driver: Receives progress and metrics, and requests a stop.
 
@@ -144,13 +152,16 @@ def train_worker(
         notify=driver.notify,
         heartbeat=driver.heartbeat,
     )
-    with _closing(log, checkpoints, driver.heartbeat), _pinned_pixels(blocks, device, driver):
+    with (
+        _closing(log, checkpoints, driver.heartbeat),
+        _pinned_pixels(blocks, device, driver),
+        closing(SubprocessDecoder()) as decoder,
+    ):
         readable = quarantine_bad_rows(
-            blocks, config, context.folder, context.reader, plan, driver.count_bad_row
+            blocks, config, context.folder, context.reader, decoder, plan, driver.count_bad_row
         )
-        steps = _micro_batches(readable, context, resume_point, model, group)
-        load = _load_fn(checkpoint, model, base, driver)
-        outcome = loop.train_loop(spec, _report_first(steps, driver), load)
+        steps = _report_first(_micro_batches(readable, context, resume_point, model, group), driver)
+        outcome = loop.train_loop(spec, steps, _load_fn(checkpoint, model, base, driver))
     return result_fields(**vars(outcome))
 
 
@@ -200,6 +211,7 @@ def _start_process(config: Config, device: torch.device) -> None:
         # The current GPU of the process is otherwise the first, and code that names no device
         # would create a context there.
         torch.cuda.set_device(device)
+    limit_compile_workers()  # inductor reads this when it is imported, which models may do
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
     seed_everything(config.train.seed, config.train.deterministic)
 

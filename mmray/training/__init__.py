@@ -46,7 +46,8 @@ class RunReporter(Protocol):
         Args:
             progress: `done_rows`, `total_rows` (0: unknown), `bad_rows` and `stage`: `scan`,
                 `pack`, `deduplicate`, `hash` or `tokenize` (rows of a source that is prepared),
-                `select` (by a condition), `count tokens of`, `evaluate` or `score`.
+                `select` (by a condition), `compare` or `copy` (by `mmray.select`), `count tokens
+                of`, `evaluate` or `score`.
         """
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:

@@ -34,7 +34,7 @@ from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
 from mmray.tuning.sweep import resolve_sweep_dir
-from mmray.tuning.trials import as_recipe, own_global_rows
+from mmray.tuning.trials import as_recipe, own_global_batch_size
 
 GLOBAL = "batch.global"
 DEFAULT_VOCAB = 30522  # BERT's: the probe does not read the data, whose tokenizer has the size
@@ -60,7 +60,7 @@ def plan_task(base: Config, space: Space | None) -> ShapeTask:
             "batches of conversations are not timed on synthetic rows: search "
             "--space batch.tokens=4096,8192 or batch.micro=4,8"
         )
-    listed = space.axes[GLOBAL] if space else (own_global_rows(base),)
+    listed = space.axes[GLOBAL] if space else (own_global_batch_size(base),)
     if isinstance(listed, Range):
         raise UsageError(
             f"--space {GLOBAL}: --goal throughput takes no ranges; list the values, with commas"
@@ -115,7 +115,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
             folder.write_json(SWEEP, summary | {"status": "failed"})
             raise
         rows = build_rows(task.global_batch_sizes, measurements)
-        recommendation = recommend(rows, measurements, own_global_rows(base))
+        recommendation = recommend(rows, measurements, own_global_batch_size(base))
         if recommendation is not None:
             best = next(row for row in rows if row.trial == recommendation.best)
             recipe = best_recipe(base, best)

@@ -288,7 +288,7 @@ class SweepPlan:
         held-out loss of all trials is computed within groups of this many rows unless
         `evaluate.loss_batch` is set.
         """
-        return own_global_rows(self.request.base)
+        return own_global_batch_size(self.request.base)
 
     @property
     def warmup_samples(self) -> int:
@@ -408,7 +408,7 @@ class SweepPlan:
         return config.replace(optimizer=config.optimizer.replace(schedule="cooldown"))
 
 
-def own_global_rows(recipe: Config) -> int:
+def own_global_batch_size(recipe: Config) -> int:
     """Return the rows of the global batch of a recipe.
 
     Args:
@@ -441,7 +441,7 @@ def as_recipe(config: Config, base: Config, shape: BatchShape) -> Config:
 
 def _as_many_samples(steps: int, base: Config, shape: BatchShape) -> int:
     """Return the steps that have as many samples as `steps` of the recipe `base`."""
-    return math.ceil(steps * own_global_rows(base) / shape.global_batch_size)
+    return math.ceil(steps * own_global_batch_size(base) / shape.global_batch_size)
 
 
 def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) -> SweepPlan:

@@ -6,6 +6,7 @@ The checks of bench/gpu/device_checks.py also run without pytest: `python -m mmr
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from mmray.bench.gpu import device_checks
 from mmray.bench.gpu.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
-from mmray.engine import loop
+from mmray.engine import loop, worker
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
@@ -304,6 +305,15 @@ def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, setting
     """In float32 the results equal those of a CPU."""
     prepared, options = make_prepared(tmp_path / "set"), {"micro": 4} | settings
     _, expected, _ = run_worker(prepared, tmp_path / "cpu", **options | {"precision": "fp32"})
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    build_model = worker.build_model
+
+    def build_with_limit(*args, **kwargs):
+        # inductor, which models may import, reads it then
+        assert "TORCHINDUCTOR_COMPILE_THREADS" in os.environ
+        return build_model(*args, **kwargs)
+
+    monkeypatch.setattr(worker, "build_model", build_with_limit)
     with gpus(monkeypatch, count=2 if "parallel" in settings else 1):
         state, lines, notes = run_worker(
             prepared, tmp_path / "gpu", options={"device": GPU}, **options

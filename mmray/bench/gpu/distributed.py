@@ -40,8 +40,8 @@ def nccl(device: torch.device) -> Iterator[Case]:
     Yields:
         (name, function) of each case: the function is called without arguments and returns a dict.
         The cases are `process group` (returns what `process_group` returns, and must run first),
-        `ddp` and `fsdp` (what `compare_gradients` returns) and `checkpoint staging` (what `staging`
-        returns).
+        `ddp` and `fsdp` (what `compare_gradients` returns), `evaluation` (of a sharded model; what
+        `evaluation` returns) and `checkpoint staging` (what `staging` returns).
     """
     yield "process group", partial(process_group, device)
     yield "ddp", partial(compare_gradients, device, strategy._replicate)

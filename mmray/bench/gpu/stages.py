@@ -41,8 +41,8 @@ ROUNDS = 2  # repetitions of each measurement of a rate
 def environment(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements): versions, devices, and the rates that limit a step.
 
-    The rates are those of a matrix product, of a copy in the device's memory, and of a copy to it
-    from pinned memory of the host.
+    The rates are those of a matrix product, of a copy in the device's memory, of a copy to it from
+    pinned memory of the host, and of launches of kernels.
 
     Args:
         device: The device to measure.
@@ -50,8 +50,8 @@ def environment(device: torch.device) -> Iterator[Case]:
     Yields:
         (name, function) of each case: the function is called without arguments, and returns a dict:
         of `machine` what `describe_machine` returns, with further versions, the free memory and the
-        GPUs; of the others a rate (`tflops`, `gb_per_s_read_and_written` and `gb_per_s`) with its
-        `lowest` and `highest`.
+        GPUs; of the others a rate (`tflops`, `gb_per_s_read_and_written`, `gb_per_s` or
+        `launches_per_s`) with its `lowest` and `highest`.
     """
 
     is_gpu = device.type == "cuda"

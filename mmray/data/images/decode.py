@@ -67,7 +67,8 @@ class BadImage(ValueError):
 
     Args:
         reason: `empty` (no bytes), `format` (not a format that is read), `too-large`, `truncated`,
-            `corrupt` or `checksum` (of a PNG); `decoder-crash` or `memory` if a child process that
+            `corrupt`, `checksum` (of a PNG, or of the set) or `image-count` (not one image in a
+            row); `decoder-crash` or `memory` if a child process that
             decoded it died or had no memory. Audio and video have those of BadMedia too.
         detail: A sentence for the user.
     """

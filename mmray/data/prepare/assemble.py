@@ -231,8 +231,8 @@ class PackedRows:
         return np.argsort(self.shard_of, kind="stable")
 
     def without(self, dropped: np.ndarray) -> list[Shard]:
-        """Return the shards without some rows. If another shard has a split, those without one get
-        `train`.
+        """Return the shards without some rows. If one with remaining rows has a split, those
+        without one get `train`.
 
         Args:
             dropped: Whether each row is left out of the set, bool [N] in source order.

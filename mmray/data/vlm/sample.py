@@ -43,7 +43,7 @@ def generate_conversations(out: Path) -> Path:
     """Return the JSONL file of the sample conversations, which are generated if they do not exist.
 
     Args:
-        out: Folder in which the set gets a folder named by its version, such as `v1`.
+        out: Folder in which the set gets a folder named by its version, such as `v2`.
 
     Returns:
         Path of sample-vlm.jsonl, whose rows have `id`, `images` (paths relative to the file's
@@ -61,7 +61,7 @@ def generate_model(out: Path) -> Path:
     It has no weights, so a run starts with random ones.
 
     Args:
-        out: Folder in which the model gets a folder named by its version, such as `v1`.
+        out: Folder in which the model gets a folder named by its version, such as `v2`.
 
     Raises:
         UsageError: `out` is not writable.

@@ -33,6 +33,8 @@ MAX_GRAPHS = 8  # graphs of a branch: captions have few padded lengths
 # Eager calls with a shape before its capture: they compile, and many shapes come only once.
 EAGER_CALLS = 2
 FREE_FRACTION = 0.4  # share of a GPU's memory that graphs leave to evaluation and other shapes
+# of operators that cannot be captured; the branch then runs without graphs
+CAPTURE_ERRORS = (RuntimeError, TypeError, AttributeError)
 HOST_SHARE = 0.95  # share of the time of a forward, from which on graphs are used
 Notify = Callable[[str, str], None]  # label, text: a console line
 
@@ -191,7 +193,7 @@ class BranchGraphs:
             if self._recorder.free_fraction() < FREE_FRACTION:
                 problem = f"they would leave less than {FREE_FRACTION:.0%} of the memory free"
             self._graphs[key] = graph
-        except (RuntimeError, TypeError, AttributeError) as error:
+        except CAPTURE_ERRORS as error:
             problem = first_line(error)
         if problem:
             self._failed = True
@@ -405,8 +407,9 @@ class CudaRecorder:
             if torch.cuda.current_stream(self._device) == stream:
                 raise
             self._end_invalid_capture(graph, stream)
-            # The error of the operator; `error` only reports that there was an earlier one.
-            raise error.__context__ or error from None
+            # The error of the operator says more: `error` only reports that there was one.
+            cause = error.__context__
+            raise (cause if isinstance(cause, CAPTURE_ERRORS) else error) from None
         return result, graph.replay
 
     def _end_invalid_capture(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
@@ -421,7 +424,8 @@ class CudaRecorder:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             torch._C._cuda_releasePool(stream.device_index, self._pool)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+        valid = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(valid, stream=self._stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self._device)  # a valid capture resets the generator
 
     def free_fraction(self) -> float:

@@ -65,7 +65,7 @@ def test_box_label_without_name_ends_the_run(
     model = Fusion(inputs=Inputs(max_boxes=4), region_labels=("", "cat"))
     config = SimpleNamespace(model=model, data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(row_ids_at=lambda positions: positions)
-    passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
+    passing = quarantine_bad_rows([block], config, tmp_path, None, None, plan, lambda _: 0)  # type: ignore[arg-type]
     if bad is None:
         assert list(passing) == [block]
     else:
