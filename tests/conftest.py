@@ -242,7 +242,7 @@ def pytest_runtest_setup():
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """Shut Ray down before a file that does not use it: its idle processes take 5 % of a core."""
-    if uses_ray(item) and nextitem is not None and not uses_ray(nextitem):
+    if uses_ray(item) and nextitem is not None and not uses_ray(nextitem) and "ray" in sys.modules:
         sys.modules["ray"].shutdown()
 
 

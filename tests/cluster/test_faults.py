@@ -207,7 +207,7 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
             node, reason, "spot", int((time.time() + 30) * 1000)
         )
 
-    reporter, cluster = Acting({(4, 2): drain}), {"max_failures": 0}
+    reporter, cluster = Acting({(6, 2): drain}), {"max_failures": 0}
     wanted = settings(
         *(data, tmp_path, "spot", nodes, 10),
         callbacks=["AwaitStop"],

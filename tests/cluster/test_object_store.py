@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import mmray
 from mmray import api
 from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.driver import train
@@ -108,7 +109,8 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
         "rows",
     } <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
-    assert export_model(outcome.path, tmp_path / "exported").is_dir()
+    exported = mmray.load(str(export_model(outcome.path, tmp_path / "exported")))
+    assert exported.embed_texts(["a red one"]).shape == (1, 16)
     names = list_files(outcome.path)
     assert {"config.yaml", "result.json", "examples.json", "report.html"} <= set(names)
     assert any(name.startswith("events.") for name in names)

@@ -384,7 +384,7 @@ def left_behind(head, within_s=60):
 
 
 def test_a_recipe_file_trains_as_a_job_and_in_a_sweep(head, client, data, tmp_path, monkeypatch):
-    """With two workers, unchanged; in one process and under torchrun in `tests/training`."""
+    """With two workers, unchanged; under torchrun in `tests/training`."""
     monkeypatch.chdir(ROOT)
     recipe = str(tmp_path / "tiny.yaml")
     tiny = config(data, tmp_path / "runs", None, steps=2, checkpoint_every=0)

@@ -13,8 +13,10 @@ import pytest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.report.write import write_report, write_set_page
 from tests.report.factories import (
+    line,
     make_clips,
     make_learning_sweep,
+    make_run,
     make_run_with_answers,
     make_run_with_clips,
     make_whole_run,
@@ -84,10 +86,11 @@ def page_of(made):
 
 
 def test_every_chart_is_drawn_without_errors_or_horizontal_scroll(tmp_path):
-    """A run, a sweep, a set of clips, and a short run with a NaN loss; wide tables scroll inside
+    """A run, a sweep, a set of clips, and a run that was never evaluated; wide tables scroll inside
     their own element.
     """
     folders = [make(tmp_path / make.__name__) for make in MAKERS]
+    folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
     found, messages = render(map(page_of, folders), tmp_path)
     assert (found, messages) == (["yes 0 0"] * len(folders), [])
 

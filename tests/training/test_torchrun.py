@@ -91,10 +91,11 @@ def test_killed_and_stopped_processes_resume_with_the_losses_of_one(data, tmp_pa
     process = torchrun(tmp_path, wanted)
     log, metrics = tmp_path / "output", folder / "metrics.jsonl"
 
-    def has_taken_six_steps():
-        return metrics.exists() and metrics.read_text().count("\n") >= 6
+    def third_attempt_waits_after_step_seven():
+        steps = metrics.read_text().count("\n") if metrics.exists() else 0
+        return steps >= 7 and len(TRAINS.findall(log.read_text())) == 3
 
-    wait_until(lambda: process.poll() is not None or has_taken_six_steps(), 300)
+    wait_until(lambda: process.poll() is not None or third_attempt_waits_after_step_seven(), 300)
     assert process.poll() is None, log.read_text()
     process.send_signal(signal.SIGTERM)
     process.wait(300)

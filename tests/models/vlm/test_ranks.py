@@ -24,9 +24,6 @@ FAMILIES = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
-
 @pytest.fixture(scope="module")
 def results(folder_of, tmp_path_factory):
     """One family takes 4 steps before, in which a rank often has no image."""
