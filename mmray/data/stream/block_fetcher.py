@@ -1,4 +1,4 @@
-"""Fetch the blocks of the next window into the cache of the node, while this one is read."""
+"""Fetch the next window of shuffle blocks into the cache of the node, while this one is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Request = tuple[SamplePlan, list[np.ndarray]]
 class BlockFetcher:
     """Fetches rows that will be needed later into the cache of the node, in a background thread.
 
-    Rows are fetched in blocks of adjacent rows of the set. The thread starts with the first
+    Rows are fetched in shuffle blocks (adjacent rows of the set). The thread starts with the first
     request. An instance is cheap to pickle; the copy has a thread of its own.
 
     `request(plan, positions, in_first_window)` takes the positions of the sample order that are
@@ -41,14 +41,15 @@ class BlockFetcher:
         """Let a thread copy into the cache what the run reads one shuffle window after these
         positions.
 
-        With a block shuffle, rows are shuffled within a window of blocks of adjacent rows, so whole
-        blocks are copied. Errors are ignored here; the process that reads these rows raises them.
+        With a block shuffle, rows are shuffled within a window of shuffle blocks, so whole ones are
+        copied. Errors are ignored here; the process that reads these rows raises them.
 
         Args:
             plan: The sample order of the run: which row each position takes.
             positions: The positions in the sample order that are read now, int64 [P], without
                 PADDING (-1). Position n is the n-th row that the run takes.
-            in_first_window: Also fetch the blocks of `positions`, which were not fetched ahead.
+            in_first_window: Also fetch the shuffle blocks of `positions`, which were not fetched
+                ahead.
         """
         if self._requests is None:
             self._requests = SimpleQueue()

@@ -124,7 +124,7 @@ def _feistel(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray)
 
 @dataclass(frozen=True)
 class BlockShuffle:
-    """Shuffle of blocks of adjacent rows, so that each node reads few and large ranges of the set.
+    """Shuffle of blocks of adjacent rows (shuffle blocks): each node reads few and large ranges.
 
     The columns of the global batch (places 0..global-1 of a step) are divided evenly into lanes.
     The blocks of an epoch are permuted, and each lane takes a contiguous slice of that list. In a
@@ -486,8 +486,8 @@ class BlockPlan:
     """Which rows of the sample order each block of a stream has.
 
     A block has the rows that a data process decodes at a time: one rank's rows of several steps, or
-    a part of its rows of one step. (The blocks of a BlockShuffle are something else.) Blocks are
-    assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
+    a part of its rows of one step. (Shuffle blocks are something else.) Blocks are assigned to the
+    ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
 
     `positions(block)` returns the positions of the rows of a block, int64 [R].
 
