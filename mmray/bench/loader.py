@@ -37,7 +37,7 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
 
-GLOBAL_ROWS = 256
+GLOBAL_BATCH_SIZE = 256
 CONSUMERS = 2
 SIDE = 224
 BLOCK_MB = Data().block_mb
@@ -61,7 +61,7 @@ CLIP_RATIOS = {
     "stream_vs_reader": ("stream clips", "reader clips"),
 }
 # Clips are larger than images and take longer.
-CLIP_GLOBAL_ROWS = 64
+CLIP_GLOBAL_BATCH_SIZE = 64
 EXPECTED_CLIP_RATE = {"audio": 100, "video": 60}  # clips/s per actor
 Notify = Callable[[str], None]
 # Measures one loader, and returns the arrivals of each consumer.
@@ -141,7 +141,7 @@ def bench_loader(
 
 def _check_arguments(data: str | None, images: int, workers: int, modality: str) -> None:
     """Raise UsageError for arguments that contradict each other or are too small."""
-    global_batch_size = GLOBAL_ROWS if modality == "image" else CLIP_GLOBAL_ROWS
+    global_batch_size = GLOBAL_BATCH_SIZE if modality == "image" else CLIP_GLOBAL_BATCH_SIZE
     if images < global_batch_size:
         raise UsageError(
             f"--images {images}: bench loader needs at least {global_batch_size}, a global batch"
@@ -166,13 +166,14 @@ def _build_loaders(
     for name, side in (("original", 0), ("prepared", PREPARED_SIDE)):
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
         sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
-    if len(files) < GLOBAL_ROWS:
+    if len(files) < GLOBAL_BATCH_SIZE:
         raise UsageError(
-            f"bench loader needs {GLOBAL_ROWS} images (a global batch), and {data} has {len(files)}"
+            f"bench loader needs {GLOBAL_BATCH_SIZE} images (a global batch), "
+            f"and {data} has {len(files)}"
         )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    runs = _LoaderRuns(len(files), GLOBAL_ROWS, EXPECTED_RATE, window_s, actors)
+    runs = _LoaderRuns(len(files), GLOBAL_BATCH_SIZE, EXPECTED_RATE, window_s, actors)
     row_readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
         for name, each in sets.items()
@@ -203,7 +204,7 @@ def _build_clip_loaders(
     sets = {name: _prepare(source, cache / folder.name, each) for name, each in settings.items()}
     tokenizer_json = load_tokenizer("trained", sets["clips"].tokenizer_json)
     rate = EXPECTED_CLIP_RATE[modality]
-    runs = _LoaderRuns(clips, CLIP_GLOBAL_ROWS, rate, window_s, actors)
+    runs = _LoaderRuns(clips, CLIP_GLOBAL_BATCH_SIZE, rate, window_s, actors)
     inputs = clip_loader.clip_inputs(modality)
     readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)

@@ -73,7 +73,7 @@ def parse_messages(
 
     Raises:
         ValueError: It is not a conversation from which an assistant can learn: it has no message of
-            the assistant, does not begin with the user (after a message of the system), or has an
+            the assistant, does not start with the user (after a message of the system), or has an
             empty message, one of over 64 KiB, or one of another form.
     """
     if not isinstance(value, list) or not value:

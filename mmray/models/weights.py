@@ -341,8 +341,8 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
     Args:
         net: Model of transformers, changed in place; new rows are initialized as the model does.
         rows: Size of the vocabulary with the language tokens.
-        language_token: Pattern of the tokens, such as `[{}]`, where {} stands for the code of a
-            language; empty: none, and nothing is added.
+        language_token: Pattern of the tokens, such as `[{}]`, where the code of a language
+            replaces {}; empty: none, and nothing is added.
     """
     text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:

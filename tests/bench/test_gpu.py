@@ -213,7 +213,7 @@ def test_memory_probe_is_kept_if_the_run_fails(monkeypatch: pytest.MonkeyPatch) 
     run_stage("memory", CPU, lambda rows: written.extend(rows[-1:]), end_s=math.inf)
     rows = {row["case"]: row for row in written}
     assert list(rows) == ["clip, probe", "clip, run"]
-    assert rows["clip, probe"]["micro"] == workload.TINY_GLOBAL_ROWS
+    assert rows["clip, probe"]["micro"] == workload.TINY_GLOBAL_BATCH_SIZE
     assert rows["clip, run"]["error"].startswith("RuntimeError: cannot compile")
 
 

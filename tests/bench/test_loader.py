@@ -175,7 +175,12 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
 @pytest.mark.cluster
 def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sizes = {"GLOBAL_ROWS": 16, "SIDE": 96, "PREPARED_SIDE": 48, "MIN_STEPS": WARMUP_ARRIVALS + 4}
+    sizes = {
+        "GLOBAL_BATCH_SIZE": 16,
+        "SIDE": 96,
+        "PREPARED_SIDE": 48,
+        "MIN_STEPS": WARMUP_ARRIVALS + 4,
+    }
     sizes |= {"BLOCK_MB": 0.25}
     for name, size in sizes.items():
         monkeypatch.setattr(loader, name, size)

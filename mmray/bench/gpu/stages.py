@@ -26,7 +26,14 @@ from mmray.bench.gpu.device_checks import CHECKS, compile_backend
 from mmray.bench.gpu.distributed import nccl
 from mmray.bench.gpu.kernels import kernels
 from mmray.bench.gpu.train_command import run
-from mmray.bench.gpu.workload import GLOBAL_ROWS, TINY, TINY_GLOBAL_ROWS, Case, recipe, rows_of
+from mmray.bench.gpu.workload import (
+    GLOBAL_BATCH_SIZE,
+    TINY,
+    TINY_GLOBAL_BATCH_SIZE,
+    Case,
+    recipe,
+    rows_of,
+)
 from mmray.bench.results import describe_machine
 from mmray.bench.step import Bench, StepTimer, build_bench, measure_loops
 from mmray.config import Batch, recipes
@@ -210,7 +217,7 @@ def memory(device: torch.device) -> Iterator[Case]:
         `probe_gib` (predicted memory); then `micro_after` (micro-batch at the end), `peak_gib`, and
         on a GPU `reserved_gib` and `total_gib`.
     """
-    rows = GLOBAL_ROWS if device.type == "cuda" else TINY_GLOBAL_ROWS
+    rows = GLOBAL_BATCH_SIZE if device.type == "cuda" else TINY_GLOBAL_BATCH_SIZE
     micros: dict[str, int] = {}
 
     def build(name: str) -> Bench:

@@ -12,9 +12,9 @@ from mmray.config import Config, TwoTower, recipes
 
 # several rows: each has its `case`
 Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
-GLOBAL_ROWS = 1024
+GLOBAL_BATCH_SIZE = 1024
 SMALL_ROWS = 128  # the share of eight GPUs in 1,024
-TINY_GLOBAL_ROWS = 8
+TINY_GLOBAL_BATCH_SIZE = 8
 TINY_ROWS = 4
 LOG_EVERY = 5  # steps
 TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
@@ -56,4 +56,4 @@ def rows_of(device: torch.device) -> tuple[int, int]:
         device: The device to measure; on a CPU both numbers are small.
     """
     cuda = device.type == "cuda"
-    return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
+    return (GLOBAL_BATCH_SIZE, SMALL_ROWS) if cuda else (TINY_GLOBAL_BATCH_SIZE, TINY_ROWS)

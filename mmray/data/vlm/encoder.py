@@ -67,7 +67,7 @@ class EncodedRow:
     """A conversation with its media as inputs of a vision-language model, T tokens.
 
     Args:
-        input_ids: Token ids int32 [T], with those that stand for media.
+        input_ids: Token ids int32 [T], with the placeholders of media.
         loss_mask: bool [T], True for the assistant's tokens, which the model learns to predict.
         images: Inputs of the encoders of images, videos and audio, under the names and in the
             shapes of the model's processor in transformers, such as `pixel_values` and

@@ -407,7 +407,7 @@ class CudaRecorder:
             if torch.cuda.current_stream(self._device) == stream:
                 raise
             self._end_invalid_capture(graph, stream)
-            # The error of the operator says more: `error` only reports that there was one.
+            # The error of the operator names the cause; `error` only reports that there was one.
             cause = error.__context__
             raise (cause if isinstance(cause, CAPTURE_ERRORS) else error) from None
         return result, graph.replay

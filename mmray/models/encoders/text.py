@@ -48,8 +48,8 @@ def build_text_tower(
         architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
             tower with random weights, which the caller then replaces; its key `text` has the
             transformers config of the tower, if it has one, as JSON values.
-        language_token: Pattern of the language tokens, such as `[{}]`, where {} stands for the code
-            of a language; pretrained weights get embedding rows for them. Empty: none.
+        language_token: Pattern of the language tokens, such as `[{}]`, where the code of a language
+            replaces {}; pretrained weights get embedding rows for them. Empty: none.
 
     Returns:
         A module from token ids and mask, int64 [B, T], to features of each token [B, T, width] and
