@@ -1,4 +1,4 @@
-"""Errors reported to users, each with an exit code.
+"""Errors reported to users, each with an exit code, and findings of `mmray doctor`.
 
 Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5
 data missing, unusable or over the bad-row limit, 130 interrupted. A message has the problem, the
@@ -11,9 +11,11 @@ import difflib
 import re
 import traceback
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 INTERRUPTED = 130
+Level = Literal["ok", "warning", "error"]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -128,6 +130,23 @@ class DataError(MmrayError):
     """
 
     exit_code = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check.
+
+    Args:
+        level: `ok`, `warning` or `error`.
+        name: Name of the check, such as `shared memory`.
+        observed: What was found, such as `/dev/shm has 0.1 GiB`.
+        fix: Remedy for a warning or an error; empty if `ok`.
+    """
+
+    level: Level
+    name: str
+    observed: str
+    fix: str = ""
 
 
 OOM_TYPES = ("OutOfMemoryError", "MemoryError")

@@ -27,12 +27,12 @@ import ray.exceptions
 from mmray.bench.synthetic_images import photos_per_s
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.connect import ray_session
-from mmray.cluster.doctor import Finding, Level, check_disk, check_shm
+from mmray.cluster.doctor import check_disk, check_shm
 from mmray.cluster.placement import alive_nodes, run_on_node
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.data.images.decode import decode
-from mmray.errors import ResourceError
+from mmray.errors import Finding, Level, ResourceError
 from mmray.machine import cores, set_network_interface
 from mmray.version import VERSION
 

@@ -1,27 +1,32 @@
-"""`mmray doctor`: problems of this machine or cluster, and their fixes."""
+"""`mmray doctor`: problems of this machine or cluster, what limits a run, and fixes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Annotated
 
 from rich.text import Text
+from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.console.reporter import ConsoleReporter
-from mmray.errors import ResourceError
+from mmray.errors import Finding, ResourceError, UsageError
 
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Check this machine and the Ray cluster for problems that stop or slow a run.
+    """Check this machine and the Ray cluster for problems that stop or slow a run, or only state
+    what limits a run.
 
     Exit code 4 if there are errors.
     """
 
+    run: Positional[Annotated[str | None, arg(metavar="[RUN]")]] = None
+    """Folder (or address, s3://...) of a run, running or ended: state what limits its speed, from
+    its metrics, and check nothing else. None: check this machine and the cluster."""
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise a temporary cluster on this machine."""
     storage: str = "runs"
@@ -43,29 +48,31 @@ class DoctorCommand:
 
 
 def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Check this machine and the Ray cluster for problems, and print each with its fix.
+    """Check this machine and the Ray cluster for problems, and print each with its fix; or print
+    what limits the speed of a run.
 
     Args:
-        argv: arguments after the command, such as `["--storage", "runs"]`.
+        argv: arguments after the command, such as `["--storage", "runs"]` or `["runs/clip"]`.
         console: receives a line per check.
 
     Returns:
         Exit status: 4 if there are errors, otherwise 0.
+
+    Raises:
+        UsageError: the folder is not a run, or other arguments are given with it.
     """
     command = parse_args(DoctorCommand, argv, "mmray doctor")
     require_positive(command, "gpus", "samples_per_s", "gpu_price", "cpu_price")
+    if command.run and command != DoctorCommand(run=command.run, json=command.json):
+        raise UsageError(
+            f"mmray doctor {command.run} reads a run and takes only --json; leave out the other "
+            f"arguments, or {command.run} to check this machine or a cluster"
+        )
     if command.recipe is not None:
         return _print_data_nodes(command, command.recipe, console)
-    from mmray.cluster.doctor import run_checks
-
     findings = []
     with console.show_progress("checking"):
-        checks = run_checks(command.address, command.storage)
-        if command.cluster:
-            from mmray.bench.preflight import check_cluster
-
-            checks = chain(checks, check_cluster(command.address, command.storage))
-        for finding in checks:
+        for finding in _checks(command):
             findings.append(finding)
             icon, style = ICONS[finding.level]
             name = f"{finding.name:<22} "
@@ -77,6 +84,24 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
     levels = [finding.level for finding in findings]
     console.log(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
     return ResourceError.exit_code if "error" in levels else 0
+
+
+def _checks(command: DoctorCommand) -> Iterator[Finding]:
+    """Yield the findings: what limits a run, otherwise of this machine and the cluster."""
+    if command.run:
+        from mmray.report.run import RunRecord
+        from mmray.report.summary import find_limit
+        from mmray.run import Run
+
+        yield find_limit(RunRecord(Run(command.run).path))
+        return
+    from mmray.cluster.doctor import run_checks
+
+    yield from run_checks(command.address, command.storage)
+    if command.cluster:
+        from mmray.bench.preflight import check_cluster
+
+        yield from check_cluster(command.address, command.storage)
 
 
 def _print_data_nodes(command: DoctorCommand, name: str, console: ConsoleReporter) -> int:

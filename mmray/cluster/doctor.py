@@ -11,17 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import Finding, ResourceError, UsageError
 from mmray.machine import cores, free_memory, network_interface
 from mmray.version import VERSION
 
@@ -32,24 +31,6 @@ MIN_DISK_GIB = 5.0
 MIN_SHM_SHARE = 0.25
 MIN_OPEN_FILES = 4096
 PROBE_MB = 8
-Level = Literal["ok", "warning", "error"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of a check.
-
-    Args:
-        level: `ok`, `warning` or `error`.
-        name: Name of the check, such as `shared memory`.
-        observed: What was found, such as `/dev/shm has 0.1 GiB`.
-        fix: Remedy for a warning or an error; empty if `ok`.
-    """
-
-    level: Level
-    name: str
-    observed: str
-    fix: str = ""
 
 
 def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:

@@ -14,6 +14,7 @@ from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
+from mmray.errors import Finding
 from mmray.evaluation import main_scores
 from mmray.report.run import (
     Line,
@@ -30,6 +31,8 @@ from mmray.storage.paths import AnyPath, to_path
 IDLE_WARNING = 0.2  # fraction of the time in which a device waits, for data or the process
 LAUNCH_WARNING = 0.5  # fraction of the time in launch-bound steps, part of which the device is busy
 ROWS_CPU_WARNING = 0.5  # CPU time for moving rows, as a fraction of the time
+LIMIT = "limit"  # name of the finding
+DATA_FIX = "use more data processes (data.workers), or prepare smaller images (--image-side)"
 # measured by the memory dry run
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -100,8 +103,8 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     return figures
 
 
-def describe_limit(run: RunRecord) -> str:
-    """Return what keeps the devices of a run waiting, as a sentence for its page.
+def find_limit(run: RunRecord) -> Finding:
+    """Return what keeps the devices of a run waiting, for its page and for `mmray doctor RUN`.
 
     On GPUs it is decided by their idle time between steps and by steps in which they wait for
     launches of kernels, on CPUs by the wait for data.
@@ -110,36 +113,39 @@ def describe_limit(run: RunRecord) -> str:
         run: The content of the run folder; the logged metrics are read.
 
     Returns:
-        A sentence that starts with `Data-bound` or `Host-bound`; empty if the devices wait little.
+        A Finding with `level`, `name`, `observed` (text) and `fix`. A `warning` starts with
+        `Data-bound` or `Host-bound`; `ok` if the devices wait little, or nothing was measured.
     """
+    if not run.values("time/data_wait_share"):
+        return Finding("ok", LIMIT, "not measured: no step after the first was logged")
     data_wait = _median_share(run, "data_wait")
     if not run.values("time/device_idle_share"):
-        if data_wait <= IDLE_WARNING:
-            return ""
-        return f"Data-bound: the workers waited for data {data_wait:.0%} of the time."
+        measured = f"the workers waited for data {data_wait:.0%} of the time"
+        if data_wait > IDLE_WARNING:
+            return Finding("warning", LIMIT, f"Data-bound: {measured}", DATA_FIX)
+        return Finding("ok", LIMIT, f"{measured}; no idle time of a GPU was logged")
     names = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")
     idle, for_data, launch_bound, rows_cpu = (_median_share(run, name) for name in names)
     measured = f"the GPU was idle {idle:.0%} of the time between steps ({for_data:.0%} for data)"
     if for_data > IDLE_WARNING:
-        return f"Data-bound: {measured}."
+        return Finding("warning", LIMIT, f"Data-bound: {measured}", DATA_FIX)
+    measured += f" and launch-bound for another {launch_bound:.0%}"
     if idle - for_data <= IDLE_WARNING and launch_bound <= LAUNCH_WARNING:
-        return ""
+        return Finding("ok", LIMIT, measured)
     if rows_cpu > ROWS_CPU_WARNING:
-        cause = (
-            f"is busy moving rows ({rows_cpu:.0%} of a CPU core). With more workers each moves "
-            "fewer of them; the log has a `data` line if their pixels could not be pinned."
+        cause = f"is busy moving rows ({rows_cpu:.0%} of a CPU core)"
+        fix = (
+            "use more workers, each of which then moves fewer rows; the log has a `data` line if "
+            "their pixels could not be pinned"
         )
     elif launch_bound > LAUNCH_WARNING:
-        cause = (
-            "launches kernels too slowly. Larger micro-batches (batch.micro), train.cuda_graphs "
-            "and train.compile help."
-        )
+        cause = "launches kernels too slowly"
+        fix = "use larger micro-batches (batch.micro), train.cuda_graphs and train.compile"
     else:
-        cause = "does other work between steps, such as callbacks."
-    return (
-        f"Host-bound: {measured} and launch-bound for another {launch_bound:.0%}: the training "
-        f"process {cause}"
-    )
+        cause = "does other work between steps, such as callbacks"
+        fix = "profile some steps (train.profile), and do less in train.callbacks"
+    observed = f"Host-bound: {measured}: the training process {cause}"
+    return Finding("warning", LIMIT, observed, fix)
 
 
 def _median_share(run: RunRecord, name: str) -> float:
@@ -210,7 +216,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     )
     evaluated = scores_by_set(run.newest("evaluate/"))
     bad = sum(scores.get("bad_rows") or 0 for scores in evaluated.values())
-    limit = describe_limit(run)
+    limit = find_limit(run)
     rules = (
         (
             run.status == "failed",
@@ -249,7 +255,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
             "note",
             f"{bad:,.0f} held-out rows could not be read and were left out of the scores.",
         ),
-        (limit, "note", limit),
+        (limit.fix, "note", f"{limit.observed}. To change it, {limit.fix}."),
     )
     return [(kind, sentence) for shown, kind, sentence in rules if shown]
 

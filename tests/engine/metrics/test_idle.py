@@ -117,7 +117,8 @@ def train(
         (
             {"wait_s": 0.15},
             "60%",
-            "Data-bound: the GPU was idle 60% of the time between steps (60% for data).",
+            "Data-bound: the GPU was idle 60% of the time between steps (60% for data). "
+            "To change it, use more data processes (data.workers)",
         ),
         (
             {"after_s": 0.1, "wait_s": 0.006, "rows_s": 0.18},
