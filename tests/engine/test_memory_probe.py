@@ -15,6 +15,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
+from mmray.engine.parallel.transforms import is_forced_eager
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
 from tests.engine import fake_cuda, toy
@@ -54,45 +55,72 @@ def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, 
 
 
 class Search(memory_probe.MemoryProbe):
-    """A search among 256 rows on a device that fits some of them, each of 45 bytes."""
+    """A search among some rows on a device that fits some of them, each of 45 bytes; in compiled
+    graphs of `compiled_bytes`.
+    """
 
-    def __init__(self, device, limit=10**6, together=False):
-        shape = BatchShape(256, 256, world_size=1, auto=True)
+    def __init__(self, device, limit=10**6, together=False, rows=256, compiled_bytes=45):
+        shape = BatchShape(rows, rows, world_size=1, auto=True)
         super().__init__(toy.train_state(toy.Toy()), None, shape)
         self._group = Group(device=torch.device(device))
         self._together, self.limit, self.tried = together, limit, []
+        self.compiled_bytes, self.states = compiled_bytes, []
 
     def try_step(self, size, rows):
         self.tried.append(size)
-        return 45 * size if size <= self.limit else None
+        self.states.append((is_forced_eager(), torch.backends.cudnn.benchmark))
+        saved = size * (45 if is_forced_eager() else self.compiled_bytes)
+        return saved if saved <= 45 * self.limit else None
+
+
+def free_bytes_of(monkeypatch, rows):
+    """Let the memory that is free be that of the activations of some rows, of 45 bytes each."""
+    free = 45 * memory_probe.PEAK_PER_SAVED * rows + 1
+    monkeypatch.setattr(memory_probe, "free_bytes", lambda *_: free)
 
 
 @pytest.mark.parametrize(
     ("limit", "tried", "micro"),
     [
-        (40, [1, 2, 4, 8, 16, 32, 64, 43, 32], 32),
-        (50, [1, 2, 4, 8, 16, 32, 64, 43], 43),
+        (40, [1, 2, 4, 8, 16, 32, 64, 32], 32),
+        (50, [1, 2, 4, 8, 16, 32, 64, 32, 43], 43),
         (999, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256], 256),
-        (2, [1, 2, 4, 3, 2], 2),
+        (3, [1, 2, 4, 2, 3], 3),
         (1, [1, 2, 1], 1),
     ],
 )
-def test_search_on_a_gpu_doubles_until_a_step_does_not_fit(limit, tried, micro):
-    """Then it tries one size in between. The last step has all rows."""
+def test_search_on_a_gpu_doubles_until_a_step_does_not_fit(monkeypatch, limit, tried, micro):
+    """Then it takes a step with all rows, and one of the size that the bytes of that predict."""
+    free_bytes_of(monkeypatch, limit)
     search = Search("cuda", limit)
     assert search.search() == (micro, 45 * micro) and search.tried == tried
 
 
+@pytest.mark.parametrize(
+    ("compiled_bytes", "tried"),
+    [
+        (30, [1, 2, 4, 8, 16, 32, 64, 100, 50, 100]),
+        (45, [1, 2, 4, 8, 16, 32, 64, 100, 50]),
+    ],
+)
+def test_search_takes_the_bytes_of_the_compiled_graphs(monkeypatch, compiled_bytes, tried):
+    """The doubling is eager, without cuDNN's benchmark, which would time kernels of each size."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    free_bytes_of(monkeypatch, 90)
+    search = Search("cuda", 90, rows=100, compiled_bytes=compiled_bytes)
+    assert search.search() == (tried[-1], compiled_bytes * tried[-1]) and search.tried == tried
+    assert search.states == [(True, False)] * 8 + [(False, True)] * (len(tried) - 8)
+
+
 @pytest.mark.parametrize(("device", "together"), [("cpu", False), ("cpu", True), ("cuda", True)])
 @pytest.mark.parametrize(
-    ("rows_in_memory", "tried"), [(0, [1, 1]), (9, [1, 2, 4, 8, 8]), (13, [1, 2, 4, 8, 12])]
+    ("rows_in_memory", "tried"), [(0, [1, 1]), (9, [1, 2, 4, 8, 8]), (13, [1, 2, 4, 8, 8, 13])]
 )
 def test_search_tries_what_is_expected_to_fit_where_failing_ends_the_attempt(
     monkeypatch, device, together, rows_in_memory, tried
 ):
     """The kernel would kill a process, and ranks that search together wait for each other."""
-    free = 45 * memory_probe.PEAK_PER_SAVED * rows_in_memory + 1
-    monkeypatch.setattr(memory_probe, "free_bytes", lambda *_: free)
+    free_bytes_of(monkeypatch, rows_in_memory)
     search = Search(device, together=together)
     assert search.search()[0] == tried[-1] and search.tried == tried
 
