@@ -5,10 +5,12 @@ import torch
 
 from mmray.bench.step import Bench, build_bench
 from mmray.cli.args import parse_config
-from mmray.config import Batch, Config, Train, recipes, to_yaml
+from mmray.config import Augment, Batch, Config, Train, recipes, to_yaml
 from mmray.config.search_space import override_settings
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
+from mmray.engine.optimizer import build_optimizer
+from mmray.engine.parallel.device_defaults import device_defaults
 from mmray.errors import UsageError
 from mmray.models.build import build
 
@@ -41,6 +43,29 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
     assert all(bool(value.isfinite().all()) for value in after.values()) and loss == pytest.approx(
         0.69, abs=0.2
     )
+
+
+def test_clip_scratch_has_the_numbers_of_openai_and_open_clip():
+    """Defaults of open_clip_train 3.3.0 for a ViT, and the sizes of ViT-B-32.json."""
+    config = recipes.clip_scratch()
+    model = config.model
+    assert (model.weights, model.activation, model.embed_dim) == ("none", "gelu", 512)
+    assert (model.temperature, model.patch_dropout) == (0.07, 0.0)
+    assert model.image.model_dump() == {"width": 768, "depth": 12, "heads": 12, "patch": 32}
+    assert model.text.model_dump() == {"width": 512, "depth": 12, "heads": 8}
+    inputs = model.inputs
+    assert (inputs.image_side, inputs.max_tokens, inputs.interpolation) == (224, 77, "bicubic")
+    # crops of the original images, whose captions are repaired
+    assert (config.prepare.image_side, config.prepare.repair_text) == (0, True)
+    assert config.augment == Augment(crop_scale=(0.9, 1.0), flip=0, color_jitter=(0, 0, 0, 0))
+    adam = config.optimizer
+    assert (adam.kind, adam.lr, adam.betas, adam.settings) == ("adamw", 5e-4, (0.9, 0.98), {})
+    assert build_optimizer(torch.nn.Linear(1, 1), adam).defaults["eps"] == 1e-6
+    assert (adam.weight_decay, adam.clip_norm) == (0.2, 0)
+    assert (adam.warmup_steps, adam.schedule, adam.final_lr_fraction) == (10_000, "cosine", 0)
+    assert config.train.epochs == 32
+    # bf16 on GPUs that have it
+    assert (config.train.precision, device_defaults((9, 0)).precision) == ("auto", "bf16")
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

@@ -124,6 +124,7 @@ def train_flags(args: argparse.Namespace, work: Path) -> list[str]:
         --train.steps {args.steps} --train.precision {PRECISIONS[device][1]} --train.log-every 1
         --train.checkpoint-every 0 --optimizer.lr 5e-4 --optimizer.warmup-steps 10
         --optimizer.weight-decay 0.2 --evaluate.every 0 --cluster.workers 1
+        --cluster.accelerator {"gpu" if device == "cuda" else "cpu"}
         --cluster.cpus-per-worker {args.threads} --data.workers {args.loaders}""".split()
 
 

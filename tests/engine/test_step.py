@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.engine import optimizer
+from mmray.engine.collectives import Group
 from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -117,3 +118,23 @@ def test_constraints_are_applied_after_each_step():
         model.log_scale.fill_(6)
     take(toy.train_state(model), toy.cut(toy.rows(8, 0), 4), 0)
     assert model.log_scale.item() == math.log(100)
+
+
+def test_update_changes_the_weights_before_the_host_waits_for_the_norm(monkeypatch) -> None:
+    """So a GPU has work while the host reads it."""
+    changed: list[bool] = []
+
+    def read_later(group: Group, tensor: Tensor):
+        before = toy.flat(model).clone()
+
+        def read() -> Tensor:
+            changed.append(not torch.equal(toy.flat(model), before))
+            return tensor
+
+        return read
+
+    model = toy.Toy()
+    state = toy.train_state(model)
+    monkeypatch.setattr(Group, "read_later", read_later)
+    take(state, toy.cut(toy.rows(ROWS, 0), ROWS), step=0)
+    assert changed == [True]

@@ -125,6 +125,14 @@ def test_deterministic_runs_are_bitwise_equal(prepared, tmp_path):
     assert runs.same_weights(first["model"], second["model"])
 
 
+def test_evaluation_compiles_nothing(prepared, tmp_path):
+    """Graphs without gradients would take longer to compile than a few batches save."""
+    _, lines, _ = run_worker(prepared, tmp_path / "run", 4, compile="eager")
+    assert "evaluate/loss" in lines[-1]
+    graphs = [line["compile/graphs"] for line in lines]
+    assert graphs[0] > 0 and set(graphs) == {graphs[0]}
+
+
 def test_first_batch_is_reported_and_not_kept_in_memory():
     class Rows(list):
         """Can be weakly referenced."""

@@ -1,7 +1,7 @@
 """Stage `run` of command.py: `mmray train`, local and through Ray, against the loop alone.
 
-Runs are commands, as a user starts them. Captions are longer than `max_tokens`, so the batches of
-the loop alone have the shapes of those of a run.
+Runs are commands, as a user starts them. The batches of the loop alone have the shapes of those of
+a run: captions of the photographs are longer than `max_tokens`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ VOCAB_SIZE = 49408  # CLIP's; the tokenizer of the captions has less
 ROOT = Path(__file__).parents[3]  # folder that contains the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 NUMBERS = {
-    "cuda": {"photos": 256, "steps": 60, "sample_steps": 300},
-    "cpu": {"photos": 3, "steps": 30, "sample_steps": 20},
+    "cuda": {"photos": 256, "clip_steps": 60, "sample_steps": 300},
+    "cpu": {"photos": 3, "clip_steps": 30, "sample_steps": 20},
 }
 
 
@@ -43,46 +43,62 @@ def run(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that run `mmray train`, and its loop alone with the same
     global batch and micro-batch.
 
-    The cases are `sample` (that recipe), `photos` (prepares a set), `clip loop` (the loop alone),
-    `clip` and `clip through Ray`.
+    Runs of the recipe `sample` and of `clip` are `sample`, `clip`, and the same `through Ray`;
+    `sample loop` and `clip loop` are their loops alone. `photos` prepares the set of `clip`.
 
     Args:
         device: The device to measure.
 
     Yields:
         (name, function) of each case: the function is called without arguments, and returns a dict:
-        what `train_command`, `prepare_photos` or `loop_alone` returns, and for the last two
-        `run_vs_loop` (samples/s of the run relative to those of the loop alone).
+        what `train_command`, `prepare_photos` or `loop_alone` returns, and for runs `run_vs_loop`
+        (samples/s of the run relative to those of the loop alone).
     """
     numbers = NUMBERS[device.type]
     folder = Path(tempfile.mkdtemp(prefix="mmray-bench-"))
-    config = clip_config(device, str(folder / "photos-prepared"))
-    files = {name: folder / f"{name}.yaml" for name in ("sample", "clip", "clip-ray")}
-    files["clip"].write_text(to_yaml(config))
-    files["clip-ray"].write_text(to_yaml(config.with_cluster(wait_for_nodes=True)))
-    sample = recipes.load("sample")
-    train_section = sample.train.replace(steps=numbers["sample_steps"], log_every=LOG_EVERY)
-    sample = sample.replace(train=train_section)
-    files["sample"].write_text(to_yaml(sample.with_cluster(accelerator=config.cluster.accelerator)))
+    configs = {
+        "sample": sample_config(device),
+        "clip": clip_config(device, str(folder / "photos-prepared")),
+    }
     rates: dict[str, float] = {}
 
-    def train(name: str) -> dict[str, Any]:
-        row = train_command(folder, name, files[name])
-        rates[name] = row["samples_per_s"]
-        if "clip loop" in rates and name != "sample":
-            row["run_vs_loop"] = row["samples_per_s"] / rates["clip loop"]
+    def loop(recipe: str) -> dict[str, Any]:
+        row = loop_alone(configs[recipe], numbers[f"{recipe}_steps"], device)
+        rates[recipe] = row["samples_per_s"]
         return row
 
-    def loop() -> dict[str, Any]:
-        row = loop_alone(config, device)
-        rates["clip loop"] = row["samples_per_s"]
+    def train(recipe: str, wait_for_nodes: bool = False) -> dict[str, Any]:
+        name = f"{recipe}-ray" if wait_for_nodes else recipe
+        file = folder / f"{name}.yaml"
+        file.write_text(to_yaml(configs[recipe].with_cluster(wait_for_nodes=wait_for_nodes)))
+        row = train_command(folder, name, file)
+        if recipe in rates:
+            row["run_vs_loop"] = row["samples_per_s"] / rates[recipe]
         return row
 
+    yield "sample loop", partial(loop, "sample")
     yield "sample", partial(train, "sample")
     yield "photos", partial(prepare_photos, folder, numbers["photos"])
-    yield "clip loop", loop
+    yield "clip loop", partial(loop, "clip")
     yield "clip", partial(train, "clip")
-    yield "clip through Ray", partial(train, "clip-ray")
+    yield "clip through Ray", partial(train, "clip", wait_for_nodes=True)
+    yield "sample through Ray", partial(train, "sample", wait_for_nodes=True)
+
+
+def sample_config(device: torch.device) -> Config:
+    """Return the recipe `sample`, with fewer steps on a CPU.
+
+    Args:
+        device: The device of the worker.
+    """
+    config = recipes.load("sample")
+    steps = NUMBERS[device.type]["sample_steps"]
+    accelerator = "gpu" if device.type == "cuda" else "cpu"
+    return config.with_cluster(accelerator=accelerator).replace(
+        train=config.train.replace(steps=steps, log_every=LOG_EVERY),
+        # to which the captions of the set, of at most 14 tokens, are padded on a GPU
+        model=config.model.replace(inputs=config.model.inputs.replace(max_tokens=16)),
+    )
 
 
 def clip_config(device: torch.device, prepared: str) -> Config:
@@ -96,7 +112,7 @@ def clip_config(device: torch.device, prepared: str) -> Config:
     config = recipe(
         "clip",
         device,
-        steps=NUMBERS[device.type]["steps"],
+        steps=NUMBERS[device.type]["clip_steps"],
         checkpoint_every=0,
         # With `auto`, so few steps would run eagerly.
         compile="inductor" if device.type == "cuda" else "none",
@@ -206,19 +222,23 @@ def run_command(command: list[str], folder: Path) -> None:
         raise RuntimeError(f"{' '.join(command[1:5])} ended with {done.returncode}: {end}")
 
 
-def loop_alone(config: Config, device: torch.device) -> dict[str, Any]:
+def loop_alone(config: Config, steps: int, device: torch.device) -> dict[str, Any]:
     """Time mmray's loop on synthetic batches, without `mmray train`, with the settings of a run.
 
     Args:
         config: The config of the run.
+        steps: Number of its steps; each timing takes a third of them.
         device: The device to measure.
 
     Returns:
         `samples_per_s` (median), `lowest` and `highest` of several timings.
     """
-    rows = rows_of(device)[0]
+    rows = config.batch.global_
+    assert rows is not None
+    if config.train.compile == "auto":  # the run is too short to be compiled
+        config = config.replace(train=config.train.replace(compile="none"))
     bench = build_bench(config, Group(device=device), rows)
-    steps = WARMUP_STEPS + NUMBERS[device.type]["steps"] // LOOP_WINDOWS
+    steps = WARMUP_STEPS + steps // LOOP_WINDOWS
     bench.loop_window(WARMUP_STEPS + 1)  # compiles
 
     def measure() -> dict[str, float]:
