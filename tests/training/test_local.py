@@ -15,7 +15,7 @@ import pytest
 
 import mmray
 from mmray.cli import main
-from mmray.config import from_yaml
+from mmray.config import Config, Data, from_yaml
 from mmray.errors import DataError, TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
@@ -219,6 +219,26 @@ def test_broken_connection_of_a_single_worker_is_a_bug():
     broken = BrokenPipeError("Broken pipe")
     assert backend.select_cause([broken]).kind == "lost"
     assert backend.select_cause([broken], backend.is_process_lost).kind == "raised"
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "device", "setting", "processes"),
+    [
+        (16, 1, "gpu", "auto", 14),  # two cores are left to each training process
+        (16, 2, "gpu", "auto", 12),
+        (16, 8, "gpu", "auto", 8),  # each worker has one, however few cores there are
+        (1, 1, "gpu", "auto", 1),
+        (16, 2, "cpu", "auto", 2),  # the model trains on all other cores
+        (16, 2, "gpu", 3, 3),
+        (2, 1, "cpu", "1-6", 6),
+    ],
+)
+def test_data_processes_leave_cores_to_training_unless_their_number_is_set(
+    cores, workers, device, setting, processes, monkeypatch
+):
+    monkeypatch.setattr(local, "cores", lambda: cores)
+    wanted = Config(data=Data(train="set", workers=setting)).with_cluster(accelerator=device)
+    assert local.num_decode_processes(wanted, workers) == processes
 
 
 class KillingDataProcess(Stopping):
