@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray import objectives, plugins
+from mmray.builtin import KINDS
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -51,6 +52,7 @@ from mmray.engine.parallel.device_defaults import (
     device_defaults,
     limit_compile_workers,
     resolve_auto,
+    starting_cuda,
 )
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
@@ -72,7 +74,7 @@ from mmray.errors import MmrayError, UsageError
 from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
 from mmray.models import lora
-from mmray.models.build import build, build_without_weights
+from mmray.models.build import build, build_on, import_libraries
 from mmray.models.lora import FrozenBase
 from mmray.models.protocol import Architecture
 from mmray.models.synthetic import synthetic_rows
@@ -206,12 +208,16 @@ def _pinned_pixels(
 
 
 def _start_process(config: Config, device: torch.device) -> None:
-    """Set the current GPU, the number of threads and the seeds of this process."""
+    """Import libraries, and set the current GPU, the number of threads and the seeds of this
+    process.
+    """
+    limit_compile_workers()  # inductor reads this when it is imported, which libraries do
+    with starting_cuda(device):
+        import_libraries(config.model)
     if device.type == "cuda":
         # The current GPU of the process is otherwise the first, and code that names no device
         # would create a context there.
         torch.cuda.set_device(device)
-    limit_compile_workers()  # inductor reads this when it is imported, which models may do
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
     seed_everything(config.train.seed, config.train.deterministic)
 
@@ -405,7 +411,12 @@ def build_model(
         UsageError: The settings are not supported, or the weights cannot be read; on every rank.
     """
     spec = config.model
-    if config.train.parallel not in strategy.SHARDED or group.world_size == 1:
+    if config.train.parallel not in strategy.SHARDED:
+        reads_weights = architecture is None and getattr(spec, "weights", "") != "none"
+        # A user's class may compute on the CPU with its weights.
+        device = "cpu" if reads_weights or spec.kind not in KINDS else group.device
+        return build_on(device, spec, spec.vocab_size, architecture)
+    if group.world_size == 1:
         return build(spec, spec.vocab_size, architecture)
     model: nn.Module | None = None
     outcome: Architecture | UsageError = architecture
@@ -418,7 +429,7 @@ def build_model(
     outcome = group.broadcast_object(outcome)
     if isinstance(outcome, UsageError):
         raise outcome
-    return build_without_weights(spec, spec.vocab_size, outcome) if model is None else model
+    return build_on("meta", spec, spec.vocab_size, outcome) if model is None else model
 
 
 def _architecture(model: nn.Module) -> Architecture:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -68,41 +69,55 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     return model
 
 
-def build_without_weights(
-    spec: ModelConfig, vocab_size: int, architecture: Architecture = None
+def build_on(
+    device: torch.device | str,
+    spec: ModelConfig,
+    vocab_size: int,
+    architecture: Architecture = None,
 ) -> nn.Module:
-    """Build the model of a `model` section with its parameters on the meta device, without memory.
+    """Build the model of a `model` section with its parameters on a device: on a GPU, which draws
+    random weights faster, or on the meta device, without memory.
 
-    Buffers have their values. A user's class that computes with its weights while it is built
-    raises RuntimeError on the meta device; it is then built with real weights.
+    Buffers have their values, on the CPU. If a class computes with its weights and other tensors
+    while it is built, which raises RuntimeError, the model is built on the CPU; on the meta device
+    only a user's class.
 
     Args:
+        device: The device. Pretrained weights can be read only onto the CPU, with `build`.
         spec: The `model` section.
         vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
             `model.vocab_size` rows if that is set.
         architecture: Description of the layers, as `architecture()` of the same model returned it;
-            {}: the sizes are those in `spec`. None only for a user's class, which does not get it.
+            {}: the sizes are those in `spec`. None only for a model without pretrained weights, and
+            for a user's class, which does not get it.
 
     Returns:
-        The module, to load a checkpoint into; its forward is that of `build`.
+        The module; its forward is that of `build`. On the meta device, load a checkpoint into it.
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return build(spec, vocab_size, architecture)
 
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        return (
-            None
-            if parameter.is_meta
-            else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        )
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.device == device:
+            return None
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
         return build(spec, vocab_size, architecture)
     except RuntimeError:
-        if spec.kind in KINDS:
+        if device.type == "meta" and spec.kind in KINDS:
             raise
     finally:
         handle.remove()
     return build(spec, vocab_size, architecture)
+
+
+def import_libraries(spec: ModelConfig) -> None:
+    """Import what the models of a built-in kind need, which takes seconds."""
+    if spec.kind in KINDS:
+        import transformers.modeling_utils  # noqa: F401

@@ -431,11 +431,12 @@ def _score_on_ray(
 
 def _score_in_worker(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """The metrics, in the process group of Ray Train."""
-    import ray.train.torch
+    from mmray.training.ray_trainer import own_device
 
     push = arguments["coordinator"].push.remote
-    device = ray.train.torch.get_device()
-    metrics: list[dict[str, float]] = arguments["score"](lambda rows: push({"rows": rows}), device)
+    metrics: list[dict[str, float]] = arguments["score"](
+        lambda rows: push({"rows": rows}), own_device()
+    )
     return metrics
 
 

@@ -15,13 +15,13 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import ray
 import ray.exceptions
@@ -46,6 +46,9 @@ from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import IMPORTING, Coordinator
+
+if TYPE_CHECKING:
+    import torch
 
 JOIN_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -72,25 +75,21 @@ class ProcessGroupConfig(BackendConfig):
     def backend_cls(self) -> type[Backend]:
         return _ProcessGroup
 
-    @property
-    def train_func_context(self) -> Any:
-        return _own_device
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-@contextmanager
-def _own_device() -> Iterator[None]:
-    """Make the GPU of this worker the current one for its loop, without which code that names no
-    device would use the first.
+def own_device() -> torch.device:
+    """Make the GPU of this worker of Ray Train the current one, without which code that names no
+    device would use the first; return it, or the CPU.
     """
     import torch
     from ray.train.torch import get_device
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(get_device())
-    yield
+    device: torch.device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 class _ProcessGroup(Backend):

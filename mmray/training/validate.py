@@ -519,7 +519,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
     """
     # Late: they import torch.
     from mmray.engine.optimizer import build_optimizer, freeze_parameters
-    from mmray.models.build import build_without_weights
+    from mmray.models.build import build_on
 
     if getattr(config.model, "weights", "") == SAMPLE_VLM:
         return  # it is written later
@@ -531,7 +531,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
             "not checked",
         )
         return
-    model = build_without_weights(config.model, _VOCAB_SIZE, architecture)
+    model = build_on("meta", config.model, _VOCAB_SIZE, architecture)
     freeze_parameters(model, config.optimizer.freeze)
     build_optimizer(model, config.optimizer.replace(kind="adamw", settings={}))
 

@@ -8,14 +8,13 @@ from typing import Any
 import ray
 import ray.exceptions
 import ray.train
-import ray.train.torch
 
 from mmray.cluster.run_resources import resource_demand
 from mmray.config import Config
 from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter
 from mmray.training.ray_backend import RayBackend, cause_in_group
-from mmray.training.ray_trainer import run_group
+from mmray.training.ray_trainer import own_device, run_group
 from mmray.tuning.shape import Measurements, ShapeTask
 
 
@@ -90,6 +89,6 @@ def _measure_in_worker(arguments: dict[str, Any]) -> Measurements:
 
     task = arguments["task"]
     coordinator = arguments["coordinator"]
-    group = Group.current(ray.train.torch.get_device(), task.config.cluster.group_timeout_s)
+    group = Group.current(own_device(), task.config.cluster.group_timeout_s)
     report = coordinator.push.remote if group.rank == 0 else lambda _: None
     return measure_shapes(task, group, report)

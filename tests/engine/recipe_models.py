@@ -22,7 +22,7 @@ from mmray.engine.parallel.transforms import (
 )
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
-from mmray.models.build import build, build_without_weights
+from mmray.models.build import build, build_on
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 
@@ -152,8 +152,8 @@ def train_kind(
     """
     spec, objective = (MODELS | OTHER_MODELS)[kind]
     torch.manual_seed(3)
-    build_fn = build if group.rank == 0 or parallel not in SHARDED else build_without_weights
-    model = build_fn(spec, VOCAB, ARCHITECTURES.get(kind, {})).double().train()
+    device = "cpu" if group.rank == 0 or parallel not in SHARDED else "meta"
+    model = build_on(device, spec, VOCAB, ARCHITECTURES.get(kind, {})).double().train()
     for branch in model.branches().values():
         if checkpointing:
             checkpoint_activations(branch, compiles=backend is not None)

@@ -5,11 +5,14 @@ The checks of bench/gpu/device_checks.py also run without pytest: `python -m mmr
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -278,19 +281,59 @@ def test_branches_on_two_gpus_equal_one_device(monkeypatch):
         device_checks.check_branches("clip", GPU)
 
 
-def test_worker_selects_its_gpu_before_anything_else(monkeypatch, tmp_path):
+class Driver:
+    """The library of the driver, whose cuInit returns only when the imports have begun."""
+
+    def __init__(self, error: int, imports: Event) -> None:
+        self.error = error
+        self.imports = imports
+        self.started = Event()
+        self.gpus: list[int] = []
+
+    def cuInit(self, flags):
+        self.started.set()
+        assert self.imports.wait(30)
+        return self.error
+
+    def cuDeviceGet(self, gpu, index):
+        gpu._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, gpu):
+        self.gpus.append(gpu.value)
+        return 0
+
+
+@pytest.mark.parametrize("error", [0, 999, None], ids=["sound", "failing", "missing"])
+def test_worker_starts_cuda_during_its_imports_and_selects_its_gpu(monkeypatch, tmp_path, error):
     """Code that names no device would otherwise create a context on the first GPU."""
-    prepared, selected = make_prepared(tmp_path / "set"), []
+    prepared, selected, imports = make_prepared(tmp_path / "set"), [], Event()
+    driver = Driver(error, imports)
+
+    def load(name):
+        if error is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    def import_libraries(_):
+        assert not selected and (error is None or driver.started.wait(30))
+        imports.set()
+
+    def select(device):
+        selected.extend([device, *driver.gpus])
 
     def seed(*_):
         raise KeyError(*selected)
 
     with fake_gpus(monkeypatch):
-        monkeypatch.setattr(torch.cuda, "set_device", selected.append)
-        monkeypatch.setattr("mmray.engine.worker.seed_everything", seed)
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        monkeypatch.setattr(torch.cuda, "set_device", select)
+        monkeypatch.setattr(worker, "import_libraries", import_libraries)
+        monkeypatch.setattr(worker, "seed_everything", seed)
         with pytest.raises(KeyError) as raised:
             run_worker(prepared, tmp_path / "run", 4, options={"device": DEVICES[1]})
-    assert raised.value.args == (DEVICES[1],)
+    # torch finds the context of its GPU, and otherwise creates it as before
+    assert raised.value.args == ((DEVICES[1], 1) if error == 0 else (DEVICES[1],))
 
 
 @pytest.mark.gpu
@@ -308,10 +351,12 @@ def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, setting
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     build_model = worker.build_model
 
-    def build_with_limit(*args, **kwargs):
+    def build_with_limit(config, group, *args, **kwargs):
         # inductor, which models may import, reads it then
         assert "TORCHINDUCTOR_COMPILE_THREADS" in os.environ
-        return build_model(*args, **kwargs)
+        if has_gpus():  # it would draw other random weights than a CPU
+            group = replace(group, device=CPU)
+        return build_model(config, group, *args, **kwargs)
 
     monkeypatch.setattr(worker, "build_model", build_with_limit)
     with gpus(monkeypatch, count=2 if "parallel" in settings else 1):

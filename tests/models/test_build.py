@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmray.config import (
     CustomModel,
@@ -25,8 +26,9 @@ from mmray.config import (
     model_section,
 )
 from mmray.errors import UsageError
-from mmray.models.build import build, build_without_weights
+from mmray.models.build import build, build_on
 from mmray.models.synthetic import synthetic_batch
+from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.models import test_clip, test_fusion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,7 +171,7 @@ def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(n
     """
     spec = (SPECS | OTHER_SPECS)[name]
     model: Any = build(spec, VOCAB, HF_TOWERS if name == "transformers" else None)
-    without = build_without_weights(spec, VOCAB, json.loads(json.dumps(model.architecture())))
+    without = build_on("meta", spec, VOCAB, json.loads(json.dumps(model.architecture())))
     assert {name: value.shape for name, value in without.state_dict().items()} == {
         name: value.shape for name, value in model.state_dict().items()
     }
@@ -185,12 +187,38 @@ def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(n
     assert not nn.Linear(1, 1).weight.is_meta  # later models have weights
 
 
+class Draws(TorchDispatchMode):
+    """Devices on which random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[torch.device] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            self.devices.add(args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["clip", "fusion-resnet18", "lora"])
+def test_random_weights_are_drawn_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = (SPECS | OTHER_SPECS)[name]
+    torch.manual_seed(0)
+    expected = build(spec, VOCAB)  # also imports transformers, before torch.cuda is fake
+    with fake_gpus(monkeypatch), Draws() as draws:
+        torch.manual_seed(0)
+        model = build_on(DEVICES[0], spec, VOCAB)
+        weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    assert {weight.device for weight in model.parameters()} == draws.devices == {DEVICES[0]}
+    assert all(torch.equal(weights[name], each) for name, each in expected.state_dict().items())
+
+
 def test_custom_kind_that_computes_with_its_weights_is_built_with_them() -> None:
     kind = f"{__name__}:Scaled"
-    model = build_without_weights(model_section(kind)(kind=kind), VOCAB)
+    model = build_on("meta", model_section(kind)(kind=kind), VOCAB)
     assert float(model.scale) == pytest.approx(1.0)
     kind = f"{__name__}:Custom"
-    assert isinstance(build_without_weights(model_section(kind)(kind=kind), VOCAB), Custom)
+    assert isinstance(build_on("meta", model_section(kind)(kind=kind), VOCAB), Custom)
 
 
 def test_temperature_starts_as_set_and_is_clamped() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -136,6 +139,36 @@ def limit_compile_workers() -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(MAX_COMPILE_WORKERS, max(1, cores() // ranks))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
+
+
+@contextmanager
+def starting_cuda(device: torch.device) -> Iterator[None]:
+    """Context manager in whose block the CUDA context of a GPU is created by another thread, so
+    that the block can import modules meanwhile.
+
+    torch would create it at its first use of the GPU, and block all threads of Python for seconds.
+    It uses the context that exists. Errors are ignored, because torch meets and reports them.
+
+    Args:
+        device: The GPU, as CUDA_VISIBLE_DEVICES numbers it; without effect for a CPU.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    thread = threading.Thread(target=_create_context, args=(device.index or 0,), daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _create_context(index: int) -> None:
+    """Create the primary context of a GPU with the driver's library; ctypes releases the GIL."""
+    with suppress(OSError, AttributeError):  # no driver, or ROCm
+        driver = ctypes.CDLL("libcuda.so.1")
+        gpu = ctypes.c_int()
+        context = ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
 
 
 def compile_problem(device: torch.device) -> str:
