@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
 import torch
 import torch._inductor
 import torch.distributed as dist
@@ -32,13 +33,13 @@ from mmray.engine import step as engine_step
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import reduce_over_ranks
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel import device_defaults, strategy
 from mmray.engine.parallel.device_defaults import resolve_auto
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.precision import Precision, micro_seed, select_precision
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import forward_micro_batch, optimizer_step
-from mmray.errors import OutOfMemoryError
+from mmray.errors import OutOfMemoryError, UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import Contrastive, Sigmoid
@@ -233,9 +234,15 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
 
 
 def common_defaults(group: Group) -> list[str]:
-    """The results of `auto` if rank 1 has an older GPU than rank 0, and those of explicit
-    settings.
+    """The results of `auto` if rank 1 has an older GPU than rank 0, those of explicit settings, and
+    the error of explicit inductor if rank 1 cannot compile.
     """
+    problem = "no Python.h" if group.rank == 1 else ""
+    with (
+        patch.object(device_defaults, "compile_problem", lambda _: problem),
+        pytest.raises(UsageError) as refused,
+    ):
+        resolve_auto(config.Train(compile="inductor"), group)
     on_gpu = replace(group, device=torch.device("cuda", 0))
     with patch.object(
         torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)
@@ -243,7 +250,8 @@ def common_defaults(group: Group) -> list[str]:
         own = select_precision("auto", on_gpu.device).name
         given = config.Train(), config.Train(precision="bf16", compile="eager")
         trains = [resolve_auto(train, on_gpu) for train in given]
-        return [own, *(value for train in trains for value in (train.precision, train.compile))]
+        values = [value for train in trains for value in (train.precision, train.compile)]
+        return [own, *values, str(refused.value)[-19:]]
 
 
 def skipped_step(group: Group) -> dict[str, Any]:

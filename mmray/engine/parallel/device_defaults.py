@@ -8,13 +8,13 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from mmray.errors import first_line
+from mmray.errors import UsageError, first_line
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ EAGER_UTILIZATION = 0.25
 MIN_STEP_S = 0.02
 DEFAULT_PEAK_FLOPS = 1e14
 NO_COMPILER = (
-    "compile none, which can take a third of the speed: torch.compile cannot build a kernel here. "
-    "Install gcc and the headers of Python (python3-dev)."
+    "torch.compile cannot build a kernel here. Install gcc (for a CPU g++) and the headers of "
+    "Python (python3-dev)"
 )
 Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of an H100
 
@@ -84,6 +84,8 @@ def resolve_auto(
     the oldest device of the ranks: bf16 or (older GPUs) fp16, fp32 on a CPU; inductor on GPUs from
     compute capability 8.0 on, if it works there, otherwise none.
 
+    inductor is tried with one kernel on each rank, also if `compile` names it.
+
     Args:
         train: The `train` section.
         group: All ranks, which call this together.
@@ -92,6 +94,9 @@ def resolve_auto(
 
     Returns:
         The section without `auto` in `precision` and `compile`.
+
+    Raises:
+        UsageError: `compile` is `inductor`, which does not work on some rank; raised on every rank.
     """
     capability = capability_of(group.device)
     oldest = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
@@ -99,12 +104,16 @@ def resolve_auto(
     backend = defaults.compile if train.compile == "auto" else train.compile
     if backend == "inductor":
         limit_compile_workers()
-    if train.compile == "auto" and backend != "none":
         problems = group.all_gather_objects(compile_problem(group.device))
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if failed and train.compile == "inductor":
+            raise UsageError(
+                f"train.compile inductor: {NO_COMPILER}, or set train.compile none. {failed[0]}"
+            )
         if failed:
             backend = "none"
-            notify("device", f"{NO_COMPILER} {failed[0]}")
+            cost = "compile none, which can take a third of the speed"
+            notify("device", f"{cost}: {NO_COMPILER}. {failed[0]}")
     resolved = {
         "precision": defaults.precision,
         "compile": backend,
@@ -172,9 +181,11 @@ def _create_context(index: int) -> None:
 
 
 def compile_problem(device: torch.device) -> str:
-    """Compile one small kernel with inductor, without its caches, to see whether it works.
+    """Compile one small kernel with inductor to see whether it works.
 
     On a GPU this needs Triton, a C compiler, the headers of Python and the library of the driver.
+    It is compiled without inductor's caches, because Triton would find its launcher there. On a CPU
+    they are used: the headers that inductor compiles first, in 10 s, are those of the run.
 
     Args:
         device: Device of the kernel.
@@ -188,7 +199,8 @@ def compile_problem(device: torch.device) -> str:
 
         # In this process: in torch 2.11 compile workers would keep the folder of this cache, so no
         # run would find the kernels of an earlier one.
-        with fresh_cache(), config.patch(compile_threads=1):
+        caches = nullcontext() if device.type == "cpu" else fresh_cache()
+        with caches, config.patch(compile_threads=1):
             torch.compile(torch.sin)(torch.zeros(8, device=device))
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and eager code works
         return first_line(error)
