@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,34 @@ class NormalizePixels(nn.Module):
         """
         pixels = (image.to(self.mean.dtype) - self.mean) / self.std
         return pixels.to(autocast_dtype(pixels))
+
+
+class EmbedPixels(NormalizePixels):
+    """Module from uint8 pixels to the input of the blocks of an image tower.
+
+    torch.compile reads the pixels once: it can fuse the normalization with the first layers of the
+    tower, such as the convolution, BatchNorm and pooling of a ResNet. Forward takes pixels uint8
+    [B, 3, S, S] and returns what `embed` returns for them.
+
+    Args:
+        embed: Method of the tower, which has the weights: from normalized pixels [B, 3, S, S] to
+            hidden states.
+        mean: Mean of each of the three channels, for pixels in 0..1.
+        std: Standard deviation of each channel, for pixels in 0..1.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+    ) -> None:
+        super().__init__(mean, std)
+        self._embed = embed
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the hidden states before the first block, of pixels uint8 [B, 3, S, S]."""
+        return self._embed(self.normalize(image))
 
 
 class PatchConv2d(nn.Conv2d):

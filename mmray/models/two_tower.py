@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from mmray.models.clip import DualEncoder, l2_normalize
-from mmray.models.encoders.image import build_image_tower
+from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import build_text_tower, masked_mean
-from mmray.models.pixels import NormalizePixels
+from mmray.models.pixels import EmbedPixels, NormalizePixels
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class Branch(nn.Module):
     and `mask`.
 
     Args:
-        tower: Module with an attribute `width`. One of images has `features`, from normalized
-            pixels to [B, N, width], and `pool`, from these to [B, width]. Others are called with
-            (media, lengths) and return features [B, N, width] and their mask int64 [B, N].
+        tower: Module with an attribute `width`. One of images is an ImageEncoder: `embed` takes
+            normalized pixels, `encode` its result, and `pool` that of `encode`. Others are called
+            with (media, lengths) and return features [B, N, width] and their mask int64 [B, N].
         embed_dim: Size D of the embeddings.
         with_features: Return `Encoded` with the features of each position too. Branches that return
             one tensor can run as CUDA graphs.
@@ -58,7 +58,11 @@ class Branch(nn.Module):
         self, tower: Any, embed_dim: int, with_features: bool, inputs: Inputs | None = None
     ) -> None:
         super().__init__()
-        self.pixels = None if inputs is None else NormalizePixels(inputs.mean, inputs.std)
+        self.pixels: nn.Module | None = None
+        if inputs is not None and isinstance(tower, ImageEncoder):
+            self.pixels = EmbedPixels(tower.embed, inputs.mean, inputs.std)
+        elif inputs is not None:
+            self.pixels = NormalizePixels(inputs.mean, inputs.std)
         self.tower = tower
         self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
@@ -81,7 +85,7 @@ class Branch(nn.Module):
             media = self.pixels(media)
         if lengths is None:
             mask = None
-            features = self.tower.features(media)
+            features = self.tower.encode(media)
             pooled = self.tower.pool(features)
         else:
             features, mask = self.tower(media, lengths)

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 WEIGHTS_SETTING = "model.image.weights"
+# Layers before the blocks, and those with the blocks, by class of the network: the ResNets of
+# torchvision and transformers.
+RESNET_LAYERS = {
+    "ResNet": (("conv1", "bn1", "relu", "maxpool"), ("layer1", "layer2", "layer3", "layer4")),
+    "ResNetModel": (("embedder",), ("encoder",)),
+}
 
 
 def build_image_tower(
@@ -84,10 +90,11 @@ class ImageEncoder(nn.Module, ABC):
     """Base of the image encoders: features of each position of an image, and their pooling.
 
     Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
-    image, [B, width], not normalized. A subclass sets `width` and implements `features`, from the
-    pixels to features [B, N, width] of N positions: the class token and registers, if it has them,
-    then the patches or the pixels of a feature map. It may override `pool`, from these to [B,
-    width]: by default the class token, or without one the mean over the patches.
+    image, [B, width], not normalized. A subclass sets `width` and implements `encode`, from what
+    `embed` returns (by default the pixels) to features [B, N, width] of N positions: the class
+    token and registers, if it has them, then the patches or the pixels of a feature map. It may
+    override `embed`, the layers before the blocks, and `pool`, from features to [B, width]: by
+    default the class token, or without one the mean over the patches.
 
     Attributes:
         width: Number of channels of the features.
@@ -109,13 +116,30 @@ class ImageEncoder(nn.Module, ABC):
         """
         return self.pool(self.features(pixels))
 
-    @abstractmethod
     def features(self, pixels: Tensor) -> Tensor:
         """Return the features of each of N positions, [B, N, width]: class token and registers, if
         the encoder has them, then the patches row by row.
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
+        """
+        return self.encode(self.embed(pixels))
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        """Return the hidden states before the first block; by default the pixels themselves.
+
+        Args:
+            pixels: Normalized pixels [B, 3, S, S].
+        """
+        return pixels
+
+    @abstractmethod
+    def encode(self, hidden: Tensor) -> Tensor:
+        """Return the features of each of N positions, [B, N, width]: class token and registers, if
+        the encoder has them, then the patches row by row.
+
+        Args:
+            hidden: Hidden states before the first block, as `embed` returns them.
         """
 
     def pool(self, features: Tensor) -> Tensor:
@@ -170,8 +194,8 @@ class Backbone(ImageEncoder):
     patches, or the pixels of a ResNet's feature map.
 
     Args:
-        net: The network. It maps normalized pixels [B, 3, S, S] to a flattened feature map [B,
-            width x H x H], or to an output of transformers with `last_hidden_state`.
+        net: The network: a ResNet of torchvision, or one that maps normalized pixels [B, 3, S, S]
+            to an output of transformers with `last_hidden_state`.
         width: Number of channels of its features.
         prefix_tokens: Number of leading positions that are not patches (class token, registers).
         frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
@@ -180,22 +204,33 @@ class Backbone(ImageEncoder):
     def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
         super().__init__()
         self.net = net
+        # the whole network, unless it is a ResNet
+        self.first_layers, self.layers = RESNET_LAYERS.get(type(net).__name__, ((), ("",)))
         self.width = width
         self.prefix_tokens = prefix_tokens
         self.frozen = frozen
         timm_model = getattr(net, "timm_model", None)  # may have only registers
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
-    def features(self, pixels: Tensor) -> Tensor:
+    def embed(self, pixels: Tensor) -> Tensor:
+        """Return the hidden states before the first block of a ResNet, [B, C, S / 4, S / 4]; for
+        other networks the pixels themselves.
+
+        Args:
+            pixels: Normalized pixels [B, 3, S, S].
+        """
+        return self._apply_layers(self.first_layers, pixels)
+
+    def encode(self, hidden: Tensor) -> Tensor:
         """Return the features of each of N positions of the last layer, [B, N, width]: the leading
         class token and registers, if the network has them, then the patches, or the pixels of a
         ResNet's feature map.
 
         Args:
-            pixels: Normalized pixels [B, 3, S, S].
+            hidden: Hidden states before the first block, as `embed` returns them.
         """
-        out = self.net(pixels)
-        hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
+        out: Any = self._apply_layers(self.layers, hidden)
+        hidden = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
             return hidden.flatten(1, 2)
         return (
@@ -203,6 +238,11 @@ class Backbone(ImageEncoder):
             if hidden.ndim == 3
             else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
         )
+
+    def _apply_layers(self, names: tuple[str, ...], hidden: Tensor) -> Any:
+        for name in names:
+            hidden = self.net.get_submodule(name)(hidden)
+        return hidden
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, but keep frozen BatchNorm in evaluation mode.
@@ -291,10 +331,7 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
-    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map;
-
-    `pretrained` weights or none.
-    """
+    """A torchvision ResNet (He et al. 2016) without its head; `pretrained` weights or none."""
     from torchvision.models import get_model, get_model_weights
 
     weights: Any = (
@@ -311,7 +348,6 @@ def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
             "the file, or set it to `none`"
         ) from None
     width = net.fc.in_features
-    net.avgpool = nn.Identity()
     net.fc = nn.Identity()
     return net, width, 0
 
@@ -342,7 +378,7 @@ class ConvNet(ImageEncoder):
         self.stages = nn.Sequential(*(_Block(sizes[i], sizes[i + 1]) for i in range(depth)))
         self.norm = _norm(self.width)
 
-    def features(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: Tensor) -> Tensor:
         """Return the features of each of the N positions of the last feature map, [B, N, width].
 
         Args:

@@ -94,6 +94,48 @@ def test_only_rows_and_text_lengths_become_dynamic() -> None:
     assert len(sizes) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "batch_norm", "backend"),
+    [
+        ("resnet18", "frozen", "aot_eager"),
+        ("resnet18", "local", "aot_eager"),
+        ("transformers", "local", "aot_eager"),
+        pytest.param(
+            *("resnet18", "local", "inductor"), marks=[pytest.mark.inductor, NEEDS_COMPILER]
+        ),
+    ],
+)
+def test_pixels_and_first_layers_of_a_resnet_are_one_graph(
+    name: str, batch_norm: str, backend: str
+) -> None:
+    """Its outputs, gradients and running statistics equal those of a copy (EMA), which is eager."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    tower = ImageTower(name=name, weights="none" if name == "resnet18" else "resnet")
+    spec = WITH_DROPOUT.model_copy(update={"image": tower, "batch_norm": batch_norm})
+    layers = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    model = build(spec, VOCAB, {"image": {"model_type": "resnet"} | layers}).double()
+    model = model.to(memory_format=torch.channels_last).train()
+    settings = toy.train_settings(compile=compiler)
+    compiled: Any = apply_transforms(model, settings, toy.OPTIMIZER, CPU).image
+    eager: Any = copy.deepcopy(compiled)
+    results = []
+    for branch in (compiled, eager):
+        hidden = branch.pixels(rows(spec)["image"])
+        hidden.square().sum().backward()
+        gradients = [weight.grad for weight in branch.parameters() if weight.grad is not None]
+        results.append([hidden, *gradients, *branch.buffers()])
+    [graph] = graphs
+    assert "conv2d" in graph.code and "max_pool2d" in graph.code
+    assert results[0][0].stride() == results[1][0].stride() and len(gradients) == 3
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 def test_copy_of_a_compiled_model_is_eager_and_equal() -> None:
     spec, counter = MODELS["clip"][0], CompileCounter()
     model = model_of(spec, counter, activation_checkpointing=("text",)).eval()
