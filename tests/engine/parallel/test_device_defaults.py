@@ -112,6 +112,23 @@ def test_gpu_without_a_compiler_is_not_compiled(gpu, monkeypatch):
         resolve_auto(Train(compile="inductor"), Group(), notify=lambda *_: pytest.fail())
 
 
+class TwoRanks(Group):
+    """A group in which rank 1 cannot compile."""
+
+    def all_reduce_min(self, value):
+        return value
+
+    def all_gather_objects(self, value):
+        return [value, "no Python.h"]
+
+
+def test_ranks_are_eager_if_one_cannot_compile(gpu):
+    gpu()
+    notes = []
+    train = resolve_auto(Train(), TwoRanks(0, 2, GPU), lambda _, text: notes.append(text))
+    assert train.compile == "none" and notes[0].endswith(" rank 1: no Python.h")
+
+
 @pytest.mark.parametrize(
     ("gflops", "rows", "steps", "peak", "pays"),
     [
