@@ -118,6 +118,6 @@ def build_on(
 
 
 def import_libraries(spec: ModelConfig) -> None:
-    """Import what the models of a built-in kind need, which takes seconds."""
-    if spec.kind in KINDS:
+    """Import transformers, which takes seconds, for the kinds whose models are all of it."""
+    if spec.kind in ("clip", "siglip", "vlm"):
         import transformers.modeling_utils  # noqa: F401

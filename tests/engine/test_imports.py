@@ -15,10 +15,11 @@ from mmray.config import recipes
 from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.optimizer import build_optimizer
 from mmray.engine.precision import select_precision
-from mmray.models.build import build
+from mmray.models.build import build, import_libraries
 from mmray.models.synthetic import synthetic_batch
 
 config = recipes.sample()
+import_libraries(config.model)
 model = build(config.model, 512)
 assert 'sympy' not in sys.modules  # torch's backward imports it
 optimizer = build_optimizer(model, config.optimizer)
