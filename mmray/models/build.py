@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray import plugins
 from mmray.builtin import KINDS, REMOVED_KINDS
@@ -17,6 +16,7 @@ from mmray.models import lora
 from mmray.models.attention import fuse_projections
 from mmray.models.pixels import use_patch_products
 from mmray.models.protocol import Architecture
+from mmray.models.weights import parameters_on
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
@@ -100,20 +100,12 @@ def build_on(
     device = torch.device(device)
     if device.type == "cpu":
         return build(spec, vocab_size, architecture)
-
-    def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.device == device:
-            return None
-        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
-        return build(spec, vocab_size, architecture)
+        with parameters_on(device):
+            return build(spec, vocab_size, architecture)
     except RuntimeError:
         if device.type == "meta" and spec.kind in KINDS:
             raise
-    finally:
-        handle.remove()
     return build(spec, vocab_size, architecture)
 
 

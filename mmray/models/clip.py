@@ -29,6 +29,7 @@ from mmray.models.weights import (
     load_config,
     load_pretrained,
     load_state,
+    parameters_on,
     read_state_dict,
     transformer_config,
 )
@@ -238,7 +239,9 @@ def _pretrained_network(spec: Any, model_class: Any) -> Any:
         return load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
     state = read_state_dict(WEIGHTS_SETTING, spec.weights)
     hf_state = open_clip.rename_to_hf(state)
-    net = model_class(config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
+    config = config_class.from_dict(open_clip.hf_config(state, hf_state, spec))
+    with parameters_on("meta"):  # otherwise random values would be drawn, to be replaced
+        net = model_class(config)
     problem = f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
     load_state(net, hf_state, problem)
     return net

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray.data.text.languages import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
@@ -36,6 +37,28 @@ READ_ERRORS = (
     KeyError,
     BadZipFile,
 )
+
+
+@contextmanager
+def parameters_on(device: torch.device | str) -> Iterator[None]:
+    """Context manager in whose block modules are built with their parameters on a device, where
+    random values are drawn; buffers stay on the CPU.
+
+    Args:
+        device: The device; `meta` for parameters without memory, whose values are replaced later.
+    """
+    device = torch.device(device)
+
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.device == device:
+            return None
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def save_weights(
@@ -149,15 +172,19 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
     """Load a state_dict into a module; names and shapes must be equal.
 
     Args:
-        net: The module.
+        net: The module, whose parameters may be on the meta device.
         state: Weights by name.
         problem: Start of the message of an error, such as `model.weights: FILE does not fit a vit`.
 
     Raises:
         UsageError: Names or shapes differ.
     """
+    dtypes = {name: tensor.dtype for name, tensor in net.state_dict().items()}
+    copies = {
+        name: tensor.to(dtypes.get(name, tensor.dtype), copy=True) for name, tensor in state.items()
+    }
     try:
-        net.load_state_dict(state)
+        net.load_state_dict(copies, assign=True)
     except RuntimeError as error:
         details = [shorten(line, 160) for line in str(error).splitlines()[1:4]]
         raise UsageError(f"{problem}: {'; '.join(details)}") from None

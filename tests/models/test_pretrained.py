@@ -33,6 +33,7 @@ from mmray.training import evaluate_export
 from mmray.training.evaluate_export import export_model, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
+from tests.models.test_build import Draws
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIDE, TOKENS = 520, 48, 12  # ids of small_clip_bpe, pixels, positions
@@ -154,6 +155,11 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(
         )
         == 0
     )
+
+    if in_config:  # random weights are not drawn before
+        with Draws() as draws:
+            build(pretrained_config(str(file)).model, ROWS)
+        assert draws.devices <= {torch.device("meta")}
 
     loaded = mmray.load(tmp_path / "out")
     inputs = loaded.inputs
@@ -478,6 +484,9 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
         "bilinear",
         "crop",
     )
+    with Draws() as draws:
+        build(config.model, ROWS)
+    assert draws.devices <= {torch.device("meta")}
     export_model(config, tmp_path / "out")
     loaded, again = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
     pixels = loaded.model.image.tower.embeddings.normalize(PIXELS)
