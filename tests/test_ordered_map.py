@@ -107,6 +107,7 @@ def test_results_are_in_order_and_the_limits_are_kept():
     small, large = ThreadWorker(slow, "small"), ThreadWorker(slow, "large")
     pool = ThreadPool([small, large], max_in_flight=5, node_limits={"small": 1})
     results = OrderedMap(pool, range(60))
+    assert small.taken and large.taken  # before the first result is requested
     for number, result in enumerate(results):
         assert result == number**2
         unfinished = len(small.taken) + len(large.taken) - number - 1
