@@ -175,6 +175,12 @@ class Train(Section, settings_prefix="train"):
         "debug; auto: inductor for runs of some minutes on GPUs of compute capability 8.0 or "
         "newer, otherwise none.",
     )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="Recipe of torchao (extra `float8`) for products of trainable linear layers "
+        "with 1,024 or more inputs and outputs; needs bf16, compile, and GPUs of compute "
+        "capability 8.9 (`rowwise`: 9.0) or newer.",
+    )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
         description="CUDA graphs of the towers, so that the host does not limit small batches; "

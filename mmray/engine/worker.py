@@ -122,7 +122,7 @@ def train_worker(
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     config, model, base = _build_for_device(config, plan, checkpoint, group, driver)
     context = replace(context, config=config)
-    model = _prepare_model(context, group, model)
+    model = _prepare_model(context, group, model, driver)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     context = replace(context, batch_shape=batch_shape)
@@ -348,11 +348,13 @@ def _earns_compile(
 ) -> bool:
     """Return True if the run is long enough for torch.compile, by the FLOPs of the model.
 
-    True if the blocks would not be compiled on the device, for a model that will be sharded, which
-    is large, and for a user's model whose FLOPs cannot be counted without running it.
+    True if the blocks would not be compiled on the device, with `train.float8`, which needs it, for
+    a model that will be sharded, which is large, and for a user's model whose FLOPs cannot be
+    counted without running it.
     """
     default = device_defaults(capability_of(device)).compile
-    if default == "none" or config.train.parallel in strategy.SHARDED:
+    must_compile = config.train.float8 != "none" or config.train.parallel in strategy.SHARDED
+    if default == "none" or must_compile:
         return True
     without_autocast = precision.Precision("fp32", None, "meta")
     memo: dict[int, Tensor] = {
@@ -369,7 +371,9 @@ def _earns_compile(
     return compile_pays(flops, rank_rows, steps, peak_flops(device, mixed))
 
 
-def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn.Module:
+def _prepare_model(
+    context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
+) -> nn.Module:
     """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
     yet.
     """
@@ -378,7 +382,7 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
     use_tokenizer: Any = getattr(model, "use_tokenizer", None)
     if use_tokenizer is not None:
         use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
-    model = apply_transforms(model, train, config.optimizer, group.device)
+    model = apply_transforms(model, train, config.optimizer, group.device, driver.notify)
     if context.eval_sets:
         check_evaluable(config, model)
     if train.parallel in strategy.SHARDED:

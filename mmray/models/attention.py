@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ def fuse_projections(model: nn.Module) -> None:
 
     The weights stay three parameters, which are concatenated in each forward; under autocast they
     would be copied anyway. Layers with dropout, or with adapters on a projection, are unchanged.
+    Projections that are replaced later, as `train.float8` does, are called one by one.
 
     Args:
         model: The model; the classes of its layers are replaced in place.
@@ -65,9 +67,15 @@ class FusedAttention(nn.Module):
         """
         assert attention_mask is None
         projections = self.q_proj, self.k_proj, self.v_proj
-        weight = torch.cat([projection.weight for projection in projections])
-        bias = torch.cat([projection.bias for projection in projections])
-        fused = F.linear(hidden_states, weight, bias).unflatten(2, (3, self.num_heads, -1))
-        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        projected: Iterable[Tensor]
+        if type(self.q_proj) is nn.Linear:
+            weight = torch.cat([projection.weight for projection in projections])
+            bias = torch.cat([projection.bias for projection in projections])
+            projected = F.linear(hidden_states, weight, bias).chunk(3, dim=2)
+        else:  # layers that do not compute the plain product, such as those of `train.float8`
+            projected = [projection(hidden_states) for projection in projections]
+        query, key, value = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in projected
+        )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None

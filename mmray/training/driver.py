@@ -139,7 +139,7 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     """Check that the classes and packages that settings name can be loaded.
 
     Args:
-        config: Settings of the run: trackers, callbacks, objective, model kind and LoRA are
+        config: Settings of the run: trackers, callbacks, objective, model kind, LoRA and float8 are
             checked.
         log: Called with (message, label) for settings that only workers can check, where the label
             is the word to print before the message.
@@ -150,6 +150,8 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     trackers.check_trackers(config)
     if config.model.lora.rank:
         plugins.check_installed("peft", "model.lora.rank", "lora")
+    if config.train.float8 != "none":
+        plugins.check_installed("torchao", "train.float8", "float8")
     if ":" in config.objective.kind:
         from mmray import objectives
 

@@ -59,6 +59,7 @@ RESUMABLE_CHANGES = (
     "train.parallel",
     "train.activation_checkpointing",
     "train.compile",
+    "train.float8",
 )
 FILES_BEFORE_CONFIG = (
     lease.FOLDER,

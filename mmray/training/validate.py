@@ -258,8 +258,8 @@ def batch_norm_reasons(config: Config) -> list[str]:
 
 
 def transform_reasons(config: Config) -> list[str]:
-    """Return why the model cannot be trained with `train.deterministic` or
-    `train.activation_checkpointing`, as sentences with a fix; [] if it can.
+    """Return why the model cannot be trained with `train.deterministic`,
+    `train.activation_checkpointing` or `train.float8`, as sentences with a fix; [] if it can.
     """
     train = config.train
     model: Any = config.model
@@ -275,6 +275,18 @@ def transform_reasons(config: Config) -> list[str]:
     if model.branches and unknown:
         problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(model.branches)}"
         reasons.append(f"train.activation_checkpointing: {problem}")
+    if train.float8 == "none":
+        return reasons
+    if config.cluster.accelerator == "cpu":
+        reasons.append("train.float8 needs GPUs; leave it out with --cluster.accelerator cpu")
+    if train.precision not in ("auto", "bf16"):
+        reasons.append(
+            f"train.float8 needs bf16, not {train.precision}; set --train.precision bf16"
+        )
+    if train.compile == "none":
+        reasons.append(
+            "train.float8 is slower than bf16 without torch.compile; set --train.compile inductor"
+        )
     return reasons
 
 

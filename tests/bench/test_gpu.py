@@ -61,6 +61,25 @@ def test_kernels_and_gaps_between_them_are_listed() -> None:
     assert command.count_outcomes(rows) == {"passed": len(rows), "failed": 0, "skipped": 0}
 
 
+def test_float8_is_skipped_by_name_on_a_device_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert stages.measure_float8(CPU)["skipped"].startswith("train.float8 tensorwise needs GPUs")
+    # The rest, in float32 and eager.
+    monkeypatch.setattr(stages, "VIT_L", workload.TINY["clip"])
+    built = stages.build_bench
+
+    def build_plain(config: Any, *arguments: Any) -> Any:
+        plain = {"precision": "fp32", "compile": "none", "float8": "none"}
+        return built(config.replace(train=config.train.replace(**plain)), *arguments)
+
+    monkeypatch.setattr(stages, "build_bench", build_plain)
+    row = stages.measure_float8(CPU)
+    assert row["rows"] == workload.VIT_L_ROWS
+    assert row["float8_vs_bf16_lowest"] <= row["float8_vs_bf16"] <= row["float8_vs_bf16_highest"]
+    assert row["float8_loss"] == row["bf16_loss"] > 0
+
+
 def test_distributed_code_runs_in_a_group_of_one(forked_children: None) -> None:
     """In a process of its own, because the stage starts the process group."""
     child = ChildProcess("nccl", rows_of_stage, "nccl")

@@ -183,4 +183,6 @@ def test_length_of_a_run_decides_whether_it_is_compiled(monkeypatch, pays):
     assert worker._earns_compile(config, ReadsValues(), gpu, 8, 100)
     sharded = config.replace(train=Train(precision="bf16", parallel="fsdp"))
     assert worker._earns_compile(sharded, network, gpu, 8, 100)
+    float8 = config.replace(train=Train(precision="bf16", float8="tensorwise"))
+    assert worker._earns_compile(float8, network, gpu, 8, 100)
     assert not seen

@@ -66,7 +66,7 @@ def train_settings(**changes) -> SimpleNamespace:
         "parallel": "ddp",
         "profile": 0,
     }
-    settings |= {"activation_checkpointing": (), "compile": "none"}
+    settings |= {"activation_checkpointing": (), "compile": "none", "float8": "none"}
     return SimpleNamespace(**settings | changes)
 
 

@@ -52,6 +52,10 @@ def fsdp(**train):
     return {"workers": 2, "train": {"parallel": "fsdp"} | train}
 
 
+def float8(**train):
+    return {"train": {"float8": "tensorwise"} | train}
+
+
 REGIONS = {
     "recipe": "fusion",
     "model": {"inputs": recipes.load("fusion").model.inputs.replace(max_boxes=2)},
@@ -81,6 +85,9 @@ VLM = {"recipe": "vlm", "workers": 2}
             "an image and a text tower",
         ),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
+        (float8(precision="fp16"), "float8 needs bf16, not fp16; set --train.precision bf16"),
+        (float8(compile="none"), "set --train.compile inductor"),
+        (float8() | {"cluster": {"accelerator": "cpu"}}, "train.float8 needs GPUs"),
         (VLM | {"evaluate": {"classes": ("cat", "dog")}}, "`vlm` has no embeddings"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),

@@ -30,19 +30,22 @@ from mmray.bench.gpu.workload import (
     GLOBAL_BATCH_SIZE,
     TINY,
     TINY_GLOBAL_BATCH_SIZE,
+    VIT_L,
+    VIT_L_ROWS,
     Case,
     recipe,
     rows_of,
 )
-from mmray.bench.results import describe_machine
-from mmray.bench.step import Bench, StepTimer, build_bench, measure_loops
+from mmray.bench.results import compare, describe_machine
+from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
 from mmray.config import Batch, recipes
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
-from mmray.errors import first_line
+from mmray.errors import UsageError, first_line
 from mmray.machine import free_memory
 
 ROUNDS = 2  # repetitions of each measurement of a rate
+FLOAT8_STEPS = 10  # timed steps of a measurement; one takes 0.23 s on an H200 in bf16
 
 
 def environment(device: torch.device) -> Iterator[Case]:
@@ -249,17 +252,19 @@ def memory(device: torch.device) -> Iterator[Case]:
 
 def step(device: torch.device) -> Iterator[Case]:
     """Yield cases (named measurements) that time mmray's loop and two loops written by hand, for
-    the recipe `clip`: one with many and one with few rows in a step, as `rows_of` returns them.
+    the recipe `clip`: one with many and one with few rows in a step, as `rows_of` returns them; and
+    mmray's loop in float8 and in bf16, for ViT-L/14.
 
     Args:
         device: The device to measure.
 
     Yields:
         (name, function) of each case: the function is called without arguments, and returns what
-        `measure_step` returns, a list of dicts.
+        `measure_step` returns, a list of dicts, or what `measure_float8` returns.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
+    yield "ViT-L/14, float8", partial(measure_float8, device)
 
 
 def resnet(device: torch.device) -> Iterator[Case]:
@@ -301,6 +306,47 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
         ratios[ratio] = result["ratios"][ratio]
         ratios |= {f"{ratio}_lowest": spread["min"], f"{ratio}_highest": spread["max"]}
     return [ratios, *({"case": f"{case}, {row.pop('arm')}"} | row for row in result["rows"])]
+
+
+def measure_float8(device: torch.device) -> dict[str, Any]:
+    """Time mmray's loop with `train.float8 tensorwise` and without it, for ViT-L/14.
+
+    Args:
+        device: The device to measure.
+
+    Returns:
+        `rows` (of a step), the ratio of samples/s `float8_vs_bf16` (also as NAME_lowest and
+        NAME_highest of the rounds), and for both `float8` and `bf16` NAME_samples_per_s and
+        NAME_loss (the last one); {"skipped": reason} if the device or the package is missing.
+    """
+
+    def arm(float8: str) -> Callable[[], dict[str, float]]:
+        settings = {"precision": "bf16", "float8": float8}
+        config = recipe("clip", device, **settings)
+        bench = build_bench(config.replace(model=VIT_L), Group(device=device), VIT_L_ROWS)
+
+        def measure() -> dict[str, float]:
+            seconds, loss = bench.loop_window(WARMUP_STEPS + FLOAT8_STEPS)
+            return {"samples_per_s": VIT_L_ROWS * FLOAT8_STEPS / seconds, "loss": loss}
+
+        return measure
+
+    try:
+        arms = {"float8": arm("tensorwise")}
+    except UsageError as error:
+        return {"skipped": str(error)}
+    arms["bf16"] = arm("none")
+    for measure in arms.values():
+        measure()  # compiles
+    result = compare(arms, ROUNDS, "samples_per_s", {"float8_vs_bf16": ("float8", "bf16")})
+    spread = result["spread"]["float8_vs_bf16"]
+    row = {"rows": VIT_L_ROWS} | result["ratios"]
+    row |= {"float8_vs_bf16_lowest": spread["min"], "float8_vs_bf16_highest": spread["max"]}
+    for each in result["rows"]:
+        name = each["arm"]
+        row[f"{name}_samples_per_s"] = each["samples_per_s"]
+        row[f"{name}_loss"] = each["loss"]
+    return row
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {

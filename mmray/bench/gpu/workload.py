@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mmray.bench.gpu.device_checks import INPUTS, MODELS, TOWERS
-from mmray.config import Config, TwoTower, recipes
+from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, TwoTower, recipes
 
 # several rows: each has its `case`
 Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
@@ -17,6 +17,14 @@ SMALL_ROWS = 128  # the share of eight GPUs in 1,024
 TINY_GLOBAL_BATCH_SIZE = 8
 TINY_ROWS = 4
 LOG_EVERY = 5  # steps
+# CLIP with ViT-L/14, whose image branch is 1,024 wide; its rows fit on a GPU of 80 GB.
+VIT_L = Clip(
+    inputs=Inputs(image_side=224, max_tokens=77),
+    image=ClipImage(width=1024, depth=24, heads=16, patch=14),
+    text=ClipText(width=768, depth=12, heads=12),
+    embed_dim=768,
+)
+VIT_L_ROWS = 192
 TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
     "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
 }

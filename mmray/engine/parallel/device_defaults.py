@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mmray.engine.parallel.float8 import check_device
 from mmray.errors import UsageError, first_line
 from mmray.machine import cores
 
@@ -96,7 +97,8 @@ def resolve_auto(
         The section without `auto` in `precision` and `compile`.
 
     Raises:
-        UsageError: `compile` is `inductor`, which does not work on some rank; raised on every rank.
+        UsageError: `compile` is `inductor`, which does not work on some rank, or `float8` does not
+            make training faster on these devices; raised on every rank.
     """
     capability = capability_of(group.device)
     oldest = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
@@ -118,9 +120,11 @@ def resolve_auto(
         "precision": defaults.precision,
         "compile": backend,
     }
-    return train.replace(
+    train = train.replace(
         **{name: value for name, value in resolved.items() if getattr(train, name) == "auto"}
     )
+    check_device(train, None if oldest < 0 else divmod(oldest, 10))
+    return train
 
 
 def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> bool:

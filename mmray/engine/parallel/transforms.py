@@ -1,5 +1,5 @@
-"""Freezing, activation checkpointing, torch.compile and memory format, applied before the model is
-wrapped.
+"""Freezing, float8, activation checkpointing, torch.compile and memory format, applied before the
+model is wrapped.
 
 Parameter names do not change, so a checkpoint can be loaded with other settings.
 """
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from mmray.engine.optimizer import freeze_parameters
+from mmray.engine.parallel.float8 import convert_branches
 from mmray.engine.parallel.strategy import SHARDED, place_branches, preserve_buffers
 from mmray.errors import UsageError
 from mmray.models.pixels import NormalizePixels
@@ -40,7 +41,7 @@ _recomputation_enabled = True  # changed by `disable_recomputation`
 # Context managers of a forward, and of its recomputation.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # their layers name rates `drop`
-KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")
+KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchao.", "torchvision.", "transformers.")
 _forced_eager = False  # within `force_eager`
 # From torch 2.15 on, the memory probe counts the outputs that a selective recomputation saves.
 HOOKS = {
@@ -51,9 +52,14 @@ HOOKS = {
 
 
 def apply_transforms(
-    model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device
+    model: nn.Module,
+    train: Train,
+    optimizer: Optimizer,
+    device: torch.device,
+    notify: Callable[[str, str], None] = lambda label, text: None,
 ) -> nn.Module:
-    """Move the model to its device, and apply freezing, activation checkpointing and compile.
+    """Move the model to its device, and apply freezing, float8, activation checkpointing and
+    compile.
 
     Args:
         model: The model, not wrapped.
@@ -61,6 +67,8 @@ def apply_transforms(
         optimizer: The `optimizer` section, for `freeze`.
         device: Device of this rank. A model that will be sharded is not moved, because all of it
             may not fit.
+        notify: Called with (label, line) if layers compute in float8, where the label is the word
+            to print before the line.
 
     Returns:
         The same model.
@@ -82,6 +90,8 @@ def apply_transforms(
     if device.type == "cuda" and train.parallel not in SHARDED:
         model.to(memory_format=torch.channels_last)
     branches = branches_of(model)
+    if train.float8 != "none":
+        notify("device", convert_branches(branches, train.float8))
     for name, _, mode in (setting.partition("=") for setting in train.activation_checkpointing):
         if name not in branches:
             raise UsageError(
@@ -272,7 +282,7 @@ def may_draw_random_numbers(block: nn.Module) -> bool:
     """Return True if a forward of a module may draw random numbers.
 
     That is so for a positive dropout rate, and for layers of packages other than torch,
-    torchvision, timm and transformers, whose code may have any.
+    torchao, torchvision, timm and transformers, whose code may have any.
 
     Args:
         block: The module.

@@ -129,6 +129,14 @@ def test_ranks_are_eager_if_one_cannot_compile(gpu):
     assert train.compile == "none" and notes[0].endswith(" rank 1: no Python.h")
 
 
+def test_float8_needs_a_compiler(gpu, monkeypatch):
+    gpu()
+    assert resolve_auto(Train(float8="rowwise"), Group(device=GPU)).compile == "inductor"
+    monkeypatch.setattr(device_defaults, "compile_problem", lambda _: "gcc: command not found")
+    with pytest.raises(UsageError, match="float8 rowwise is slower than bf16 without"):
+        resolve_auto(Train(float8="rowwise"), Group(device=GPU))
+
+
 @pytest.mark.parametrize(
     ("gflops", "rows", "steps", "peak", "pays"),
     [

@@ -1,0 +1,125 @@
+"""float8 training with torchao: matrix products of wide linear layers in 8 bits, in training only.
+
+Weights stay in float32 under the same names, so checkpoints, EMA, export and evaluation are those
+of a run without it. Source: Micikevicius et al. 2022 (arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from mmray.errors import UsageError
+from mmray.models.protocol import find_blocks
+from mmray.plugins import check_installed
+
+if TYPE_CHECKING:
+    from mmray.config import Train
+    from mmray.engine.parallel.device_defaults import Capability
+
+MIN_WIDTH = 1024  # inputs and outputs of a layer; narrower products gain less than the casts cost
+# Oldest GPUs with kernels of a recipe.
+MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+
+
+def check_device(train: Train, capability: Capability | None) -> None:
+    """Check that `train.float8` makes training faster on a device.
+
+    Args:
+        train: The `train` section, without `auto` in `precision` and `compile`.
+        capability: Compute capability of the oldest GPU of the run, such as (9, 0); None: a CPU.
+
+    Raises:
+        UsageError: The device has no kernels for it, the precision is not bf16, or nothing is
+            compiled.
+    """
+    if train.float8 == "none":
+        return
+    needed = MIN_CAPABILITY[train.float8]
+    if capability is None or capability < needed:
+        device = "a CPU" if capability is None else f"a GPU of {_version(capability)}"
+        problem = f"needs GPUs of compute capability {_version(needed)} or newer, not {device}"
+    elif train.precision != "bf16":
+        problem = f"needs --train.precision bf16, not {train.precision}"
+    elif train.compile == "none":
+        # The casts of a product are several kernels then.
+        problem = "is slower than bf16 without torch.compile, which cannot be used here"
+    else:
+        return
+    raise UsageError(f"train.float8 {train.float8} {problem}; set --train.float8 none")
+
+
+def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
+    """Let wide linear layers in the blocks of the branches compute in float8 in training mode.
+
+    A layer is wide if torchao measured its products to be faster with the recipe, and it has at
+    least 1,024 inputs and outputs. Frozen layers, among them those with LoRA adapters, stay as they
+    are. In evaluation mode the layers compute as before. Call this after freezing, before compile
+    and sharding.
+
+    Args:
+        branches: Parts of the model by name, such as {"image": module}; changed in place.
+        recipe: Name of a recipe of torchao: `tensorwise` (a scale per tensor) or `rowwise` (one per
+            row or column).
+
+    Returns:
+        A line for the console with the numbers of these layers.
+
+    Raises:
+        UsageError: torchao is not installed, or no layer is wide enough.
+    """
+    check_installed("torchao", "train.float8", "float8")
+    # Late: it is optional, and importing it takes 1.5 s.
+    from torchao.float8 import (
+        Float8LinearConfig,
+        _auto_filter_for_recipe,
+        convert_to_float8_training,
+    )
+
+    # The gradient of a weight sums over tokens, whose number need not be a multiple of 16.
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    is_faster = _auto_filter_for_recipe(recipe, filter_fqns=[])
+    counts = []
+    for name, branch in branches.items():
+        blocks = [layer for block in find_blocks(branch) for layer in block.modules()]
+        linear = {layer for layer in blocks if type(layer) is nn.Linear}
+        wide = {
+            path: layer
+            for path, layer in branch.named_modules()
+            if layer in linear and _is_wide(layer) and is_faster(layer, path)
+        }
+        convert_to_float8_training(
+            branch, config=config, module_filter_fn=lambda _, path, wide=wide: path in wide
+        )
+        for path, layer in wide.items():
+            converted: Any = branch.get_submodule(path).train(layer.training)
+            # a partial: deepcopy (EMA) binds it to the copy
+            converted.forward = partial(_forward, converted)
+        if wide:
+            counts.append(f"{len(wide)} of {len(linear)} linear layers of {name}")
+    if not counts:
+        raise UsageError(
+            f"train.float8 {recipe}: no trainable linear layer in the blocks of "
+            f"{', '.join(branches) or 'the model'} is so wide that float8 makes it "
+            "faster; set --train.float8 none"
+        )
+    return f"float8 {recipe}: {', '.join(counts)}"
+
+
+def _is_wide(layer: nn.Linear) -> bool:
+    widths = layer.in_features, layer.out_features
+    return min(widths) >= MIN_WIDTH and layer.weight.requires_grad
+
+
+def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """Compute in float8 in training mode, otherwise as nn.Linear."""
+    forward = type(layer).forward if layer.training else nn.Linear.forward
+    return forward(layer, hidden)
+
+
+def _version(capability: Capability) -> str:
+    return ".".join(map(str, capability))
