@@ -17,7 +17,11 @@ from mmray.config import Batch, ImageTower, TextTower, recipes
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.meters import model_flops_of_row
-from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
+from mmray.engine.parallel.transforms import (
+    TOKEN_MULTIPLE,
+    apply_transforms,
+    num_compiled_graphs,
+)
 from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
@@ -44,7 +48,7 @@ def no_graphs_of_other_tests():
 def model_of(spec: Any, backend: Any = "none", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return apply_transforms(
-        build(spec, VOCAB), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU
+        build(spec, VOCAB, {}), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU
     )
 
 
@@ -68,6 +72,25 @@ def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
     model_of(spec, counter).train()(rows(spec))
     # one of the patch embeddings, and one an encoder
     assert counter.frame_count == 3
+
+
+def test_resnet50_bert_has_few_graphs_and_its_accumulated_steps_equal_eager_ones() -> None:
+    """Several micro-batches double them, because the pass without gradients has its own."""
+    small = {"inputs": WITH_DROPOUT.inputs, "text": WITH_DROPOUT.text, "embed_dim": 8}
+    image = ImageTower(name="resnet50", weights="none")
+    spec = recipes.load("resnet50-bert").model.model_copy(update=small | {"image": image})
+    weights, graphs = {}, []
+    for backend in ("none", "eager"):
+        model = model_of(spec, backend).double().train()
+        start = toy.flat(model)
+        state = toy.train_state(model, objective=toy.objective("contrastive"))
+        for count in (2, 4):
+            micro_batches = toy.cut(synthetic_batch(spec.inputs, VOCAB, count, CPU), 2)
+            optimizer_step(state, make_local_batch(micro_batches), lambda index: index)
+            graphs.append(num_compiled_graphs())
+        weights[backend] = toy.flat(model)
+    assert graphs[1] == 0 < graphs[2] <= 12 and graphs[3] <= 2 * graphs[2]
+    toy.assert_equal_weights(weights["eager"], weights["none"], start)
 
 
 def test_only_rows_and_text_lengths_become_dynamic() -> None:
