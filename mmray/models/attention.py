@@ -1,20 +1,24 @@
-"""Self-attention of transformers' CLIP and SigLIP with one matrix product for q, k and v."""
+"""Layers of transformers' CLIP and SigLIP with fewer GPU kernels: one matrix product for q, k and
+v, and gradients of biases that torch.compile fuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLASSES = ("CLIPAttention", "SiglipAttention")  # classes of transformers, not imported here
+# classes of transformers, not imported here
+ATTENTION_CLASSES = ("CLIPAttention", "SiglipAttention")
+MLP_CLASSES = ("CLIPMLP", "SiglipMLP")
 
 
 def fuse_projections(model: nn.Module) -> None:
     """Compute q, k and v in one matrix product in each attention layer of transformers' CLIP and
-    SigLIP.
+    SigLIP, and sum the gradients of biases of image encoders as `row_linear` does.
 
     The weights stay three parameters, which are concatenated in each forward; under autocast they
     would be copied anyway. Layers with dropout, or with adapters on a projection, are unchanged.
@@ -24,13 +28,75 @@ def fuse_projections(model: nn.Module) -> None:
         model: The model; the classes of its layers are replaced in place.
     """
     for layer in model.modules():
-        if type(layer).__name__ in CLASSES and _is_plain(layer):
-            layer.__class__ = FusedAttention
+        name = type(layer).__name__
+        if name in ATTENTION_CLASSES and _is_plain(layer):
+            layer.__class__ = FusedImageAttention if _encodes_images(layer) else FusedAttention
+        elif name in MLP_CLASSES and _encodes_images(layer):
+            layer.__class__ = ImageMLP
 
 
 def _is_plain(attention: Any) -> bool:
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     return not attention.dropout and all(type(part) is nn.Linear for part in projections)
+
+
+def _encodes_images(layer: Any) -> bool:
+    return type(layer.config).__name__.endswith("VisionConfig")
+
+
+class _SumBiasByRow(torch.autograd.Function):
+    """The output [B, T, W] of a linear layer, whose bias [W] gets its gradient here."""
+
+    @staticmethod
+    def forward(_: Any, output: Tensor, bias: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        return gradient, gradient.sum(1, dtype=dtype).sum(0)
+
+
+def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Apply a linear layer whose bias gets its gradient from sums over the tokens of each row.
+
+    torch.compile computes these sums in the kernel that computes the gradient of the output, if
+    the number of tokens is static, as it is for images. The sum over all tokens of all rows, as of
+    F.linear, is a kernel of its own, which reads that gradient again.
+
+    Args:
+        hidden: [B, T, W_in].
+        weight: [W_out, W_in].
+        bias: [W_out].
+
+    Returns:
+        [B, T, W_out].
+    """
+    return _SumBiasByRow.apply(F.linear(hidden, weight, bias.detach()), bias)
+
+
+class ImageMLP(nn.Module):
+    """The MLP of an image encoder, whose first layer is a `row_linear`.
+
+    It takes the place of transformers' CLIPMLP or SiglipMLP and has the same weights and settings.
+
+    Forward takes hidden states [B, T, W] and returns hidden states [B, T, W].
+
+    Attributes:
+        fc1, activation_fn, fc2: As in the layer that it replaces.
+    """
+
+    fc1: nn.Linear
+    activation_fn: Callable[[Tensor], Tensor]
+    fc2: nn.Linear
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply both layers to each token of hidden states [B, T, W]."""
+        if type(self.fc1) is nn.Linear:
+            hidden_states = row_linear(hidden_states, self.fc1.weight, self.fc1.bias)
+        else:  # with adapters or in float8
+            hidden_states = self.fc1(hidden_states)
+        return self.fc2(self.activation_fn(hidden_states))
 
 
 class FusedAttention(nn.Module):
@@ -50,6 +116,7 @@ class FusedAttention(nn.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear
     out_proj: nn.Linear
+    linear: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, is_causal: bool = False, **_: Any
@@ -71,7 +138,8 @@ class FusedAttention(nn.Module):
         if type(self.q_proj) is nn.Linear:
             weight = torch.cat([projection.weight for projection in projections])
             bias = torch.cat([projection.bias for projection in projections])
-            projected = F.linear(hidden_states, weight, bias).chunk(3, dim=2)
+            # Split first: backward then concatenates gradients [B, T, W], and fuses the sum over T.
+            projected = self.linear(hidden_states, weight, bias).chunk(3, dim=2)
         else:  # layers that do not compute the plain product, such as those of `train.float8`
             projected = [projection(hidden_states) for projection in projections]
         query, key, value = (
@@ -79,3 +147,12 @@ class FusedAttention(nn.Module):
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+class FusedImageAttention(FusedAttention):
+    """FusedAttention of an image encoder, whose number of tokens is fixed.
+
+    Forward takes hidden states [B, T, W] and returns hidden states [B, T, W] and None.
+    """
+
+    linear = staticmethod(row_linear)
