@@ -480,16 +480,15 @@ class VisionBranch(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         tower = self.tower
-        hidden = tower.embeddings(image)
+        # SigLIP has no such norm. CLIP's is per token, so it may precede the drop of patches.
+        hidden = tower.embeddings(image, getattr(tower, "pre_layrnorm", None))
         if self.training and self.patch_dropout:
             prefix = 0 if self.project is None else 1  # the class token
             patches = drop_patches(hidden[:, prefix:], self.patch_dropout)
             hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
-        if self.project is None:
-            hidden = tower.encoder(inputs_embeds=residual_stream(hidden)).last_hidden_state
-            return l2_normalize(tower.head(tower.post_layernorm(hidden)))
-        hidden = residual_stream(tower.pre_layrnorm(hidden))
         hidden = tower.encoder(inputs_embeds=hidden).last_hidden_state
+        if self.project is None:
+            return l2_normalize(tower.head(tower.post_layernorm(hidden)))
         return l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
 
 

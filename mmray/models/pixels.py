@@ -104,9 +104,9 @@ class PatchEmbeddings(NormalizePixels):
 
     Forward takes pixels uint8 [B, 3, S, S] and returns hidden states [B, N, W] of N positions:
     CLIP's class token, if there is one, then the patches, with position embeddings added. It has
-    the weights of their `embeddings` under the same names. Normalization is part of it, so
-    torch.compile can fuse it with the cast to the dtype of the matrix product (bf16 under autocast
-    to bf16): the pixels are read once.
+    the weights of their `embeddings` under the same names. Normalization of pixels, CLIP's
+    LayerNorm before the first block and the casts are part of it, so torch.compile can fuse them:
+    the pixels are read once, and float32 hidden states are written at most once.
 
     Args:
         embeddings: The module `embeddings` of the vision model, whose weights are used.
@@ -124,17 +124,26 @@ class PatchEmbeddings(NormalizePixels):
         self.patch_embedding = embeddings.patch_embedding
         self.position_embedding = embeddings.position_embedding
 
-    def forward(self, image: Tensor) -> Tensor:
-        """Return the hidden states [B, N, W] of images, pixels uint8 [B, 3, S, S].
+    def forward(self, image: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Return the hidden states [B, N, W] of images, as the first block takes them.
 
         They are CLIP's class token, if the model has one, followed by the patches, with positions
         added.
+
+        Args:
+            image: Pixels uint8 [B, 3, S, S].
+            norm: Applied to the hidden states: CLIP's `pre_layrnorm`. It is an argument because the
+                names of its weights are those of another module.
+
+        Returns:
+            Hidden states [B, N, W]: bf16 under autocast to bf16, see `residual_stream`.
         """
         hidden = self.patch_embedding(self.normalize(image)).flatten(2).transpose(1, 2)
         if self.class_embedding is not None:
             class_token = self.class_embedding.expand(len(hidden), 1, -1)
             hidden = torch.cat([class_token, hidden], dim=1)
-        return hidden + self.position_embedding.weight
+        hidden = hidden + self.position_embedding.weight
+        return residual_stream(hidden if norm is None else norm(hidden))
 
 
 def use_patch_products(model: nn.Module) -> None:
