@@ -58,7 +58,10 @@ def test_kernels_and_gaps_between_them_are_listed() -> None:
     cases = [row["case"] for row in rows]
     assert cases[:2] == ["clip, 8 rows", "clip, 8 rows, kernel 1"]
     assert "clip, 8 rows, gap 1" in cases
-    assert command.count_outcomes(rows) == {"passed": len(rows), "failed": 0, "skipped": 0}
+    skipped = [row["case"] for row in rows if "skipped" in row]
+    assert command.count_outcomes(rows)["failed"] == 0, rows
+    # attention with two backends and layouts, and blocks, of both encoders
+    assert len(skipped) == 2 * (4 + 1) and {"ms", "lowest", "highest"} <= rows[-3].keys()
 
 
 def test_float8_is_skipped_by_name_on_a_device_without_it(

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from mmray.bench.gpu.blocks import blocks
 from mmray.bench.gpu.workload import Case, recipe, rows_of
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.engine.batch import BatchShape
@@ -63,7 +64,8 @@ class ProfiledSteps:
 
 
 def kernels(device: torch.device) -> Iterator[Case]:
-    """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`.
+    """Yield cases (named measurements) that profile the kernels of a step, for the recipe `clip`,
+    then those of `blocks`.
 
     There is a case for many and one for few rows in a step, as `rows_of` returns them.
 
@@ -72,12 +74,13 @@ def kernels(device: torch.device) -> Iterator[Case]:
 
     Yields:
         (name, function) of each case: the function is called without arguments, and returns a list
-        of dicts with a `case`. The first has `step_ms`, `busy_share` (0 to 1, of the time in which
-        a kernel ran), `kernels_per_step`, the run's metrics that end with `_share`, and what
-        `kernel_kinds` returns; then follow those of `top_kernels` and of `largest_gaps`.
+        of dicts with a `case`. The first of a step has `step_ms`, `busy_share` (0 to 1, of the time
+        in which a kernel ran), `kernels_per_step`, the run's metrics that end with `_share`, and
+        what `kernel_kinds` returns; then follow those of `top_kernels` and of `largest_gaps`.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(_profile_loop, device, rows)
+    yield from blocks(device)
 
 
 def _profile_loop(device: torch.device, rows: int) -> list[dict[str, Any]]:
