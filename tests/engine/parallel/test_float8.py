@@ -15,7 +15,11 @@ from mmray.config import Batch, Clip, ClipImage, ClipText, Inputs, Lora, Train
 from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.parallel import device_defaults
 from mmray.engine.parallel.float8 import check_device, convert_branches
-from mmray.engine.parallel.transforms import apply_transforms, branches_of
+from mmray.engine.parallel.transforms import (
+    apply_transforms,
+    branches_of,
+    may_draw_random_numbers,
+)
 from mmray.engine.precision import Precision
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -91,6 +95,7 @@ def test_only_training_is_in_float8(torchao: None) -> None:
     assert [name for name, _ in converted.named_parameters()] == names
     flops = model_flops_of_row(plain, rows(), BF16)
     assert model_flops_of_row(converted, rows(), BF16) == flops
+    assert not may_draw_random_numbers(converted)  # otherwise no CUDA graphs
     average = copy.deepcopy(converted)
     with torch.no_grad(), BF16.autocast():
         trained = plain(rows())["image_embed"]
