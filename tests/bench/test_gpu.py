@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def test_float8_is_skipped_by_name_on_a_device_without_it(
     assert stages.measure_float8(CPU)["skipped"].startswith("train.float8 tensorwise needs GPUs")
     # The rest, in float32 and eager.
     monkeypatch.setattr(stages, "VIT_L", workload.TINY["clip"])
+    monkeypatch.setattr(stages, "VIT_L_ROWS", workload.TINY_ROWS)
+    monkeypatch.setattr(stages, "FLOAT8_STEPS", 2)
     built = stages.build_bench
 
     def build_plain(config: Any, *arguments: Any) -> Any:
@@ -77,10 +80,19 @@ def test_float8_is_skipped_by_name_on_a_device_without_it(
         return built(config.replace(train=config.train.replace(**plain)), *arguments)
 
     monkeypatch.setattr(stages, "build_bench", build_plain)
-    row = stages.measure_float8(CPU)
-    assert row["rows"] == workload.VIT_L_ROWS
-    assert row["float8_vs_bf16_lowest"] <= row["float8_vs_bf16"] <= row["float8_vs_bf16_highest"]
-    assert row["float8_loss"] == row["bf16_loss"] > 0
+    ratio, float8, bf16 = stages.measure_float8(CPU)
+    assert (
+        ratio["float8_vs_bf16_lowest"] <= ratio["float8_vs_bf16"] <= ratio["float8_vs_bf16_highest"]
+    )
+    assert (float8["case"], bf16["case"]) == ("ViT-L/14, 4 rows, float8", "ViT-L/14, 4 rows, bf16")
+    assert float8["lowest"] <= float8["samples_per_s"] <= float8["highest"]
+    assert float8["loss"] == bf16["loss"] > 0
+
+
+def test_time_of_a_kernel_has_a_spread() -> None:
+    """A call takes as long as the attention of a step on a GPU."""
+    times = workload.time_calls(lambda: time.sleep(0.005)).times
+    assert len(times) > 1 and min(times) < max(times)
 
 
 def test_distributed_code_runs_in_a_group_of_one(forked_children: None) -> None:

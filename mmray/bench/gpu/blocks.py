@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 
-from mmray.bench.gpu.workload import Case, recipe, rows_of
+from mmray.bench.gpu.workload import Case, recipe, rows_of, time_calls
 from mmray.errors import first_line
 from mmray.models.attention import fuse_projections
 from mmray.models.clip import Clip
@@ -129,7 +128,7 @@ def _time_block(
 def _time_ms(step: Callable[[], None]) -> dict[str, float]:
     """Return the median, lowest and highest milliseconds of a call, after a first one."""
     step()
-    times = Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=0.05)
+    times = time_calls(step)
     return {
         "ms": times.median * 1e3,
         "lowest": min(times.times) * 1e3,

@@ -20,7 +20,6 @@ from traceback import extract_tb, print_exc
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from mmray.bench.gpu.device_checks import CHECKS, compile_backend
 from mmray.bench.gpu.distributed import nccl
@@ -35,6 +34,7 @@ from mmray.bench.gpu.workload import (
     Case,
     recipe,
     rows_of,
+    time_calls,
 )
 from mmray.bench.results import compare, describe_machine
 from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
@@ -122,7 +122,7 @@ def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]
         Work per second: the median of several measurements under `name`, and their `lowest` and
         `highest`.
     """
-    measured = Timer("function()", globals={"function": function}).blocked_autorange()
+    measured = time_calls(function)
     return {
         name: work / measured.median,
         "lowest": work / max(measured.times),
@@ -260,7 +260,7 @@ def step(device: torch.device) -> Iterator[Case]:
 
     Yields:
         (name, function) of each case: the function is called without arguments, and returns what
-        `measure_step` returns, a list of dicts, or what `measure_float8` returns.
+        `measure_step` or `measure_float8` returns, a list of dicts, or {"skipped": reason}.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
@@ -300,7 +300,11 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
     """
     bench = build_bench(recipe(name, device), Group(device=device), rows)
     result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
-    case = f"{name}, {rows} rows"
+    return _format_comparison(f"{name}, {rows} rows", result)
+
+
+def _format_comparison(case: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a dict of the ratios that `compare` returned, then one for each arm."""
     ratios: dict[str, Any] = {"case": case}
     for ratio, spread in result["spread"].items():
         ratios[ratio] = result["ratios"][ratio]
@@ -308,16 +312,17 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
     return [ratios, *({"case": f"{case}, {row.pop('arm')}"} | row for row in result["rows"])]
 
 
-def measure_float8(device: torch.device) -> dict[str, Any]:
+def measure_float8(device: torch.device) -> list[dict[str, Any]] | dict[str, Any]:
     """Time mmray's loop with `train.float8 tensorwise` and without it, for ViT-L/14.
 
     Args:
         device: The device to measure.
 
     Returns:
-        `rows` (of a step), the ratio of samples/s `float8_vs_bf16` (also as NAME_lowest and
-        NAME_highest of the rounds), and for both `float8` and `bf16` NAME_samples_per_s and
-        NAME_loss (the last one); {"skipped": reason} if the device or the package is missing.
+        Dicts with a `case`. The first has the ratio of samples/s `float8_vs_bf16`, also as
+        float8_vs_bf16_lowest and float8_vs_bf16_highest of the rounds. Then follow those of
+        `float8` and `bf16`: `samples_per_s` with its `lowest` and `highest`, and the last `loss`.
+        {"skipped": reason} if the device has no float8, or torchao is not installed.
     """
 
     def arm(float8: str) -> Callable[[], dict[str, float]]:
@@ -339,14 +344,7 @@ def measure_float8(device: torch.device) -> dict[str, Any]:
     for measure in arms.values():
         measure()  # compiles
     result = compare(arms, ROUNDS, "samples_per_s", {"float8_vs_bf16": ("float8", "bf16")})
-    spread = result["spread"]["float8_vs_bf16"]
-    row = {"rows": VIT_L_ROWS} | result["ratios"]
-    row |= {"float8_vs_bf16_lowest": spread["min"], "float8_vs_bf16_highest": spread["max"]}
-    for each in result["rows"]:
-        name = each["arm"]
-        row[f"{name}_samples_per_s"] = each["samples_per_s"]
-        row[f"{name}_loss"] = each["loss"]
-    return row
+    return _format_comparison(f"ViT-L/14, {VIT_L_ROWS} rows", result)
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {

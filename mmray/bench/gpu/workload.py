@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Measurement, Timer
 
 from mmray.bench.gpu.device_checks import INPUTS, MODELS, TOWERS
 from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, TwoTower, recipes
@@ -17,6 +18,7 @@ SMALL_ROWS = 128  # the share of eight GPUs in 1,024
 TINY_GLOBAL_BATCH_SIZE = 8
 TINY_ROWS = 4
 LOG_EVERY = 5  # steps
+MAX_TIMING_S = 1.0  # of `time_calls`
 # CLIP with ViT-L/14, whose image branch is 1,024 wide; its rows fit on a GPU of 80 GB.
 VIT_L = Clip(
     inputs=Inputs(image_side=224, max_tokens=77),
@@ -65,3 +67,17 @@ def rows_of(device: torch.device) -> tuple[int, int]:
     """
     cuda = device.type == "cuda"
     return (GLOBAL_BATCH_SIZE, SMALL_ROWS) if cuda else (TINY_GLOBAL_BATCH_SIZE, TINY_ROWS)
+
+
+def time_calls(function: Callable[[], Any]) -> Measurement:
+    """Time a function, including the kernels that it queues, in several measurements.
+
+    Args:
+        function: Called without arguments, often, for about a second at most.
+
+    Returns:
+        A Measurement of torch: `median` and `times`, seconds of a call.
+    """
+    # Not blocked_autorange, which often returns one measurement, so without a spread.
+    timer = Timer("function()", globals={"function": function})
+    return timer.adaptive_autorange(max_run_time=MAX_TIMING_S)
