@@ -113,8 +113,9 @@ def find_limit(run: RunRecord) -> Finding:
         run: The content of the run folder; the logged metrics are read.
 
     Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`. A `warning` starts with
-        `Data-bound` or `Host-bound`; `ok` if the devices wait little, or nothing was measured.
+        A Finding: `level`, `name` (`limit`), and the texts `observed` and `fix`. The level is
+        `warning` if the devices wait, and `observed` then starts with `Data-bound` or `Host-bound`;
+        it is `ok` if they wait little, or if nothing was measured.
     """
     if not run.values("time/data_wait_share"):
         return Finding("ok", LIMIT, "not measured: no step after the first was logged")

@@ -1,7 +1,8 @@
 """Stage `run` of command.py: `mmray train`, local and through Ray, against the loop alone.
 
 Runs are commands, as a user starts them. The batches of the loop alone have the shapes of those of
-a run: captions of the photographs are longer than `max_tokens`.
+a run: captions of the photographs are longer than `max_tokens`, and the captions of the sample are
+padded to it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def run(device: torch.device) -> Iterator[Case]:
 
 
 def sample_config(device: torch.device) -> Config:
-    """Return the recipe `sample`, with fewer steps on a CPU.
+    """Return the recipe `sample` for one worker, with at most 16 tokens a caption; on a CPU with
+    fewer steps.
 
     Args:
         device: The device of the worker.
@@ -96,7 +98,7 @@ def sample_config(device: torch.device) -> Config:
     accelerator = "gpu" if device.type == "cuda" else "cpu"
     return config.with_cluster(accelerator=accelerator).replace(
         train=config.train.replace(steps=steps, log_every=LOG_EVERY),
-        # to which the captions of the set, of at most 14 tokens, are padded on a GPU
+        # A GPU pads captions to a multiple of 16 tokens, and those of the sample have at most 14.
         model=config.model.replace(inputs=config.model.inputs.replace(max_tokens=16)),
     )
 
