@@ -186,6 +186,7 @@ def _dry_run(
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     if not has_fixed_shapes:
         _check_packing(config.train.precision, model, group, driver)
+    model.train()  # transformers reads weights into modules in evaluation mode
     batch_shape, memory_table = dry_run(config, model, objective, group, context.batch_shape, steps)
     driver.report({"batch_shape": batch_shape})
     if context.batch_shape.auto:
@@ -301,7 +302,7 @@ def _check_packing(
     """Pad the rows of a model whose loss or gradients depend on the other rows of a sequence; a
     collective call of all ranks.
     """
-    vlm: Any = model
+    vlm: Any = model.eval()  # dropout and scales of float8 depend on the other rows
     if not vlm.packed:
         driver.notify("packing", "rows are padded: this model mixes packed rows")
         return

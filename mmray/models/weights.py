@@ -309,7 +309,7 @@ def encoder_config(
 
 
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model of transformers in float32.
+    """Load a saved model of transformers in float32, in evaluation mode.
 
     Args:
         setting: Name of the setting that has `name`, such as `model.weights`, for errors.

@@ -14,6 +14,7 @@ from torch import nn
 from mmray.config import CustomModel, Train, recipes
 from mmray.engine import memory_probe, worker
 from mmray.engine.checkpoint import state_io
+from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import _report_first
 from mmray.engine.worker_context import DriverHandle
@@ -131,6 +132,39 @@ def test_evaluation_compiles_nothing(prepared, tmp_path):
     assert "evaluate/loss" in lines[-1]
     graphs = [line["compile/graphs"] for line in lines]
     assert graphs[0] > 0 and set(graphs) == {graphs[0]}
+
+
+def test_dry_run_is_in_training_mode(prepared, tmp_path, monkeypatch):
+    """Otherwise it would measure and compile a step without dropout and float8."""
+    modes = []
+
+    def build_in_evaluation_mode(*args, **kwargs):  # as transformers reads weights
+        return build_model(*args, **kwargs).eval()
+
+    def record_modes(config, model, *args):
+        modes.extend(layer.training for layer in model.modules())
+        return dry_run(config, model, *args)
+
+    build_model, dry_run = worker.build_model, worker.dry_run
+    monkeypatch.setattr(worker, "build_model", build_in_evaluation_mode)
+    monkeypatch.setattr(worker, "dry_run", record_modes)
+    run_worker(prepared, tmp_path / "run", 4, evaluate=False)
+    assert modes and all(modes)
+
+
+def test_packing_is_checked_without_what_depends_on_the_other_rows():
+    """Dropout would make packed rows differ, so they would be padded."""
+
+    class Packed(nn.Module):
+        packed = True
+
+        def differs_if_packed(self):
+            return self.training
+
+    model, messages = Packed(), []
+    driver = DriverHandle(messages.append, lambda: False, lambda _: 0, None)
+    worker._check_packing("fp32", model, Group(), driver)
+    assert model.packed and messages == []
 
 
 def test_first_batch_is_reported_and_not_kept_in_memory():
