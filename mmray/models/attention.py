@@ -18,7 +18,8 @@ MLP_CLASSES = ("CLIPMLP", "SiglipMLP")
 
 def fuse_projections(model: nn.Module) -> None:
     """Compute q, k and v in one matrix product in each attention layer of transformers' CLIP and
-    SigLIP, and sum the gradients of biases of image encoders as `row_linear` does.
+    SigLIP. In their image encoders, also compute gradients of biases of q, k, v and the first layer
+    of the MLPs as `row_linear` does.
 
     The weights stay three parameters, which are concatenated in each forward; under autocast they
     would be copied anyway. Layers with dropout, or with adapters on a projection, are unchanged.
@@ -28,6 +29,8 @@ def fuse_projections(model: nn.Module) -> None:
         model: The model; the classes of its layers are replaced in place.
     """
     for layer in model.modules():
+        if not type(layer).__module__.startswith("transformers."):
+            continue  # a user's class of the same name may compute something else
         name = type(layer).__name__
         if name in ATTENTION_CLASSES and _is_plain(layer):
             layer.__class__ = FusedImageAttention if _encodes_images(layer) else FusedAttention

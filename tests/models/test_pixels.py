@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import CLIPVisionConfig
 
 from mmray.config import ImageTower, Lora
 from mmray.models import build as models_build
@@ -102,3 +103,17 @@ def test_projections_with_adapters_stay_separate() -> None:
     model = model_of(spec)
     fused = [name for name, part in model.named_modules() if isinstance(part, FusedAttention)]
     assert len(fused) == 2 and all(name.startswith("image.") for name in fused)
+
+
+class CLIPMLP(nn.Module):
+    """A user's copy of transformers' class, which computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = CLIPVisionConfig()
+
+
+def test_classes_of_users_with_the_names_of_transformers_are_unchanged() -> None:
+    layer = CLIPMLP()
+    fuse_projections(layer)
+    assert type(layer) is CLIPMLP
