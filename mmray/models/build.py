@@ -78,9 +78,9 @@ def build_on(
     """Build the model of a `model` section with its parameters on a device: on a GPU, which draws
     random weights faster, or on the meta device, without memory.
 
-    Buffers have their values, on the CPU. If a class computes with its weights and other tensors
-    while it is built, which raises RuntimeError, the model is built on the CPU; on the meta device
-    only a user's class.
+    Buffers have their values, on the CPU. If a class computes with its weights while it is built,
+    and this fails because they are not on the CPU, the model is built there. On the meta device
+    this holds only for a user's class.
 
     Args:
         device: The device. Pretrained weights can be read only onto the CPU, with `build`.
@@ -103,13 +103,17 @@ def build_on(
     try:
         with parameters_on(device):
             return build(spec, vocab_size, architecture)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # TypeError: of a conversion to NumPy
         if device.type == "meta" and spec.kind in KINDS:
             raise
     return build(spec, vocab_size, architecture)
 
 
 def import_libraries(spec: ModelConfig) -> None:
-    """Import transformers, which takes seconds, for the kinds whose models are all of it."""
+    """Import transformers, which takes seconds, for the kinds that always use it.
+
+    Args:
+        spec: The `model` section, whose `kind` is read.
+    """
     if spec.kind in ("clip", "siglip", "vlm"):
         import transformers.modeling_utils  # noqa: F401

@@ -214,9 +214,10 @@ def test_random_weights_are_drawn_on_the_gpu(name: str, monkeypatch: pytest.Monk
 
 
 def test_custom_kind_that_computes_with_its_weights_is_built_with_them() -> None:
-    kind = f"{__name__}:Scaled"
-    model = build_on("meta", model_section(kind)(kind=kind), VOCAB)
-    assert float(model.scale) == pytest.approx(1.0)
+    for name in ("Scaled", "ScaledByNumpy"):
+        kind = f"{__name__}:{name}"
+        model = build_on("meta", model_section(kind)(kind=kind), VOCAB)
+        assert float(model.scale) == pytest.approx(1.0)
     kind = f"{__name__}:Custom"
     assert isinstance(build_on("meta", model_section(kind)(kind=kind), VOCAB), Custom)
 
@@ -250,6 +251,16 @@ class Scaled(Custom):
         super().__init__(spec, vocab_size)
         self.layer = nn.Linear(3, 3)
         self.scale = self.layer.weight.norm().item() / self.layer.weight.norm().item()
+
+
+class ScaledByNumpy(Custom):
+    """Computes with its weights in NumPy."""
+
+    def __init__(self, spec: CustomModel, vocab_size: int) -> None:
+        super().__init__(spec, vocab_size)
+        self.layer = nn.Linear(3, 3)
+        weight = self.layer.weight.detach().numpy()
+        self.scale = (weight / weight).mean()
 
 
 class WithoutForward(nn.Module):

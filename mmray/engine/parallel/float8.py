@@ -85,8 +85,8 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
     is_faster = _auto_filter_for_recipe(recipe, filter_fqns=[])
     counts = []
     for name, branch in branches.items():
-        blocks = [layer for block in find_blocks(branch) for layer in block.modules()]
-        linear = {layer for layer in blocks if type(layer) is nn.Linear}
+        layers = [layer for block in find_blocks(branch) for layer in block.modules()]
+        linear = {layer for layer in layers if type(layer) is nn.Linear}
         wide = {
             path: layer
             for path, layer in branch.named_modules()
