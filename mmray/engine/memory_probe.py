@@ -271,7 +271,9 @@ class MemoryProbe:
         free = free_bytes(self._group, self._headroom)
         for number in range(1, ceil(self._rows / size) * 3 // 4 + 1):
             larger = ceil(self._rows / number)
-            if PEAK_PER_SAVED * activations / size * larger <= free:
+            # Compiled code needs no more than eager code.
+            expected = min(activations / size * larger, self._expected_activations(larger))
+            if PEAK_PER_SAVED * expected <= free:
                 return larger
         return size
 
@@ -302,8 +304,12 @@ class MemoryProbe:
         """
         if self._group.device.type == "cuda" and not self._together:
             return True
-        activations = self._activations + self._row_bytes * (size - self._largest)
-        return PEAK_PER_SAVED * activations <= free_bytes(self._group, self._headroom)
+        free = free_bytes(self._group, self._headroom)
+        return PEAK_PER_SAVED * self._expected_activations(size) <= free
+
+    def _expected_activations(self, size: int) -> int:
+        """Return the bytes of the activations of eager code, by the largest sizes that fit."""
+        return self._activations + self._row_bytes * (size - self._largest)
 
     def _split_evenly(self, size: int) -> int:
         """Return the size of equal micro-batches: 10 rows at most 7 at a time are 5 and 5."""
