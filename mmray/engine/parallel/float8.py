@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -79,6 +78,15 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
         _auto_filter_for_recipe,
         convert_to_float8_training,
     )
+    from torchao.float8.float8_linear import Float8Linear
+
+    # A class, not a `forward` of each layer, for which torch 2.11 compiles a graph for each block.
+    class TrainingFloat8Linear(Float8Linear):
+        """Computes in float8 in training mode, otherwise as nn.Linear."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            layer_class = Float8Linear if self.training else nn.Linear
+            return layer_class.forward(self, hidden)
 
     # The gradient of a weight sums over tokens, whose number need not be a multiple of 16.
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
@@ -96,9 +104,8 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
             branch, config=config, module_filter_fn=lambda _, path, wide=wide: path in wide
         )
         for path, layer in wide.items():
-            converted: Any = branch.get_submodule(path).train(layer.training)
-            # a partial: deepcopy (EMA) binds it to the copy
-            converted.forward = partial(_forward, converted)
+            converted = branch.get_submodule(path).train(layer.training)
+            converted.__class__ = TrainingFloat8Linear
         if wide:
             counts.append(f"{len(wide)} of {len(linear)} linear layers of {name}")
     if not counts:
@@ -113,12 +120,6 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
 def _is_wide(layer: nn.Linear) -> bool:
     widths = layer.in_features, layer.out_features
     return min(widths) >= MIN_WIDTH and layer.weight.requires_grad
-
-
-def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """Compute in float8 in training mode, otherwise as nn.Linear."""
-    forward = type(layer).forward if layer.training else nn.Linear.forward
-    return forward(layer, hidden)
 
 
 def _version(capability: Capability) -> str:

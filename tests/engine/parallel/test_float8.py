@@ -19,6 +19,7 @@ from mmray.engine.parallel.transforms import (
     apply_transforms,
     branches_of,
     may_draw_random_numbers,
+    num_compiled_graphs,
 )
 from mmray.engine.precision import Precision
 from mmray.errors import UsageError
@@ -85,6 +86,17 @@ def test_gradients_are_near_those_without_float8(torchao: None, settings: dict) 
     converted = model_of(notes=notes, float8="tensorwise", **settings)
     assert notes == [LINE]
     assert 0.01 < difference(gradients(converted), gradients(model_of())) < 0.15
+
+
+def test_blocks_share_a_graph(torchao: None) -> None:
+    graphs = []
+    for depth in (1, 2):
+        torch.compiler.reset()
+        before = num_compiled_graphs()
+        spec = SPEC.replace(image=WIDE.replace(depth=depth))
+        gradients(model_of(spec, float8="tensorwise", compile="eager"))
+        graphs.append(num_compiled_graphs() - before)
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_only_training_is_in_float8(torchao: None) -> None:
@@ -159,7 +171,7 @@ def test_torchao_decides_which_layers_gain(
     model = build(SPEC, VOCAB, {})
     convert_branches(branches_of(model), recipe)
     classes = {name: type(layer).__name__ for name, layer in model.named_modules()}
-    names = [name.rpartition(".")[2] for name, kind in classes.items() if kind == "Float8Linear"]
+    names = [name.rpartition(".")[2] for name, kind in classes.items() if "Float8" in kind]
     assert names == converted
 
 
