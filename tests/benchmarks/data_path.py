@@ -3,9 +3,9 @@ beside the training.
 
     python -m tests.benchmarks.data_path --side 224 [--ray]
 
-Prints CPU microseconds a row in the training process (all of its threads), how many of them pass
-before the forward (the rows of the step are received, checked and batched), and rows a second. The
-first third of the steps is not measured, nor the last step, in which the checkpoint is saved.
+Prints CPU microseconds a row in the training process (all of its threads), the part of them before
+the forward (to receive, check and batch the rows of the step), and rows a second. The first third
+of the steps is not measured, nor the last step, in which the checkpoint is saved.
 """
 
 from __future__ import annotations
