@@ -101,8 +101,9 @@ def resolve_auto(
             make training faster on these devices; raised on every rank.
     """
     capability = capability_of(group.device)
-    oldest = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
-    defaults = device_defaults(None if oldest < 0 else divmod(oldest, 10))
+    code = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
+    oldest = None if code < 0 else divmod(code, 10)
+    defaults = device_defaults(oldest)
     backend = defaults.compile if train.compile == "auto" else train.compile
     if backend == "inductor":
         limit_compile_workers()
@@ -123,7 +124,7 @@ def resolve_auto(
     train = train.replace(
         **{name: value for name, value in resolved.items() if getattr(train, name) == "auto"}
     )
-    check_device(train, None if oldest < 0 else divmod(oldest, 10))
+    check_device(train, oldest)
     return train
 
 
