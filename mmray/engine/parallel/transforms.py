@@ -212,7 +212,7 @@ def checkpoint_activations(
         settings: dict[str, Any] = {"preserve_rng_state": draws}
         if selective:
             settings |= HOOKS | {
-                "context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))
+                "context_fn": partial(_selective_contexts, partial(_policy, draws))
             }
         has_buffers = next(block.buffers(), None) is not None
         if has_buffers:
@@ -247,6 +247,13 @@ def disable_recomputation() -> Iterator[None]:
         yield
     finally:
         _recomputation_enabled = True
+
+
+def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
+    # A second call in a forward would find its weights in the cache of autocast and not cast them.
+    # The recomputation casts them, and torch requires the same operators.
+    torch.clear_autocast_cache()
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:

@@ -41,6 +41,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.models.two_tower import TwoTower as TwoTowerModel
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import IMAGE, INPUTS, MODELS, TOWERS, VOCAB
+from tests.models.test_fusion import boxed_batch, region_model
 
 TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
 CROSS = CrossAttention(width=16, depth=2, heads=2, dropout=0.2)
@@ -115,6 +116,20 @@ def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
     assert expected.keys() == weights.keys()
     for key, value in expected.items():
         torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def test_selective_checkpointing_of_a_branch_that_is_called_twice_in_a_step() -> None:
+    """The text branch encodes captions and label names, with weights that autocast casts."""
+    gradients = []
+    for selective in (False, True):
+        model: Any = region_model()
+        if selective:
+            checkpoint_activations(model.text, selective)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(boxed_batch())
+        (outputs["region_logits"].max() + outputs["text_embed"].sum()).backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in model.text.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
 @pytest.mark.parametrize(("name", "branch"), [("clip", "text"), ("fusion", "cross")])
