@@ -80,18 +80,22 @@ def free_bytes_of(monkeypatch, rows):
 
 
 @pytest.mark.parametrize(
-    ("limit", "tried", "micro"),
+    ("limit", "free", "tried", "micro"),
     [
-        (40, [1, 2, 4, 8, 16, 32, 64, 32], 32),
-        (50, [1, 2, 4, 8, 16, 32, 64, 32, 43], 43),
-        (999, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256], 256),
-        (3, [1, 2, 4, 2, 3], 3),
-        (1, [1, 2, 1], 1),
+        (40, 40, [1, 2, 4, 8, 16, 32, 64, 32], 32),
+        (50, 50, [1, 2, 4, 8, 16, 32, 64, 32, 43], 43),
+        (50, 90, [1, 2, 4, 8, 16, 32, 64, 32, 86, 43], 43),
+        (40, 90, [1, 2, 4, 8, 16, 32, 64, 32, 86, 43], 32),
+        (999, 999, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256], 256),
+        (3, 3, [1, 2, 4, 2, 3], 3),
+        (1, 1, [1, 2, 1], 1),
     ],
 )
-def test_search_on_a_gpu_doubles_until_a_step_does_not_fit(monkeypatch, limit, tried, micro):
-    """Then it takes a step with all rows, and one of the size that the bytes of that predict."""
-    free_bytes_of(monkeypatch, limit)
+def test_search_on_a_gpu_doubles_until_a_step_does_not_fit(monkeypatch, limit, free, tried, micro):
+    """Then it takes a step with all rows, and one of the size that the bytes of that predict; if
+    more bytes are free than can be used, smaller ones.
+    """
+    free_bytes_of(monkeypatch, free)
     search = Search("cuda", limit)
     assert search.search() == (micro, 45 * micro) and search.tried == tried
 
