@@ -112,6 +112,7 @@ class FusedAttention(nn.Module):
 
     Attributes:
         num_heads, q_proj, k_proj, v_proj, out_proj: As in the layer that it replaces.
+        linear: Computes q, k and v from (hidden states, weight, bias): F.linear.
     """
 
     num_heads: int
