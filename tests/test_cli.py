@@ -269,16 +269,16 @@ def test_doctor_states_what_limits_a_run_without_ray_and_torch(tmp_path):
     words = [str(folder), "--json", str(tmp_path / "found.json")]
     done = subprocess.run([sys.executable, "-c", DOCTOR, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "! limit Host-bound: the GPU was idle 50% of the time between steps" in said
-    assert "the training process is busy moving rows (82% of a CPU core) use more workers" in said
+    output = " ".join(done.stdout.split())
+    assert "! limit Host-bound: the GPU was idle 50% of the time between steps" in output
+    assert "the training process is busy moving rows (82% of a CPU core) use more workers" in output
     (finding,) = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert (finding["level"], finding["name"]) == ("warning", "limit")
     assert finding["fix"].startswith("use more workers")
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "expected"),
     [
         ([], "✓ limit not measured: no step after the first was logged"),
         ([{"step": 1, "train/loss": 4.0}], "✓ limit not measured: no step after the first"),
@@ -296,9 +296,9 @@ def test_doctor_states_what_limits_a_run_without_ray_and_torch(tmp_path):
         ),
     ],
 )
-def test_doctor_of_a_run_that_waits_little_or_has_no_gpu(typed, tmp_path, lines, said):
+def test_doctor_of_a_run_that_waits_little_or_has_no_gpu(typed, tmp_path, lines, expected):
     code, out, _ = typed("doctor", str(make_run(tmp_path / "run", lines)))
-    assert code == 0 and said in " ".join(out.split())
+    assert code == 0 and expected in " ".join(out.split())
 
 
 def test_deleted_working_directory_is_a_usage_error(tmp_path, monkeypatch, capfd):

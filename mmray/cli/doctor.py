@@ -63,7 +63,7 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     command = parse_args(DoctorCommand, argv, "mmray doctor")
     require_positive(command, "gpus", "samples_per_s", "gpu_price", "cpu_price")
-    if command.run and command != DoctorCommand(run=command.run, json=command.json):
+    if command.run is not None and command != DoctorCommand(run=command.run, json=command.json):
         raise UsageError(
             f"mmray doctor {command.run} reads a run and takes only --json; leave out the other "
             f"arguments, or {command.run} to check this machine or a cluster"
@@ -88,7 +88,7 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
 
 def _checks(command: DoctorCommand) -> Iterator[Finding]:
     """Yield the findings: what limits a run, otherwise of this machine and the cluster."""
-    if command.run:
+    if command.run is not None:
         from mmray.report.run import RunRecord
         from mmray.report.summary import find_limit
         from mmray.run import Run

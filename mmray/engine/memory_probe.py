@@ -247,7 +247,7 @@ class MemoryProbe:
                     "--batch.global or use more workers"
                 )
             size = self._split_evenly(ceil(size / 2))
-        # Compiled graphs of transformers save 0.7 of the activations of eager code.
+        # Compiled graphs of transformers store 0.7 times the activations that eager code stores.
         predicted = self._group.all_reduce_min(self._predict_size(size, activations))
         for larger in dict.fromkeys((predicted, self._split_evenly(largest * 3 // 2))):
             if size < larger <= predicted:

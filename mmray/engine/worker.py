@@ -49,10 +49,10 @@ from mmray.engine.parallel.device_defaults import (
     capability_of,
     compile_pays,
     configure_torch,
+    create_cuda_context,
     device_defaults,
     limit_compile_workers,
     resolve_auto,
-    starting_cuda,
 )
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
@@ -213,7 +213,7 @@ def _start_process(config: Config, device: torch.device) -> None:
     process.
     """
     limit_compile_workers()  # inductor reads this when it is imported, which libraries do
-    with starting_cuda(device):
+    with create_cuda_context(device):
         import_libraries(config.model)
     if device.type == "cuda":
         # The current GPU of the process is otherwise the first, and code that names no device
@@ -416,13 +416,12 @@ def build_model(
         UsageError: The settings are not supported, or the weights cannot be read; on every rank.
     """
     spec = config.model
-    if config.train.parallel not in strategy.SHARDED:
-        reads_weights = architecture is None and getattr(spec, "weights", "") != "none"
+    sharded = config.train.parallel in strategy.SHARDED
+    if not sharded or group.world_size == 1:
+        may_read_weights = architecture is None and getattr(spec, "weights", "") != "none"
         # A user's class may compute on the CPU with its weights.
-        device = "cpu" if reads_weights or spec.kind not in KINDS else group.device
-        return build_on(device, spec, spec.vocab_size, architecture)
-    if group.world_size == 1:
-        return build(spec, spec.vocab_size, architecture)
+        on_cpu = sharded or may_read_weights or spec.kind not in KINDS
+        return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, architecture)
     model: nn.Module | None = None
     outcome: Architecture | UsageError = architecture
     if group.rank == 0 and not resumes:

@@ -48,7 +48,7 @@ def _encodes_images(layer: Any) -> bool:
 
 
 class _SumBiasByRow(torch.autograd.Function):
-    """The output [B, T, W] of a linear layer, whose bias [W] gets its gradient here."""
+    """Identity on the output [B, T, W] of a linear layer; backward sums the bias gradient."""
 
     @staticmethod
     def forward(_: Any, output: Tensor, bias: Tensor) -> Tensor:

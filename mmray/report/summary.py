@@ -141,7 +141,10 @@ def find_limit(run: RunRecord) -> Finding:
         )
     elif launch_bound > LAUNCH_WARNING:
         cause = "launches kernels too slowly"
-        fix = "use larger micro-batches (batch.micro), train.cuda_graphs and train.compile"
+        fix = (
+            "use larger micro-batches (batch.micro) and train.compile inductor; CUDA graphs "
+            "(train.cuda_graphs auto) need one worker and one micro-batch a step"
+        )
     else:
         cause = "does other work between steps, such as callbacks"
         fix = "profile some steps (train.profile), and do less in train.callbacks"

@@ -431,11 +431,11 @@ def _score_on_ray(
 
 def _score_in_worker(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """The metrics, in the process group of Ray Train."""
-    from mmray.training.ray_trainer import own_device
+    from mmray.training.ray_trainer import select_device
 
     push = arguments["coordinator"].push.remote
     metrics: list[dict[str, float]] = arguments["score"](
-        lambda rows: push({"rows": rows}), own_device()
+        lambda rows: push({"rows": rows}), select_device()
     )
     return metrics
 

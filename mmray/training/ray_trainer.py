@@ -79,9 +79,11 @@ class ProcessGroupConfig(BackendConfig):
         return asdict(self)
 
 
-def own_device() -> torch.device:
-    """Make the GPU of this worker of Ray Train the current one, without which code that names no
-    device would use the first; return it, or the CPU.
+def select_device() -> torch.device:
+    """Set the GPU of this worker of Ray Train as the current one of torch, and return it; without a
+    GPU, return the CPU.
+
+    Code that names no device would otherwise use the first GPU.
     """
     import torch
     from ray.train.torch import get_device

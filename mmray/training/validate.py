@@ -278,7 +278,9 @@ def transform_reasons(config: Config) -> list[str]:
     if train.float8 == "none":
         return reasons
     if config.cluster.accelerator == "cpu":
-        reasons.append("train.float8 needs GPUs; leave it out with --cluster.accelerator cpu")
+        reasons.append(
+            "train.float8 needs GPUs; set --train.float8 none, or --cluster.accelerator gpu"
+        )
     if train.precision not in ("auto", "bf16"):
         reasons.append(
             f"train.float8 needs bf16, not {train.precision}; set --train.precision bf16"

@@ -14,7 +14,7 @@ from mmray.config import Config
 from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter
 from mmray.training.ray_backend import RayBackend, cause_in_group
-from mmray.training.ray_trainer import own_device, run_group
+from mmray.training.ray_trainer import run_group, select_device
 from mmray.tuning.shape import Measurements, ShapeTask
 
 
@@ -89,6 +89,6 @@ def _measure_in_worker(arguments: dict[str, Any]) -> Measurements:
 
     task = arguments["task"]
     coordinator = arguments["coordinator"]
-    group = Group.current(own_device(), task.config.cluster.group_timeout_s)
+    group = Group.current(select_device(), task.config.cluster.group_timeout_s)
     report = coordinator.push.remote if group.rank == 0 else lambda _: None
     return measure_shapes(task, group, report)

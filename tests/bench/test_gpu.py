@@ -112,6 +112,11 @@ def test_run_stage_trains_with_commands_locally_and_through_ray() -> None:
     run_stage("run", CPU, lambda rows: written.append(list(rows)), math.inf)
     rows = {row["case"]: row for row in written[-1]}
     assert not any("error" in row for row in rows.values()), rows
+    kinds = ("", " loop", " through Ray")
+    assert set(rows) == {
+        "photos",
+        *(f"{name}{kind}" for name in ("sample", "clip") for kind in kinds),
+    }
     for recipe in ("sample", "clip"):
         for case in (recipe, f"{recipe} through Ray"):
             ratio = rows[case]["samples_per_s"] / rows[f"{recipe} loop"]["samples_per_s"]

@@ -251,7 +251,7 @@ def common_defaults(group: Group) -> list[str]:
         given = config.Train(), config.Train(precision="bf16", compile="eager")
         trains = [resolve_auto(train, on_gpu) for train in given]
         values = [value for train in trains for value in (train.precision, train.compile)]
-        return [own, *values, str(refused.value)[-19:]]
+        return [own, *values, str(refused.value).rpartition(". ")[2]]
 
 
 def skipped_step(group: Group) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmray.bench.gpu.workload import Case, recipe, rows_of, time_calls
-from mmray.errors import first_line
+from mmray.errors import first_line, is_out_of_memory
 from mmray.models.attention import fuse_projections
 from mmray.models.clip import Clip
 
@@ -24,7 +24,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-WAYS = ("as in a run", "three products", "no mix-order reductions")
+VARIANTS = ("as in a run", "three products", "no mix-order reductions")
 
 
 def blocks(device: torch.device) -> Iterator[Case]:
@@ -53,8 +53,9 @@ def blocks(device: torch.device) -> Iterator[Case]:
     for name, (part, shape) in encoders.items():
         yield f"{name} attention", partial(_time_attention, name, part, shape, device)
     for name, (part, shape) in encoders.items():
-        for way in WAYS:
-            yield f"{name} block, {way}", partial(_time_block, name, part, shape, device, way)
+        for variant in VARIANTS:
+            case = f"{name} block, {variant}"
+            yield case, partial(_time_block, name, part, shape, device, variant)
 
 
 def _time_attention(
@@ -91,23 +92,26 @@ def _time_with_backend(step: Callable[[], None], backend: SDPBackend | None) -> 
     with sdpa_kernel(backend):
         try:
             step()
-        except RuntimeError as error:  # it does not support the device or the shape
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            # The backend does not support the device or the shape.
             return {"skipped": first_line(error)}
         return _time_ms(step)
 
 
 def _time_block(
-    encoder: str, config: Any, shape: tuple[int, int], device: torch.device, way: str
+    encoder: str, config: Any, shape: tuple[int, int], device: torch.device, variant: str
 ) -> dict[str, Any]:
-    """Time a block, computed in one of WAYS; `shape` is (rows, tokens)."""
+    """Time a block, computed in one of VARIANTS; `shape` is (rows, tokens)."""
     from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-    mix_orders = way != "no mix-order reductions"
+    mix_orders = variant != "no mix-order reductions"
     if device.type != "cuda" and not mix_orders:
         return {"skipped": "inductor has them on GPUs only"}
     config._attn_implementation = "sdpa"
     block: nn.Module = CLIPEncoderLayer(config).to(device)
-    if way != "three products":
+    if variant != "three products":
         fuse_projections(block)
     if device.type == "cuda":  # on a CPU the same code is eager
         torch.compiler.reset()

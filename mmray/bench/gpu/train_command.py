@@ -63,18 +63,18 @@ def run(device: torch.device) -> Iterator[Case]:
     }
     rates: dict[str, float] = {}
 
-    def loop(recipe: str) -> dict[str, Any]:
-        row = loop_alone(configs[recipe], numbers[f"{recipe}_steps"], device)
-        rates[recipe] = row["samples_per_s"]
+    def loop(name: str) -> dict[str, Any]:
+        row = loop_alone(configs[name], numbers[f"{name}_steps"], device)
+        rates[name] = row["samples_per_s"]
         return row
 
-    def train(recipe: str, wait_for_nodes: bool = False) -> dict[str, Any]:
-        name = f"{recipe}-ray" if wait_for_nodes else recipe
-        file = folder / f"{name}.yaml"
-        file.write_text(to_yaml(configs[recipe].with_cluster(wait_for_nodes=wait_for_nodes)))
-        row = train_command(folder, name, file)
-        if recipe in rates:
-            row["run_vs_loop"] = row["samples_per_s"] / rates[recipe]
+    def train(name: str, wait_for_nodes: bool = False) -> dict[str, Any]:
+        run_name = f"{name}-ray" if wait_for_nodes else name
+        file = folder / f"{run_name}.yaml"
+        file.write_text(to_yaml(configs[name].with_cluster(wait_for_nodes=wait_for_nodes)))
+        row = train_command(folder, run_name, file)
+        if name in rates:
+            row["run_vs_loop"] = row["samples_per_s"] / rates[name]
         return row
 
     yield "sample loop", partial(loop, "sample")
@@ -240,12 +240,12 @@ def loop_alone(config: Config, steps: int, device: torch.device) -> dict[str, An
     if config.train.compile == "auto":  # the run is too short to be compiled
         config = config.replace(train=config.train.replace(compile="none"))
     bench = build_bench(config, Group(device=device), rows)
-    steps = WARMUP_STEPS + steps // LOOP_WINDOWS
+    timed_steps = steps // LOOP_WINDOWS
     bench.loop_window(WARMUP_STEPS + 1)  # compiles
 
     def measure() -> dict[str, float]:
-        seconds, _ = bench.loop_window(steps)
-        return {"samples_per_s": rows * (steps - WARMUP_STEPS) / seconds}
+        seconds, _ = bench.loop_window(WARMUP_STEPS + timed_steps)
+        return {"samples_per_s": rows * timed_steps / seconds}
 
     measured = compare({"loop": measure}, LOOP_WINDOWS, "samples_per_s", ratios={})
     return dict(measured["rows"][0])

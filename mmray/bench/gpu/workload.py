@@ -18,7 +18,7 @@ SMALL_ROWS = 128  # the share of eight GPUs in 1,024
 TINY_GLOBAL_BATCH_SIZE = 8
 TINY_ROWS = 4
 LOG_EVERY = 5  # steps
-MAX_TIMING_S = 1.0  # of `time_calls`
+MAX_TIMING_S = 1.0  # limit of `time_calls`
 # CLIP with ViT-L/14, whose image branch is 1,024 wide; its rows fit on a GPU of 80 GB.
 VIT_L = Clip(
     inputs=Inputs(image_side=224, max_tokens=77),

@@ -156,12 +156,13 @@ def limit_compile_workers() -> None:
 
 
 @contextmanager
-def starting_cuda(device: torch.device) -> Iterator[None]:
+def create_cuda_context(device: torch.device) -> Iterator[None]:
     """Context manager in whose block the CUDA context of a GPU is created by another thread, so
     that the block can import modules meanwhile.
 
-    torch would create it at its first use of the GPU, and block all threads of Python for seconds.
-    It uses the context that exists. Errors are ignored, because torch meets and reports them.
+    torch would otherwise create it at its first use of the GPU, and block all threads of Python for
+    seconds. It uses a context that exists. Errors are ignored, because torch raises them at its
+    first use of the GPU.
 
     Args:
         device: The GPU, as CUDA_VISIBLE_DEVICES numbers it; without effect for a CPU.

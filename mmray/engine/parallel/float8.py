@@ -40,10 +40,10 @@ def check_device(train: Train, capability: Capability | None) -> None:
         return
     needed = MIN_CAPABILITY[train.float8]
     if capability is None or capability < needed:
-        device = "a CPU" if capability is None else f"a GPU of {_version(capability)}"
-        problem = f"needs GPUs of compute capability {_version(needed)} or newer, not {device}"
+        device = "a CPU" if capability is None else f"one of {_version(capability)}"
+        problem = f"needs GPUs of compute capability {_version(needed)} or higher, not {device}"
     elif train.precision != "bf16":
-        problem = f"needs --train.precision bf16, not {train.precision}"
+        problem = f"needs bf16, not {train.precision}"
     elif train.compile == "none":
         # The casts of a product are several kernels then.
         problem = "is slower than bf16 without torch.compile, which cannot be used here"

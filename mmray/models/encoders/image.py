@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 WEIGHTS_SETTING = "model.image.weights"
-# Layers before the blocks, and those with the blocks, by class of the network: the ResNets of
-# torchvision and transformers.
+# Layers before the blocks, and those with the blocks, by package and class of the network.
 RESNET_LAYERS = {
-    "ResNet": (("conv1", "bn1", "relu", "maxpool"), ("layer1", "layer2", "layer3", "layer4")),
-    "ResNetModel": (("embedder",), ("encoder",)),
+    ("torchvision", "ResNet"): (
+        ("conv1", "bn1", "relu", "maxpool"),
+        ("layer1", "layer2", "layer3", "layer4"),
+    ),
+    ("transformers", "ResNetModel"): (("embedder",), ("encoder",)),
 }
 
 
@@ -117,8 +119,7 @@ class ImageEncoder(nn.Module, ABC):
         return self.pool(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of each of N positions, [B, N, width]: class token and registers, if
-        the encoder has them, then the patches row by row.
+        """Return `encode(embed(pixels))`, the features of each of N positions, [B, N, width].
 
         Args:
             pixels: Normalized pixels [B, 3, S, S].
@@ -205,7 +206,10 @@ class Backbone(ImageEncoder):
         super().__init__()
         self.net = net
         # the whole network, unless it is a ResNet
-        self.first_layers, self.layers = RESNET_LAYERS.get(type(net).__name__, ((), ("",)))
+        package = type(net).__module__.partition(".")[0]
+        layers = RESNET_LAYERS.get((package, type(net).__name__), ((), ("",)))
+        self.first_layers = layers[0]
+        self.layers = layers[1]
         self.width = width
         self.prefix_tokens = prefix_tokens
         self.frozen = frozen
@@ -222,9 +226,8 @@ class Backbone(ImageEncoder):
         return self._apply_layers(self.first_layers, pixels)
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """Return the features of each of N positions of the last layer, [B, N, width]: the leading
-        class token and registers, if the network has them, then the patches, or the pixels of a
-        ResNet's feature map.
+        """Return the features of the last layer, [B, N, width]; of a ResNet, those of the pixels of
+        its feature map.
 
         Args:
             hidden: Hidden states before the first block, as `embed` returns them.
