@@ -282,7 +282,7 @@ def test_branches_on_two_gpus_equal_one_device(monkeypatch):
 
 
 class Driver:
-    """The library of the driver, whose cuInit returns only when the imports have begun."""
+    """The library of the driver, whose cuInit returns only when the imports have started."""
 
     def __init__(self, error: int, imports: Event) -> None:
         self.error = error
