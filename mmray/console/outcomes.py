@@ -88,6 +88,8 @@ def log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
     if unreadable := manifest.reasons.get("unreadable"):
         text = "rows failed on a disk or a server; rerun the same command to retry them"
         reporter.log(f"{unreadable:,} {text}", "unreadable")
+    for line in manifest.notice_lines:
+        reporter.log(line, "notice")
     if manifest.num_same_text:
         text = "rows repeat the captions of an earlier row; they are kept"
         reporter.log(f"{manifest.num_same_text:,} {text}", "captions")

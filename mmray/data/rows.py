@@ -24,6 +24,7 @@ from mmray.storage.address import is_url, redact_url, rejection_reason
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
+NOTICES = "notices of the reader"  # list of SourceRow.notices that a format adds
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
@@ -111,11 +112,14 @@ class SourceRow(Row):
         image_size: Width and height that the source states for the image, in whose pixels the boxes
             are; None: not stated, the boxes are in pixels of the upright image.
         columns: Value by name of each column that `prepare.keep` names, such as {"width": 640}.
+        notices: What the row has and the set does not, such as "`weight` of a message is not
+            used". Prepare and runs log each with its number of rows, so it names no value.
     """
 
     images: list[ImageRef] = field(default_factory=list)
     image_size: tuple[int, int] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
 
 def parse_row(
@@ -153,6 +157,7 @@ def parse_row(
             "columns", "key", f"id must be 1 to 1024 characters without controls (got {key[:40]!r})"
         )
     kept = values.pop(KEPT_COLUMNS, {})
+    notices = values.pop(NOTICES, [])
     try:
         row = _parse_columns(key, values, hosts)
     except BadRow as bad:
@@ -160,6 +165,7 @@ def parse_row(
         raise
     row.source = to_utf8(location)
     row.columns = kept
+    row.notices += notices
     return row
 
 

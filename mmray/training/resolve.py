@@ -179,6 +179,11 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
             f"{held_out[0]}: --data.eval-split {held_out[0]}",
             "evaluate",
         )
+    # A split may be of the training set.
+    by_folder = {str(each.folder): each.manifest for each in [*train_sets, *eval_sets.values()]}
+    for folder, manifest in by_folder.items():
+        for line in manifest.notice_lines:
+            reporter.log(f"{folder}: {line}", "notice")
     storage = to_path(config.run.storage)
     train_sets = [training_rows(each, config, storage, reporter) for each in train_sets]
     eval_sets = {

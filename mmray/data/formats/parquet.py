@@ -285,6 +285,7 @@ class ParquetSource(Source):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         check_columns(schema.names, self.columns, str(self.folder / name))
         check_named(schema.names, self.keep, self.columns, str(self.folder / name))
+        self.unread = [column for column in schema.names if column not in known]
         return known
 
 

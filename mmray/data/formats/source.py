@@ -26,6 +26,7 @@ from mmray.data.rows import (
     MEDIA_COLUMNS,
     MEDIA_KINDS,
     MESSAGE_COLUMNS,
+    NOTICES,
     BadRow,
     is_valid_name,
     rename_columns,
@@ -33,6 +34,8 @@ from mmray.data.rows import (
 )
 from mmray.errors import DataError, UsageError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
+
+_MAX_SHOWN_NAMES = 12  # of columns that are not used
 
 # Common names of columns in public data sets, to suggest one in a message.
 _COMMON_NAMES = {
@@ -119,6 +122,7 @@ class Source(ABC):
         box_names: Names of the box labels by number as text, such as {"3": "dog"}.
         split_rows: Counter of the rows by the split that the layout of the files defines.
         ignored: Counter of the files that are no part of a row, by suffix.
+        unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
         keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
         links: `prepare.follow_links`, folders to which symbolic links out of `folder` are followed;
             (): any folder on the same file system. None, until the caller sets it: not followed.
@@ -166,6 +170,7 @@ class Source(ABC):
         self.links: tuple[str, ...] | None = None  # followed out of the folder, see images/read.py
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
+        self.unread: list[str] = []
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
@@ -332,7 +337,13 @@ class Source(ABC):
         if self.keep:
             kept = {name: value for name, value in parsed.items() if self.keeps(name)}
             values[KEPT_COLUMNS] = kept
+        unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
+        if names := self.unread + unused:
+            values[NOTICES] = [*values.get(NOTICES, ()), _format_unused(names)]
         return RawRow(line, location, values)
+
+    def _drops(self, name: str) -> bool:
+        return name not in self._known and not self.keeps(name)
 
     def keeps(self, name: str) -> bool:
         """Return whether a column of the source is stored with the set, as a kept column.
@@ -347,7 +358,15 @@ class Source(ABC):
 
     @cached_property
     def _known(self) -> set[str]:
-        return known_columns(self.columns) | {IMAGE_SIZE}
+        return known_columns(self.columns) | {IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
+
+
+def _format_unused(names: Sequence[str]) -> str:
+    """Return the notice of a row about columns that the set does not have."""
+    shown = ", ".join(f"`{name[:40]}`" for name in names[:_MAX_SHOWN_NAMES])
+    more = len(names) - _MAX_SHOWN_NAMES
+    verb = "column {} is" if len(names) == 1 else "columns {} are"
+    return f"{verb.format(shown + f' and {more} more' * (more > 0))} not used"
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:

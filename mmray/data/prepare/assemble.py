@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from mmray.data.prepare.pack import read_chunk_record, record_path
 from mmray.data.rows import HELD_OUT_SPLITS
-from mmray.data.store.manifest import RECORD_BATCH_ROWS, TOKENIZER, Manifest, RowCounts
+from mmray.data.store.manifest import RECORD_BATCH_ROWS, TOKENIZER, Manifest, Notice, RowCounts
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
 from mmray.data.text.tokenizer import train_tokenizer
@@ -352,6 +352,7 @@ class PrepareResult:
         counts: A RowCounts of the kept rows, by split, language and kinds of media.
         column_types: By name of a column that `prepare.keep` stores: the types of its values in the
             parts of the source (`bool`, `int64`, `double` or `string`; None: no values).
+        notices: `Manifest.notices`; duplicates and contaminated rows count, too.
     """
 
     shards: list[Shard]
@@ -360,6 +361,7 @@ class PrepareResult:
     examples: dict[str, str] = field(default_factory=dict)
     counts: RowCounts = field(default_factory=RowCounts)
     column_types: dict[str, set[str | None]] = field(default_factory=dict)
+    notices: dict[str, Notice] = field(default_factory=dict)
 
 
 def quarantine_rows(
@@ -423,6 +425,9 @@ def quarantine_rows(
                     result.counts.add(result.shards[shard].split, language, kinds)
             for name, kind in record["columns"].items():
                 result.column_types.setdefault(name, set()).add(kind)
+            for text, (num_rows, location) in record["notices"].items():
+                notice = result.notices.setdefault(text, Notice(num_rows=0, example=location))
+                notice["num_rows"] += num_rows
     return result
 
 

@@ -48,7 +48,7 @@ PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
-_RECORD_VERSION = 15
+_RECORD_VERSION = 16
 _PACK_SETTINGS = (
     "image_side",
     "audio_rate",
@@ -308,6 +308,7 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
         - `bad_rows`: dicts of `line`, `key`, `source`, `stage`, `reason`, `detail` and, if it has
           an image file, `image` ({"file", "offset", "length"}).
         - `columns`: types of the kept columns by name.
+        - `notices`: by text of SourceRow.notices [number of rows, location of the first].
         - `files`: [name, size in bytes, modification time in ns] of each file of a medium.
     """
     try:
@@ -370,6 +371,7 @@ class _ChunkPacker:
         self.rows: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
         self.columns = KeptColumns(has_types)
         self.bad_rows: list[dict[str, Any]] = []
+        self.notices: dict[str, list[Any]] = {}
         # never overwrite a file that an earlier manifest names
         self.file_suffix = uuid.uuid4().hex[:8]
 
@@ -418,6 +420,8 @@ class _ChunkPacker:
         }
         for name, value in values.items():
             self.rows[name].append(value)
+        for notice in dict.fromkeys(row.notices):
+            self.notices.setdefault(notice, [0, location])[0] += 1
 
     def write_columns(self) -> None:
         if self.job.settings.keep:
@@ -433,6 +437,7 @@ class _ChunkPacker:
             "rows": self.rows,
             "columns": self.columns.types,
             "bad_rows": self.bad_rows,
+            "notices": self.notices,
             "files": self.builder.signatures,
         }
 

@@ -437,6 +437,7 @@ def _build_manifest(
         box_names=source.box_names,
         class_names=source.class_names,
         columns=scores | merge_types(result.column_types, source.has_types),
+        notices=result.notices,
         **shards,
         **result.counts.fields(),
     )

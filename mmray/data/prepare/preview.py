@@ -7,7 +7,7 @@ import reprlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
 from shlex import quote
@@ -23,11 +23,11 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
 from mmray.data.rows import (
     KEPT_COLUMNS,
+    NOTICES,
     TEXT_COLUMN,
     BadRow,
     ImageRef,
     parse_row,
-    source_columns,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
@@ -115,7 +115,9 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
     if not rows or not source.has_types:  # an empty field of a CSV is no value; it has a header
         return
     file = f"{source.folder / source.name} ({source.describe()})"
-    names = list(dict.fromkeys(name for row in rows for name in row if name != KEPT_COLUMNS))
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if name not in (KEPT_COLUMNS, NOTICES))
+    )
     if type(source) in (JsonlSource, JsonArraySource):
         first = {name: rows[0].get(name) for name in names}
         if len(first_rows) == 1 and (items := _find_items(first)):
@@ -203,7 +205,7 @@ def describe_source(
     if source.ignored:
         counts = [f"{name or 'none'} {n:,}" for name, n in source.ignored.most_common(10)]
         yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
-    if columns := _format_columns(source, chunks, first_rows):
+    if columns := _format_columns(source, first_rows):
         yield columns, "columns"
     if kept := _kept_names(first_rows):
         yield ", ".join(kept), "kept"
@@ -229,29 +231,15 @@ def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
     return ", ".join(counts)
 
 
-def _format_columns(
-    source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
-) -> str:
-    """Return the columns that are used, with their names in the source, and the ignored ones."""
-    all_names: dict[str, None] = {}
-    with suppress(BadRow):
-        for chunk in chunks[:1]:
-            for _, _, record in islice(source.records(chunk), NUM_FIRST_ROWS):
-                all_names |= dict.fromkeys(source.parse(record))
+def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
+    """Return the columns that are used, with their names in the source, and the notices."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
-    theirs = {each for name in used for each in source_columns(source.columns, name)}
-    ignored = [
-        name
-        for name in all_names
-        if name not in theirs and name != "text_file" and not source.keeps(name)
-    ]
+    notices = dict.fromkeys(text for values in rows for text in values.get(NOTICES, ()))
     text = ", ".join(
         f"{name}={source.columns[name]}" if name in source.columns else name for name in used
     )
-    if ignored:
-        text += f" (ignored: {', '.join(ignored)[:200]})"
-    return text
+    return f"{text} ({'; '.join(notices)})" if notices else text
 
 
 def _format_example(row: RawRow) -> str:
@@ -271,8 +259,8 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
 
     Yields:
         (line, heading): the lines of `describe_source`; the number of good rows among the first
-        ones, with heading `dry run`; and each reason of bad rows with an example, with heading
-        `bad`.
+        ones, with heading `dry run`; each reason of bad rows with an example, with heading `bad`;
+        and what rows have that is not used, with heading `notice`.
 
     Raises:
         DataError: The source cannot be read, or none of its first rows is good.
@@ -283,6 +271,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         yield from describe_source(job, source, chunks, first_rows)
         problems: Counter[str] = Counter()
         examples: dict[str, str] = {}
+        notices: Counter[str] = Counter()
         with closing(SubprocessDecoder()) as decoder:
             builder = RowBuilder(job, decoder)
             for row in _read_first_rows(source, chunks):
@@ -290,6 +279,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
                     parsed = parse_row(row.values, row.location, job.settings.allow_urls)
                     if not any(image.url for image in parsed.images):
                         builder.build(parsed)
+                    notices.update(dict.fromkeys(parsed.notices, 1))
                 except BadRow as bad:
                     problems[bad.reason] += 1
                     examples.setdefault(bad.reason, f"{row.location}: {bad.detail[:200]}")
@@ -299,6 +289,8 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     )
     for reason, count in problems.most_common():
         yield f"{count} {reason}, for example {examples[reason]}", "bad"
+    for notice, count in notices.most_common():
+        yield f"{count} rows: {notice}", "notice"
     if first_rows and problems.total() == len(first_rows):
         raise DataError(
             f"none of the first {len(first_rows)} rows is good: correct the source or the settings"

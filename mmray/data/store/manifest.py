@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import orjson
 
@@ -31,6 +31,17 @@ CHUNK_RECORDS = "parts"  # folder
 SCHEMA_VERSION = 6
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
+
+
+class Notice(TypedDict):
+    """Rows of a source that have something that the set does not have.
+
+    Attributes:
+        example: Location of the first of them, such as `chats.jsonl:3`.
+    """
+
+    num_rows: int
+    example: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Manifest:
             `video`, `audio video`, ...), for each split in the same way.
         columns: Type of each column of the rows by its name, by folder in `columns/`: those that
             `prepare.keep` stores, and scores. An example is {"kept": {"width": "int64"}}.
+        notices: Rows by what they have in the source and not in the set (`SourceRow.notices`).
     """
 
     num_rows: int
@@ -91,6 +103,16 @@ class Manifest:
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
     media_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     columns: Columns = field(default_factory=dict)
+    notices: dict[str, Notice] = field(default_factory=dict)
+
+    @property
+    def notice_lines(self) -> list[str]:
+        """A line for each of the notices, most rows first."""
+        ordered = sorted(self.notices.items(), key=lambda each: -each[1]["num_rows"])
+        return [
+            f"{notice['num_rows']:,} rows: {text} (for example {notice['example']})"
+            for text, notice in ordered
+        ]
 
     @property
     def images_verified(self) -> bool:

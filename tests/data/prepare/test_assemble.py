@@ -89,6 +89,7 @@ def test_memory_of_a_row_is_bounded(tmp_path, monkeypatch, rule, most_bytes):
                     "rows": columns | {"key": keys, "shard": [0] * size, "language": [None] * size},
                     "shards": [asdict(Shard(f"{start}", None, size, 1, ""))],
                     "bad_rows": [],
+                    "notices": {},
                 },
             )
 

@@ -2,12 +2,18 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from mmray.config import Prepare
+from mmray.console.outcomes import log_manifest
 from mmray.data.prepare.pipeline import check_source, prepare
 from mmray.errors import DataError
+from mmray.training.resolve import resolve_run
 from tests.data.prepare.test_pipeline import LAX, color_image, make_source
+from tests.training.runs import Silent, config
 
 
 def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
@@ -22,7 +28,8 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
         logs[heading] = text
 
     prepare(str(source), str(tmp_path / "out"), settings, log=log)
-    assert logs["columns"] == "id, image, text=title (ignored: text, texts, width, height)"
+    unused = "columns `text`, `width` are not used; column `height` is not used"
+    assert logs["columns"] == f"id, image, text=title ({unused})"
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 
 
@@ -46,3 +53,31 @@ def test_dry_run_checks_the_first_rows_and_writes_nothing(tmp_path):
         check_source(str(tmp_path / "bad.jsonl"), Prepare(), print)
     with pytest.raises(DataError, match="there is no file"):
         check_source(str(tmp_path / "none.csv"), Prepare(), print)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_columns_that_are_not_used_are_counted_in_the_set_and_logged(tmp_path, suffix):
+    make_source(tmp_path / "raw", 16)
+    rows = [
+        {"image": f"{number}.png", "text": f"text {number}", "width": number or None, "height": 7}
+        for number in range(16)
+    ]
+    file = tmp_path / "raw" / f"other.{suffix}"
+    table = pa.Table.from_pylist(rows)
+    if suffix == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif suffix == "csv":
+        pyarrow.csv.write_csv(table, file)
+    else:
+        pyarrow.parquet.write_table(table, file)
+    out = tmp_path / "out"
+    manifest = prepare(str(file), str(out), LAX.model_copy(update={"keep": ("height",)}))
+    # Parquet columns that are not read count for all rows, others for rows with a value.
+    num_rows = 16 if suffix == "parquet" else 15
+    reporter = Silent()
+    log_manifest(manifest, str(out), reporter)
+    line = f"{num_rows} rows: column `width` is not used (for example other.{suffix}:"
+    assert [text.startswith(line) for label, text in reporter.notes if label == "notice"] == [True]
+    run = Silent()
+    resolve_run(config(out, tmp_path, "run", steps=1), run)
+    assert [line in text for label, text in run.notes if label == "notice"] == [True]
