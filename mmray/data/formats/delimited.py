@@ -9,14 +9,21 @@ from __future__ import annotations
 import ast
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.data.formats.source import SourceChunk, check_columns, check_named, known_columns
 from mmray.data.formats.text_lines import CP1252_HINT, JsonlSource, LineReader, load_json
 from mmray.data.images.formats import IMAGE_SUFFIXES
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow, source_columns
+from mmray.data.media.formats import AUDIO_SUFFIXES, VIDEO_SUFFIXES
+from mmray.data.rows import (
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    BadRow,
+    source_columns,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 
@@ -31,8 +38,14 @@ _NUM_ZEROS = 8
 _SEPARATOR_LINE = re.compile(rb'"?sep=(\\t|.)"?\s*', re.I)  # a line that Excel writes
 # an image, also one with the number of its caption (Flickr8k), or an address
 _IMAGE = rf".*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})"
-_DATA = re.compile(rf"(\w+://.*|{_IMAGE}(#\d+)?)", re.I)
+_CLIP = rf".*({'|'.join(map(re.escape, (*AUDIO_SUFFIXES, *VIDEO_SUFFIXES)))})"
+_DATA = re.compile(rf"(\w+://.*|{_IMAGE}(#\d+)?|{_CLIP})", re.I)
 _NUMBERED_IMAGE = re.compile(rf"({_IMAGE})#\d+", re.I)
+
+
+# Lines of a field with as many fields as there are columns, above which they are rows, whatever
+# is in them.
+_MAX_ROW_LINES = 10
 
 
 class _Layout(NamedTuple):
@@ -81,9 +94,12 @@ class CsvSource(JsonlSource):
 
     def describe(self) -> str:
         """Return the format with the delimiter that was found, such as `CSV with the delimiter
-        comma`.
+        comma`, and after a scan the number of records over several lines.
         """
-        return f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
+        text = f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
+        if self.num_multi_line:
+            text += f", {self.num_multi_line:,} over several lines (the longest: {self.longest[1]})"
+        return text
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record of a file.
@@ -95,32 +111,71 @@ class CsvSource(JsonlSource):
         Yields:
             The fields, in which each UTF-8 byte is one character (Latin-1); `parse` decodes them.
             The header and blank lines are empty lists. A BadRow replaces a record with invalid
-            quoting.
+            quoting, or whose quoted field contains rows; the lines after its first one are read
+            as records of their own.
         """
-        _, start, dialect = self._layout(name)
+        layout = self._layout(name)
         return (
-            [] if lines.offset <= start else record for record in self._read_fields(lines, dialect)
+            [] if lines.offset <= layout.start else record
+            for record in self._read_fields(lines, layout.dialect, layout.names)
         )
 
     def _read_fields(
-        self, lines: LineReader, dialect: dict[str, Any]
+        self, lines: LineReader, dialect: dict[str, Any], names: Sequence[str] = ()
     ) -> Iterator[list[str] | BadRow]:
         csv.field_size_limit(MAX_FIELD_BYTES)
-        rows = csv.reader((line.decode("latin-1") for line in lines), **dialect)
+        record_lines = _RecordLines(lines)
+        records = csv.reader(record_lines, **dialect)
         while True:
+            record_lines.num_read = 0
             try:
-                fields = next(rows)
-                is_row = any(fields[1:]) or bool(fields and fields[0].strip())
-                yield fields if is_row else []  # a spreadsheet may end with rows of delimiters
+                fields = next(records)
+                if record_lines.num_read == 1 or not self._contains_rows(fields, dialect, names):
+                    is_row = any(fields[1:]) or bool(fields and fields[0].strip())
+                    yield fields if is_row else []  # a spreadsheet may end with rows of delimiters
+                    continue
+                problem = "a field contains rows, and ends"
             except StopIteration:
                 return
             except csv.Error as error:
                 problem = str(error).partition(" - ")[0]  # after it, Python's advice to programmers
-                detail = (
-                    f"not {self.title}: {problem} (quote fields with a newline or a carriage "
-                    'return; within quotes, write a quote twice "", not with a backslash)'
-                )
-                yield BadRow("parse", "csv", detail)
+            hint = "quote fields with a newline or a carriage return; within quotes, "
+            if record_lines.num_read > 1:
+                later = record_lines.num_read - 1
+                problem += f" {later:,} lines after a quote opens in this line"
+                hint = "the other lines are read as rows; "
+                record_lines.rewind()
+            hint += 'write a quote twice "", not with a backslash'
+            yield BadRow("parse", "csv", f"not {self.title}: {problem} ({hint})")
+
+    def _contains_rows(
+        self, fields: Sequence[str], dialect: dict[str, Any], names: Sequence[str]
+    ) -> bool:
+        """Return whether lines within the fields of a record are rows, which a stray quote has
+        joined to it.
+        """
+        ours = (*IMAGE_COLUMNS, *MEDIA_COLUMNS)
+        theirs = {name for each in ours for name in source_columns(self.columns, each)}
+        media = [number for number, name in enumerate(names) if name in theirs]
+        for lines in (field.splitlines() for field in fields if "\n" in field):
+            num_rows = 0
+            for line in lines:
+                values: list[str] = []
+                with suppress(csv.Error):
+                    values = next(csv.reader([line], **dialect), [])
+                if len(values) < 2 or len(values) != len(names):
+                    continue
+                if any(
+                    _DATA.fullmatch(values[number].strip())
+                    and ("://" in values[number]) == ("://" in fields[number])
+                    for number in media
+                    if number < len(fields)
+                ):
+                    return True
+                num_rows += 1
+            if num_rows > max(_MAX_ROW_LINES, len(lines) // 2):
+                return True
+        return False
 
     def _layout(self, name: str) -> _Layout:
         """Return the columns and the dialect of a file. Raises DataError."""
@@ -291,6 +346,25 @@ class TsvSource(CsvSource):
         if delimiter == "\t":
             return {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
         return super()._dialect(delimiter, line)
+
+
+class _RecordLines(Iterator[str]):
+    """Lines as texts in Latin-1, which can be read again from the second one of a record."""
+
+    def __init__(self, lines: LineReader) -> None:
+        self.num_read = 0  # of the record; its reader sets it to 0
+        self._lines = lines
+        self._second = lines.position()
+
+    def __next__(self) -> str:
+        if self.num_read == 1:
+            self._second = self._lines.position()
+        self.num_read += 1
+        return next(self._lines).decode("latin-1")
+
+    def rewind(self) -> None:
+        """Continue with the second line of the record."""
+        self._lines.rewind(self._second)
 
 
 def _check_line_ends(line: bytes, file: str) -> None:

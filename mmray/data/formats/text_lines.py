@@ -86,6 +86,15 @@ class LineReader(Iterator[bytes]):
             raise StopIteration
         return line
 
+    def position(self) -> tuple[int, int, Any]:
+        """Return the current position, for `rewind`."""
+        return self.offset, self.num_lines, self.digest.copy()
+
+    def rewind(self, position: tuple[int, int, Any]) -> None:
+        """Continue from an earlier position, as if the bytes after it had not been read."""
+        self.offset, self.num_lines, self.digest = position
+        self._file.seek(self.offset)
+
 
 class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
@@ -103,6 +112,8 @@ class JsonlSource(Source):
 
     Attributes:
         suffixes: Suffixes of its files.
+        num_multi_line: Number of scanned records with several lines.
+        longest: Number of lines of the longest one, and its location for messages.
     """
 
     title = "JSON lines"
@@ -113,6 +124,8 @@ class JsonlSource(Source):
         super().__init__(*args, **options)
         self._layouts: dict[str, Any] = {}
         self._is_utf16: dict[str, bool] = {}
+        self.num_multi_line = 0
+        self.longest = (1, "")
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
@@ -159,7 +172,7 @@ class JsonlSource(Source):
     def _scan_file(
         self, name: str, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        start = records = rows = 0
+        start = records = rows = num_lines = 0
         first_line = 1
         with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file)
@@ -171,6 +184,11 @@ class JsonlSource(Source):
             for record in self.iter_records(name, lines):
                 records += 1
                 rows += bool(record)
+                first_of_record, num_lines = num_lines + 1, lines.num_lines
+                if num_lines > first_of_record:
+                    self.num_multi_line += 1
+                    location = f"{name}, lines {first_of_record} to {num_lines}"
+                    self.longest = max(self.longest, (num_lines - first_of_record + 1, location))
                 if records == rows_per_chunk or lines.offset in previous_chunk_ends:
                     yield chunk()
                     start = lines.offset

@@ -308,6 +308,7 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
         "a.csv:7": "label",
         "a.csv:8": "csv",
     }
+    assert rows[1].source == "a.csv:9"
 
 
 def test_csv_list_is_one_json_value(tmp_path):
