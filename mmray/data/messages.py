@@ -1,14 +1,14 @@
 """Convert the conversations of common datasets to messages with content parts.
 
 Recognized by shape: {role, content} with a text or with parts (OpenAI, TRL, transformers), and
-{from, value} of LLaVA and ShareGPT. In a text, each `<image>` marks the place of an image; if the
-row has video or audio, `<video>` and `<audio>` mark their places.
+{from, value} of LLaVA and ShareGPT. In a row without parts, each `<image>`, `<video>` and `<audio>`
+in a text of the user or the system is the place of a medium, as long as the row has media left.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
@@ -22,6 +22,7 @@ _ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
     ("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"
 )
 _BYTE_ORDER_MARK = "\ufeff"
+_MARKS = re.compile(r"<(image|video|audio)>|<img>([^<>\n]+)</img>")  # <img>PATH</img>: Qwen-VL
 # Kinds of media by the type of their part.
 _KINDS = {
     "image": "image",
@@ -49,27 +50,37 @@ class PartMedium(NamedTuple):
     value: Any = None
 
 
-def parse_messages(
-    value: Any, kinds: Sequence[str] = ("image",)
-) -> tuple[list[Message], list[PartMedium]]:
+class Conversation(NamedTuple):
+    """A conversation of a source row, with parts of media in place of marks.
+
+    Args:
+        messages: {"role": "system" | "user" | "assistant", "content": parts}, where parts is a list
+            of {"type": "text", "text": "..."} and {"type": "image" | "video" | "audio", "text":
+            None}.
+        media: A PartMedium for each part of a medium, in order.
+        notices: What was not used as it may be meant, see `SourceRow.notices`.
+    """
+
+    messages: Sequence[Message] = ()
+    media: Sequence[PartMedium] = ()
+    notices: Sequence[str] = ()
+
+
+def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     """Convert the conversation of a source row to messages with content parts.
 
     Args:
         value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The role
             is `system`, `user` or `human`, or `assistant`, `gpt`, `chatgpt`, `model` or `bot`. The
-            content is a text, in which each `<image>` or `<img>PATH</img>` marks an image, or a
-            list of parts: {"type": "text", "text": "..."}, or a medium of type `image`,
-            `image_url`, `video`, `video_url`, `audio` or `audio_url`, such as {"type": "image",
-            "image": PATH}, also under `url` or `path`; without a URL type it may be missing. Values
-            of keys may be None, as in an Arrow struct.
-        kinds: Kinds whose marks count in a text: `image` (`<image>`), `video` (`<video>`) and
-            `audio` (`<audio>`).
-
-    Returns:
-        The messages {"role": "system" | "user" | "assistant", "content": parts}, where parts is a
-        list of {"type": "text", "text": "..."} and {"type": "image" | "video" | "audio", "text":
-        None}. And in order a PartMedium for each part of a medium: `kind`, and `value` (such as its
-        path; None if it has none of its own).
+            content is a text, or a list of parts: {"type": "text", "text": "..."}, or a medium of
+            type `image`, `image_url`, `video`, `video_url`, `audio` or `audio_url`, such as
+            {"type": "image", "image": PATH}, also under `url` or `path`; without a URL type it may
+            be missing. Values of keys may be None, as in an Arrow struct.
+        num_media: Number of media in the columns of the row by kind, such as {"image": 2}. Each
+            takes the next place: a part without a medium of its own, or `<image>`, `<video>` or
+            `<audio>` in a text of the user or the system, which count only in a row without parts
+            and only as long as media are left. If there are fewer places, the first media go before
+            the first user's text.
 
     Raises:
         ValueError: It is not a conversation from which an assistant can learn: it has no message of
@@ -78,11 +89,8 @@ def parse_messages(
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
-    # <image>, or <img>PATH</img> of Qwen-VL. A line break next to a mark separates it from the text
-    # and is not a part of the text.
-    marks = re.compile(rf"\n?(?:<({'|'.join(kinds)})>|<img>([^<>\n]+)</img>)\n?")
-    media: list[PartMedium] = []
-    messages = [_parse_message(item, media, marks) for item in value]
+    places = _Places(num_media, any(isinstance(_content(item), list) for item in value))
+    messages = [_parse_message(item, places) for item in value]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise ValueError("only the first message may be of the system")
@@ -90,11 +98,17 @@ def parse_messages(
         raise ValueError("no message is the assistant's: there is nothing to learn")
     if roles[roles[0] == "system"] != "user":
         raise ValueError("the conversation begins with the assistant; it must begin with the user")
+    unplaced = places.unplaced()
+    messages = insert_media(messages, unplaced)
     for message in messages:
         # A user's turn may consist of media only.
-        if not message["content"] or (message["role"] != "user" and not message_text(message)):
+        text = message_text(message).strip()
+        if not text and (message["role"] != "user" or _has_only_text(message)):
             raise ValueError(f"a message of the {message['role']} is empty")
-    return messages, media
+    before = [part for each in messages[: roles.index("user")] for part in each["content"]]
+    first = sum(part["type"] != "text" for part in before)
+    media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
+    return Conversation(messages, media, places.notices())
 
 
 def message_text(message: Message) -> str:
@@ -142,8 +156,82 @@ def insert_media(messages: list[Message], kinds: Sequence[str]) -> list[Message]
     return [*messages[:first], messages[first] | {"content": content}, *messages[first + 1 :]]
 
 
-def _parse_message(item: Any, media: list[PartMedium], marks: re.Pattern[str]) -> Message:
-    """Return a message, and append the media of its parts. Raises ValueError."""
+class _Places:
+    """The places of media in a conversation, which its messages add in order.
+
+    Args:
+        num_media: Number of media in the columns of the row by kind.
+        has_parts: Whether a content of the row is a list of parts.
+
+    Attributes:
+        media: A PartMedium for each place so far.
+    """
+
+    def __init__(self, num_media: Mapping[str, int], has_parts: bool) -> None:
+        self.media: list[PartMedium] = []
+        self._num_media = num_media
+        self._has_parts = has_parts
+        self._unused_marks: set[tuple[str, bool]] = set()  # kind, and whether of an answer
+
+    def split_marks(self, text: str, role: str) -> list[Part]:
+        """Return the parts of a text, in which marks that are places become parts of media.
+
+        A line break next to such a mark separates it from the text and is not a part of the text.
+        """
+        parts: list[Part] = []
+        start = 0
+        for mark in _MARKS.finditer(text):
+            kind = mark[1] or "image"
+            if self._has_parts or role not in ("user", "system") or not self._takes(mark):
+                if mark[1]:
+                    self._unused_marks.add((kind, role == "assistant"))
+                continue
+            parts += [_text_part(text[start : mark.start()].removesuffix("\n")), _media_part(kind)]
+            self.media.append(PartMedium(kind, mark[2]))
+            start = mark.end() + text.startswith("\n", mark.end())
+        return [*parts, _text_part(text[start:])]
+
+    def _takes(self, mark: re.Match[str]) -> bool:
+        return mark[2] is not None or self._num_left(mark[1]) > 0
+
+    def _num_left(self, kind: str) -> int:
+        return self._num_media.get(kind, 0) - self.media.count(PartMedium(kind))
+
+    def unplaced(self) -> list[str]:
+        """Return the kind of each medium of the columns without a place; none of a kind of which a
+        place has its own medium, because that of the column may be the same.
+        """
+        own = {medium.kind for medium in self.media if medium.value is not None}
+        return [
+            kind for kind in self._num_media if kind not in own for _ in range(self._num_left(kind))
+        ]
+
+    def notices(self) -> list[str]:
+        """Return a notice for marks that are text, and one for media of which some have a mark."""
+        unplaced = set(self.unplaced())
+        texts = sorted(
+            {kind for kind, is_answer in self._unused_marks if not is_answer or kind in unplaced}
+        )
+        placed = {medium.kind for medium in self.media}
+        return [f"`<{kind}>` in a message is text, not the place of a medium" for kind in texts] + [
+            f"{kind} without a mark, put before the first user's text"
+            for kind in sorted(unplaced & placed)
+        ]
+
+
+def _has_only_text(message: Message) -> bool:
+    return all(part["type"] == "text" for part in message["content"])
+
+
+def _content(item: Any) -> Any:
+    """Return the content of a message in any notation."""
+    if not isinstance(item, dict):
+        return None
+    return item.get("value") if item.get("content") is None else item["content"]
+
+
+def _parse_message(item: Any, places: _Places) -> Message:
+    """Return a message, and add the places of its media. Raises ValueError."""
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
     name = item.get("role") or item.get("from")
@@ -152,21 +240,16 @@ def _parse_message(item: Any, media: list[PartMedium], marks: re.Pattern[str]) -
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
         )
-    content = item.get("content")
-    content = item.get("value") if content is None else content
+    content = _content(item)
     if isinstance(content, str):
-        parts = _split_marks(content, media, marks)
+        parts = places.split_marks(content, role)
     elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        parts = _parse_parts(content, media, marks)
+        parts = _parse_parts(content, role, places)
     else:
         raise ValueError(
             f"content must be text or a list of parts {{type, ...}} (got {str(content)[:80]!r})"
         )
-    parts = [part for part in parts if part["type"] != "text" or (part["text"] or "").strip()]
-    if parts and parts[0]["text"]:
-        parts[0]["text"] = parts[0]["text"].lstrip()
-    if parts and parts[-1]["text"]:
-        parts[-1]["text"] = parts[-1]["text"].rstrip()
+    parts = [part for part in parts if part["type"] != "text" or part["text"]]
     # A lone surrogate raises a ValueError.
     num_bytes = sum(len((part["text"] or "").encode()) for part in parts)
     if num_bytes > MAX_MESSAGE_BYTES:
@@ -174,25 +257,8 @@ def _parse_message(item: Any, media: list[PartMedium], marks: re.Pattern[str]) -
     return {"role": role, "content": parts}
 
 
-def _split_marks(text: str, media: list[PartMedium], marks: re.Pattern[str]) -> list[Part]:
-    """Return the parts of a text with marks, and append the medium of each mark."""
-    first, *rest = marks.split(text)
-    parts = [_text_part(first)]
-    for kind, path, piece in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-        medium = PartMedium(kind or "image", path)
-        parts += [_media_part(medium.kind), _text_part(piece)]
-        media.append(medium)
-    return parts
-
-
-def _parse_parts(
-    content: list[dict[str, Any]], media: list[PartMedium], marks: re.Pattern[str]
-) -> list[Part]:
-    """Return the parts of a message; marks in its texts count only if it has no part of a medium.
-
-    Raises ValueError.
-    """
-    has_media_part = any(part.get("type") in _KINDS for part in content)
+def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> list[Part]:
+    """Return the parts of a message, and add the places of its media. Raises ValueError."""
     parts: list[Part] = []
     for part in content:
         part_type = part.get("type")
@@ -204,14 +270,10 @@ def _parse_parts(
                 value = value["url"]
             if value is None and part_type != kind:
                 raise ValueError(f"a part of type {part_type} has no url")
-            media.append(PartMedium(kind, value))
+            places.media.append(PartMedium(kind, value))
             parts.append(_media_part(kind))
         elif part_type == "text" and isinstance(part.get("text"), str):
-            text = part["text"]
-            if has_media_part:
-                parts.append(_text_part(marks.sub("", text)))
-            else:
-                parts += _split_marks(text, media, marks)
+            parts += places.split_marks(part["text"], role)
         else:
             raise ValueError(
                 f"the parts of a content must be of type text, {', '.join(_KINDS)} (got "

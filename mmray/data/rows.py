@@ -11,13 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
-from mmray.data.messages import (
-    Message,
-    PartMedium,
-    insert_media,
-    message_text,
-    parse_messages,
-)
+from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
 from mmray.data.store.stored_row import Row
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
@@ -184,7 +178,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         raise BadRow(
             "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
         )
-    messages, images = _parse_conversation(values, hosts)
+    (messages, _, notices), images = _parse_conversation(values, hosts)
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
     texts: Sequence[Any] = [message_text(each) for each in messages if each["role"] == "assistant"]
@@ -219,10 +213,11 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         language=values.get("language"),
         boxes=[[*map(float, box)] for box in boxes] or None,
         box_labels=box_labels if boxes else None,
-        messages=messages or None,
+        messages=list(messages) or None,
         image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
         spans=spans,
         text_columns=[*map(str, text_columns)] if any(text_columns) else None,
+        notices=list(notices),
     )
 
 
@@ -279,7 +274,7 @@ def _as_seconds(value: Any) -> float | None:
 
 def _parse_conversation(
     values: dict[str, Any], hosts: tuple[str, ...]
-) -> tuple[list[Message], list[ImageRef]]:
+) -> tuple[Conversation, list[ImageRef]]:
     """Return the messages of a row, if it has any, and its media in the order of their parts.
 
     Without messages, audio and video follow the images. Raises BadRow.
@@ -291,40 +286,29 @@ def _parse_conversation(
         if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
         media = [_parse_only_medium(values, kind, hosts) for kind in kinds]
-        return [], [parse_image(image, hosts) for image in images] + media
+        return Conversation(), [parse_image(image, hosts) for image in images] + media
     in_columns = {"image": _as_items(_single_value(values, IMAGE_COLUMNS)) if has_images else ()}
     in_columns |= {kind: _as_items(_single_value(values, MEDIA_KINDS[kind])) for kind in kinds}
+    num_given = {kind: len(items) for kind, items in in_columns.items()}
     try:
-        messages, in_parts = parse_messages(
-            _single_value(values, MESSAGE_COLUMNS), tuple(in_columns)
-        )
+        conversation = parse_messages(_single_value(values, MESSAGE_COLUMNS), num_given)
     except ValueError as error:
         if isinstance(error, BadRow):
             raise
         raise BadRow("columns", "messages", str(error)) from None
-    # Media of a kind without any part are put before the first user's text.
-    unplaced = [
-        kind
-        for kind, items in in_columns.items()
-        for _ in items
-        if all(kind != part.kind for part in in_parts)
-    ]
-    messages = insert_media(messages, unplaced)
-    in_parts = [PartMedium(kind) for kind in unplaced] + in_parts
     for kind in ("image", *MEDIA_KINDS):
-        num_places = in_parts.count(PartMedium(kind))
-        num_given = len(in_columns.get(kind, ()))
-        if num_places != num_given:
+        num_places = conversation.media.count(PartMedium(kind))
+        if num_places != num_given.get(kind, 0):
             raise BadRow(
                 "columns",
                 f"{kind}-count",
-                f"the messages have {num_places} places for {kind} (`<{kind}>`, or a part of type "
-                f"{kind}), and the row has {num_given}",
+                f"the messages have {num_places} parts of type {kind} without a medium of their "
+                f"own, and the row has {num_given.get(kind, 0)} for them",
             )
     rest = {kind: iter(items) for kind, items in in_columns.items()}
-    return messages, [
+    return conversation, [
         parse_image(next(rest[kind]) if value is None else value, hosts, kind)
-        for kind, value in in_parts
+        for kind, value in conversation.media
     ]
 
 

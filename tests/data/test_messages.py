@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmray.data.rows import BadRow, SourceRow, parse_row
+from mmray.data.rows import BadRow, parse_row
 from tests.made import png
 
 IMAGE = {"type": "image"}
@@ -78,7 +78,7 @@ def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
                     {"role": "user", "content": "Is <image> like <image>?\n"}, ANSWER
                 ],
             },
-            [text("Is "), IMAGE_PART, text(" like "), IMAGE_PART, text("?")],
+            [text("Is "), IMAGE_PART, text(" like "), IMAGE_PART, text("?\n")],
             ["a.png", "b.png"],
         ),
         # TRL, with the null values of Arrow structs
@@ -100,13 +100,49 @@ def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
             [IMAGE_PART, text("what"), IMAGE_PART],
             ["a.png", "b.png"],
         ),
-        # an image part and a mark for the same image
+        # texts of parts have no marks
         (
             {
                 "image": "a.png",
-                "messages": [{"role": "user", "content": [IMAGE, text("<image>\nwhat")]}, ANSWER],
+                "messages": [{"role": "user", "content": [IMAGE, text("is <image> HTML")]}, ANSWER],
             },
-            [IMAGE_PART, text("what")],
+            [IMAGE_PART, text("is <image> HTML")],
+            ["a.png"],
+        ),
+        (
+            {
+                "image": "a.png",
+                "messages": [{"role": "user", "content": [text("<image>")]}, ANSWER],
+            },
+            [IMAGE_PART, text("<image>")],
+            ["a.png"],
+        ),
+        # marks beyond the number of images are text
+        (
+            {
+                "image": "a.png",
+                "messages": [{"role": "user", "content": "<image>\n<image>\n  what "}, ANSWER],
+            },
+            [IMAGE_PART, text("<image>\n  what ")],
+            ["a.png"],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "What is <image>?"}, ANSWER]},
+            [text("What is <image>?")],
+            [],
+        ),
+        # images beyond the number of marks; the order stays, as in ms-swift
+        (
+            {
+                "images": ["a.png", "b.png"],
+                "messages": [{"role": "user", "content": "what <image>"}, ANSWER],
+            },
+            [IMAGE_PART, text("what "), IMAGE_PART],
+            ["a.png", "b.png"],
+        ),
+        (
+            {"image": "a.png", "messages": [{"role": "user", "content": ""}, ANSWER]},
+            [IMAGE_PART],
             ["a.png"],
         ),
         # OpenAI and transformers: the parts have the images, one takes that of the column
@@ -152,19 +188,60 @@ def test_data_uri_becomes_bytes() -> None:
             parse_row({"image": bad, "text": "x"}, "made:1")
 
 
-def row_with_marks(num_marks: int, num_images: int) -> SourceRow:
-    content = "<image>" * num_marks + "what"
+def test_marks_of_an_answer_are_text() -> None:
+    answer = "    Use <image>,\n<img>b.png</img> or <video>.\n"
+    said = [{"role": "user", "content": "Which tag?"}, {"role": "assistant", "content": answer}]
+    row = parse_row({"image": "a.png", "messages": said}, "made:1")
+    assert [message["content"] for message in row.messages] == [
+        [IMAGE_PART, text("Which tag?")], [text(answer)],
+    ]  # fmt: skip
+    assert row.notices == ["`<image>` in a message is text, not the place of a medium"]
+    assert parse_row({"messages": said}, "made:1").notices == []
+
+
+@pytest.mark.parametrize(
+    ("content", "num_images", "notices"),
+    [
+        ("<image>what", 1, []),
+        ("what", 2, []),
+        ("<image><image>what", 1, ["`<image>` in a message is text, not the place of a medium"]),
+        ("<image>what", 2, ["image without a mark, put before the first user's text"]),
+        ([IMAGE, text("what")], 2, ["image without a mark, put before the first user's text"]),
+        (
+            [IMAGE, text("what <audio>")],
+            1,
+            ["`<audio>` in a message is text, not the place of a medium"],
+        ),
+    ],
+)
+def test_marks_and_images_that_differ_are_counted(
+    content: Any, num_images: int, notices: list[str]
+) -> None:
     images = [f"{number}.png" for number in range(num_images)]
     messages = [{"role": "user", "content": content}, ANSWER]
-    return parse_row({"images": images, "messages": messages}, "made:1")
+    row = parse_row({"images": images, "messages": messages}, "made:1")
+    assert [image.name for image in row.images] == images
+    assert row.notices == notices
 
 
-@pytest.mark.parametrize(("num_marks", "num_images"), [(1, 0), (2, 1), (1, 2), (2, 3)])
-def test_marks_and_images_must_agree(num_marks: int, num_images: int) -> None:
-    with pytest.raises(BadRow, match=f"{num_marks} places .* the row has {num_images}\\b") as bad:
-        row_with_marks(num_marks, num_images)
-    assert (bad.value.stage, bad.value.reason) == ("columns", "image-count")
-    assert len(row_with_marks(max(num_marks, num_images), max(num_marks, num_images)).images)
+def test_places_in_the_system_come_before_those_of_the_user() -> None:
+    messages = [
+        {"role": "system", "content": "as <image>"}, {"role": "user", "content": "<video>"}, ANSWER
+    ]  # fmt: skip
+    columns = {"images": ["a.png", "b.png"], "video": "c.mp4"}
+    row = parse_row(columns | {"messages": messages}, "made:1")
+    assert [image.name for image in row.images] == ["a.png", "b.png", "c.mp4"]
+    types = [[part["type"] for part in message["content"]] for message in row.messages]
+    assert types == [["text", "image"], ["image", "video"], ["text"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "images"), [([IMAGE, IMAGE], ["a.png"]), ([IMAGE | {"path": "b.png"}], ["a.png"])]
+)
+def test_parts_and_images_must_agree(content: Any, images: list[str]) -> None:
+    messages = [{"role": "user", "content": content}, ANSWER]
+    with pytest.raises(BadRow, match=r"columns image-count: .* the row has 1 for them"):
+        parse_row({"images": images, "messages": messages}, "made:1")
 
 
 def test_videos_and_audio_take_their_places() -> None:
@@ -200,16 +277,11 @@ def test_videos_and_audio_take_their_places() -> None:
     assert parse_row({"messages": messages}, "made:1").messages[0]["content"] == [
         text("a <video> tag")
     ]
-    with pytest.raises(BadRow, match=r"columns video-count: .* 2 places .* the row has 1"):
-        parse_row(
-            {"video": "a.mp4", "messages": [messages[0] | {"content": "<video><video>"}, ANSWER]},
-            "made:1",
-        )
 
 
 def test_lists_of_videos_are_of_conversations() -> None:
-    messages = [{"role": "user", "content": "<video>What?"}, ANSWER]
-    with pytest.raises(BadRow, match=r"columns video-count: .* 1 places .* the row has 0"):
+    messages = [{"role": "user", "content": [{"type": "video"}, text("What?")]}, ANSWER]
+    with pytest.raises(BadRow, match=r"columns video-count: .* 1 parts .* the row has 0"):
         parse_row({"videos": [], "messages": messages}, "made:1")
     with pytest.raises(BadRow, match="both video and videos: choose one"):
         parse_row({"video": "a.mp4", "videos": ["b.mp4"], "messages": messages}, "made:1")
@@ -235,7 +307,10 @@ def test_boxes_need_one_image() -> None:
         ([{"role": "user", "content": "what"}], "nothing to learn"),
         ([{"role": "teacher", "content": "what"}], "the role of a message"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}], "is empty"),
-        ([{"role": "user", "content": [text(" ")]}, ANSWER], "message of the user is empty"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "user", "content": [text(" ")]}, ANSWER],
+            "message of the user is empty",
+        ),
         ([{"role": "user", "content": "x"}, ANSWER | {"content": [IMAGE]}], "is empty"),
         ([ANSWER], "begins with the assistant"),
         ([{"role": "system", "content": "x"}, ANSWER], "begins with the assistant"),

@@ -238,12 +238,17 @@ LINES = {
         "",
     ),
     "more `<image>` marks than images": (
-        chat(content="<image><image>", images=["good.png"]),
-        "columns image-count",
-        "",
+        chat(id="marks", content="<image><image>", images=["good.png"]),
+        KEPT,
+        "the last mark is text; counted",
     ),
     "fewer `<image>` marks than images": (
-        chat(content="<image>", images=["good.png"] * 2),
+        chat(id="images", content="<image>", images=["good.png"] * 2),
+        KEPT,
+        "the first image is before the first user's text; counted",
+    ),
+    "more image parts than images": (
+        chat(content=[{"type": "image"}] * 2, images=["good.png"]),
         "columns image-count",
         "",
     ),

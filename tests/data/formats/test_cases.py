@@ -93,3 +93,25 @@ def test_refusal_names_what_was_found(shared_cases, tmp_path, case):
     # no advice about columns where they are right
     if "none of the columns" not in str(caught.value):
         assert not re.search("Map other column names", str(caught.value))
+
+
+def parts_of(message):
+    """Texts and kinds of media of a message."""
+    return [part["text"] or part["type"] for part in message["content"]]
+
+
+def test_tags_in_answers_stay_text_and_pictures_in_questions(shared_cases, tmp_path):
+    source = shared_cases / "chat-doors/marks-in-answers.jsonl"
+    manifest, rows, _ = prepared(source, tmp_path / "out", duplicates="keep")
+    said = {row.key: [*map(parts_of, row.messages)] for row in rows}
+    assert said == {
+        f"a{number}": [
+            ["image", f"Which tag marks picture {number}?"],
+            [f"    Use <image> in file {number}."],
+        ]
+        for number in range(4)
+    } | {
+        "b": [["List tags."], ["<audio>, <image>, <video>"]],
+        "c": [["image", "What does the tag <image> mean?"], ["A picture."]],
+    }
+    assert [notice["num_rows"] for notice in manifest.notices.values()] == [5]
