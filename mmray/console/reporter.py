@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from mmray.console.sweep import format_progress, live_table, trial_line
+from mmray.engine.metrics.table import METRICS
 from mmray.evaluation import main_scores
 from mmray.machine import torchrun_rank
 from mmray.report.run import format_compact, scores_by_set
@@ -32,15 +33,6 @@ LOG_WIDTH = 200
 # Rows of the live table of trials, and lines of the terminal for everything else.
 MIN_LIVE_ROWS = 5
 LIVE_MARGIN = 12
-
-# Format of each metric that a line of progress shows.
-STEP_FORMATS = {
-    "train/loss": "loss {:.3f}",
-    "throughput/samples_per_s": "{} samples/s",
-    "time/data_wait_share": "data wait {:.0%}",
-    "memory/peak_gib": "worker peak {:.2f} GiB",
-    "memory/all_processes_peak_gib": "all processes {:.2f} GiB",
-}
 
 
 class _Display(Progress):
@@ -238,10 +230,11 @@ class ConsoleReporter:
         if metrics["step"] < total_steps:  # the table of the outcome has the last evaluation
             self._log_evaluation(metrics)
         left_s = self._seconds_left(metrics["step"], total_steps)
-        values = {name: metrics[name] for name in STEP_FORMATS if metrics.get(name) is not None}
-        if rate := values.get("throughput/samples_per_s"):
-            values["throughput/samples_per_s"] = format_compact(rate)
-        parts = [STEP_FORMATS[name].format(value) for name, value in values.items()]
+        parts = [
+            info.console.format(value=metrics[name], compact=format_compact(metrics[name]))
+            for name, info in METRICS.items()
+            if info.console and metrics.get(name) is not None
+        ]
         if left_s:
             parts.append(f"{left_s:.0f} s left")
         self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")

@@ -291,7 +291,11 @@ class Trainer:
         meter = self.meter
         step = self.progress.step - 1
         local_sums = [*result.means.values(), *meter.token_counts]
-        sums, reduced = reduce_over_ranks(spec.group, local_sums, meter.compute())
+        local = meter.compute()
+        for callback in spec.callbacks:
+            if hasattr(callback, "compute_metrics"):
+                local |= callback.compute_metrics(step + 1)
+        sums, reduced = reduce_over_ranks(spec.group, local_sums, local)
         means = dict(zip(result.means, sums, strict=False))
         token_counts = sums[len(means) :]
         meter.token_counts.zero_()

@@ -49,7 +49,7 @@ class Callback(Protocol):
 
     Name your class as `package.module:Class` in `train.callbacks`. It implements `on_step(step,
     metrics)`: the number of the step from 1, and its logged metrics by name, or None if it was not
-    logged.
+    logged; and, if it has metrics of its own, `compute_metrics(step)`.
     """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
@@ -58,7 +58,18 @@ class Callback(Protocol):
         Args:
             step: Number of the step, counted from 1.
             metrics: The line of the step in metrics.jsonl, values by name such as `train/loss`
-                (the README.md of mmray/engine lists them); None if the step was not logged.
+                (`mmray.engine.metrics.table` lists them); None if the step was not logged.
+        """
+
+    def compute_metrics(self, step: int) -> dict[str, float]:
+        """Return further metrics for the line of a step that is logged. Optional.
+
+        Args:
+            step: Number of the step, counted from 1.
+
+        Returns:
+            Numbers by name, such as `teacher/kl`; every rank must return the same names. The line
+            and the report show their mean over the ranks, or what METRICS says of the name.
         """
 
 

@@ -5,12 +5,14 @@ Series colors must be visible on light and dark pages.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
+from mmray.engine.metrics.table import EVALUATE, LOSS_CHART, METRICS, is_own
 from mmray.evaluation import DIRECTIONS
 from mmray.report.run import RunRecord, scores_by_set
 
@@ -21,6 +23,7 @@ ROSE = "#e0567a"
 GRAY = "#8b93a7"
 MAX_TICKS = 8
 FEW_POINTS = 25
+_UNITS = {"_per_s": "", "_s": " s", "_gib": " GiB"}  # of an axis, by the end of a metric's name
 
 
 @dataclass(frozen=True)
@@ -109,32 +112,44 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         with `name`, `title`, `summary` and `plot` (JSON data of Plotly). Charts of metrics that
         were not logged are omitted.
     """
-    names = list(scores_by_set(run.newest("evaluate/"))) or [""]
-    prefixes = {name: f"evaluate/{name}/" if name else "evaluate/" for name in names}
+    names = list(scores_by_set(run.newest(EVALUATE))) or [""]
+    prefixes = {name: f"{EVALUATE}{name}/" if name else EVALUATE for name in names}
     parts = {
-        "learning": _learning_charts(run, prefixes),
+        **_metric_charts(run, prefixes),
         "recall": _recall_charts(run, prefixes),
-        "speed": _speed_charts(run),
         "start": [_start_timeline(run)],
     }
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
 
 
-def _learning_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | None]:
-    """Return charts of the loss, the learning rate and the gradients.
+def _metric_charts(run: RunRecord, prefixes: dict[str, str]) -> dict[str, list[Figure | None]]:
+    """Return the charts of METRICS, and one for each metric of the user's code.
 
     `prefixes` are those of the metrics of each evaluation set, by its name.
     """
-    loss = {"train/loss": _line("training", BLUE)}
+    logged = dict.fromkeys(name for line in run.lines for name in line)
+    shown = [(name, info.chart, info.line) for name, info in METRICS.items() if info.chart]
+    for name in filter(is_own, logged):
+        title = LOSS_CHART if name.startswith("train/loss_") else name  # a term of the objective
+        shown.append((name, title, name.rpartition("/")[2].replace("_", " ")))
+    charts: dict[str, dict[str, dict[str, Any]]] = {}
+    colors = cycle((BLUE, TEAL, ROSE, ORANGE))
+    for name, title, line in shown:
+        charts.setdefault(title, {})[name] = _line(line, next(colors))
     for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
-        loss[f"{prefix}loss"] = _line(f"held out {name}".strip(), color)
-    rate = {"train/lr": _line("rate", TEAL)}
-    gradient = {"train/grad_norm": _line("before clipping", ROSE)}
-    return [
-        _chart(run, "loss", "Loss", loss),
-        _chart(run, "lr", "Learning rate", rate, exponentformat="power"),
-        _chart(run, "gradient", "Gradient norm", gradient),
-    ]
+        charts[LOSS_CHART][f"{prefix}loss"] = _line(f"held out {name}".strip(), color)
+    parts: dict[str, list[Figure | None]] = {"learning": [], "speed": []}
+    for title, lines in charts.items():
+        first = next(iter(lines))
+        yaxis: dict[str, Any] = {"exponentformat": "power"}
+        units = [unit for end, unit in _UNITS.items() if first.endswith(end)]
+        if units:
+            yaxis = {"rangemode": "tozero", "tickformat": ",", "ticksuffix": units[0]}
+        is_speed = first in METRICS and not first.startswith("train/")
+        parts["speed" if is_speed else "learning"].append(
+            _chart(run, re.sub("[^a-z0-9]+", "-", first.lower()), title, lines, **yaxis)
+        )
+    return parts
 
 
 def _recall_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | None]:
@@ -157,22 +172,6 @@ def _recall_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | No
         }
         zero_shot.append(_chart(run, f"zero-shot-{name}", title, lines, 320, **percent))
     return recall + zero_shot
-
-
-def _speed_charts(run: RunRecord) -> list[Figure | None]:
-    """Return charts of throughput, of the times of a step, and of memory."""
-    rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
-    step = {
-        "time/step_s": _line("whole step", TEAL),
-        "time/data_wait_s": _line("waiting for data", ORANGE),
-    }
-    memory = {"memory/peak_gib": _line("peak", ROSE)}
-    from_zero: dict[str, Any] = {"rangemode": "tozero"}
-    return [
-        _chart(run, "throughput", "Samples per second", rate, **from_zero, tickformat=","),
-        _chart(run, "step", "Where a step's time goes", step, **from_zero, ticksuffix=" s"),
-        _chart(run, "memory", "Peak memory of a worker", memory, **from_zero, ticksuffix=" GiB"),
-    ]
 
 
 def _start_timeline(run: RunRecord) -> Figure | None:

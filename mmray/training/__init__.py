@@ -54,7 +54,6 @@ class RunReporter(Protocol):
         """Receive a line of metrics.jsonl.
 
         Args:
-            metrics: `step` (number of the step) and values by name, such as `train/loss`; the
-                README.md of mmray/engine lists them.
+            metrics: `step` (number of the step) and values by name, such as `train/loss`.
             total_steps: Number of steps of the run.
         """

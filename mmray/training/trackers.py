@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
 from mmray.config import flatten
+from mmray.engine.metrics.table import METRICS
 from mmray.errors import ForceExit, UsageError, first_line
 from mmray.evaluation import EXAMPLES
 from mmray.evaluation.shown_images import ShownImage, shown_images
@@ -71,8 +72,7 @@ class Tracker(Protocol):
 
         Args:
             step: Number of the step, higher than in the call before.
-            metrics: The finite values of a line of metrics.jsonl by name, such as `train/loss`; the
-                README.md of mmray/engine lists them.
+            metrics: The finite values of a line of metrics.jsonl by name, such as `train/loss`.
         """
 
     def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
@@ -413,18 +413,8 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
 
 
-# Ray's metrics by the name in metrics.jsonl; jobs/deploy/grafana/mmray_dashboard.json shows them.
-# Ray adds the prefix `ray_`, and to counters the suffix `_total`.
-GAUGES = {
-    "step": ("mmray_step", "Number of the last logged step."),
-    "train/loss": ("mmray_loss", "Training loss of the last logged step."),
-    "throughput/samples_per_s": ("mmray_samples_per_s", "Rows trained per second, all workers."),
-    "throughput/mfu": ("mmray_mfu", "Fraction of the peak FLOPS of the GPUs, 0 to 1."),
-    "time/data_wait_share": ("mmray_data_wait_share", "Fraction of time waiting for data, 0 to 1."),
-    "gpu/busy_percent": ("mmray_gpu_busy_percent", "How busy the GPU of rank 0 is."),
-    "gpu/memory_gib": ("mmray_gpu_memory_gib", "Memory in use on the GPU of rank 0."),
-    "memory/peak_gib": ("mmray_peak_memory_gib", "Largest memory of a worker so far."),
-}
+# Ray's metrics by name; jobs/deploy/grafana/mmray_dashboard.json shows these and the gauges of
+# METRICS. Ray adds the prefix `ray_`, and to counters the suffix `_total`.
 COUNTERS = {
     "run/restarts": ("mmray_restarts", "Restarts of the workers."),
     "run/bad_rows": ("mmray_quarantined_rows", "Rows that training could not read."),
@@ -445,7 +435,9 @@ class RayMetrics:
 
         self._label = {"run": run}
         self._gauges = {
-            key: Gauge(name, text, tag_keys=("run",)) for key, (name, text) in GAUGES.items()
+            key: Gauge(info.gauge, info.meaning, tag_keys=("run",))
+            for key, info in METRICS.items()
+            if info.gauge
         }
         self._counters = {
             key: Counter(name, text, tag_keys=("run",)) for key, (name, text) in COUNTERS.items()
@@ -456,10 +448,8 @@ class RayMetrics:
         """Export a line of metrics.
 
         Args:
-            metrics: Values by name, of which these are exported: `step`, `train/loss`,
-                `throughput/samples_per_s`, `throughput/mfu`, `time/data_wait_share`,
-                `gpu/busy_percent`, `gpu/memory_gib`, `memory/peak_gib`, and the totals
-                `run/restarts` and `run/bad_rows`.
+            metrics: Values by name, of which those with a gauge in METRICS are exported, and the
+                totals `run/restarts` and `run/bad_rows`.
         """
         for key, gauge in self._gauges.items():
             if metrics.get(key) is not None:

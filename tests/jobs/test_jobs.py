@@ -23,8 +23,9 @@ from mmray.cluster import jobs
 from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
+from mmray.engine.metrics.table import METRICS
 from mmray.errors import INTERRUPTED, UsageError
-from mmray.training.trackers import COUNTERS, GAUGES
+from mmray.training.trackers import COUNTERS
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
 from tests.polling import wait_until
@@ -315,9 +316,8 @@ def stop_job(head, job_id):
 
 
 # Gauges of a run on CPUs, which has no restart and no row that cannot be read.
-CPU_METRICS = {
-    f"ray_{name}" for name, _ in GAUGES.values() if "gpu" not in name and "mfu" not in name
-}
+GAUGES = {f"ray_{info.gauge}" for info in METRICS.values() if info.gauge}
+CPU_METRICS = {name for name in GAUGES if "gpu" not in name and "mfu" not in name}
 
 
 def scrape(head, within_s=5):
@@ -358,8 +358,7 @@ def processes_with_torch(head):
 def test_dashboard_shows_each_metric():
     text = (ROOT / "jobs" / "deploy" / "grafana" / "mmray_dashboard.json").read_text()
     shown = set(re.findall(r"ray_mmray_\w+", text))
-    gauges = {f"ray_{name}" for name, _ in GAUGES.values()}
-    assert shown == gauges | {f"ray_{name}_total" for name, _ in COUNTERS.values()}
+    assert shown == GAUGES | {f"ray_{name}_total" for name, _ in COUNTERS.values()}
 
 
 def own_actors(head):

@@ -47,13 +47,13 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
         r'(src|href)="(?!data:|#)', file.read_text()
     )
     assert plots(page) == [
-        "loss",
-        "lr",
-        "gradient",
+        "train-loss",
+        "train-lr",
+        "train-grad-norm",
         "recall",
-        "throughput",
-        "step",
-        "memory",
+        "throughput-samples-per-s",
+        "time-step-s",
+        "memory-peak-gib",
         "start",
     ]
     assert (
@@ -155,7 +155,7 @@ def test_user_text_is_escaped(tmp_path, where):
         (
             [{"step": 1, "train/loss": 4.0}],
             {"status": "stopped", "elapsed_s": 3.0},
-            ["loss"],
+            ["train-loss"],
             "was stopped",
         ),
         (
@@ -163,6 +163,12 @@ def test_user_text_is_escaped(tmp_path, where):
             None,
             None,
             "not a number at 1 of 2 logged steps",
+        ),
+        (
+            [{"step": 1, "train/loss": 4.0, "teacher/KL_loss": 2.0}],  # of a callback
+            None,
+            ["train-loss", "teacher-kl-loss"],
+            "still running",
         ),
         ([line(1, **{"train/skipped_steps": 4})], None, None, "4 steps were skipped"),
         ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmray.data.stream.collate import is_flat
 from mmray.engine.collectives import Group
+from mmray.engine.metrics.table import METRICS
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel.strategy import preserve_buffers
@@ -79,18 +80,6 @@ class Meter:
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
 
 
-# Per-rank metrics with these prefixes are reported as maxima, others as means; each rank has the
-# run's throughput.
-MAXIMA = (
-    "time/step_p95_s",
-    "time/first_step_s",
-    "memory/",
-    "host/memory_gib",
-    "gpu/memory_gib",
-    "compile/",
-)
-
-
 def reduce_over_ranks(
     group: Group, sums: list[Tensor], local: Metrics
 ) -> tuple[list[float], Metrics]:
@@ -102,9 +91,8 @@ def reduce_over_ranks(
         local: Metrics of this rank, numbers by name; every rank has the same names.
 
     Returns:
-        The sums over ranks, in order, and the metrics by name: the maximum over ranks of those that
-        start with `memory/`, `compile/`, `host/memory_gib`, `gpu/memory_gib`, `time/step_p95_s` or
-        `time/first_step_s`, and the mean of all others.
+        The sums over ranks, in order, and the metrics by name, reduced as METRICS has it; the mean
+        of metrics that it does not have.
     """
     values = torch.tensor(
         [float(value) for value in local.values()], dtype=torch.float64, device=group.device
@@ -112,9 +100,9 @@ def reduce_over_ranks(
     packed = torch.cat([*(value.to(values).reshape(1) for value in sums), values])
     all_ranks = group.to_host(group.all_gather(packed[None]))
     columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
+    maxima = {name for name, info in METRICS.items() if info.reduction == "max"}
     reduced = {
-        name: (column.max() if name.startswith(MAXIMA) else column.mean()).item()
-        for name, column in columns
+        name: (column.max() if name in maxima else column.mean()).item() for name, column in columns
     }
     return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
 

@@ -41,7 +41,7 @@ class MetricsLog:
     written later.
 
     `write(metrics)` takes a dict with `step` and values by name, such as `train/loss`, which
-    becomes one line. The README.md of mmray/engine lists the names.
+    becomes one line.
 
     Args:
         folder: Local folder of the log.
