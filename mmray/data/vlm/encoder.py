@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -238,7 +239,9 @@ class ProcessorEncoder:
                 f"{len(input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
             )
         loss_mask = _mask_of_spans(
-            spans, inputs["offset_mapping"][0], inputs.get("text_replacement_offsets") or [[]]
+            self._without_media(text, spans),
+            inputs["offset_mapping"][0],
+            inputs.get("text_replacement_offsets") or [[]],
         )
         return EncodedRow(input_ids, loss_mask, self._media_columns(inputs) if media else {})
 
@@ -442,6 +445,31 @@ class ProcessorEncoder:
             spans.append((len(before), len(after.rstrip())))
         return text, spans
 
+    def _without_media(self, text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the parts of spans of a rendered text that do not stand for media."""
+        parts = []
+        for first, last in spans:
+            for medium in self._media_pattern.finditer(text, first, last):
+                parts.append((first, medium.start()))
+                first = medium.end()
+            parts.append((first, last))
+        return [(first, last) for first, last in parts if first < last]
+
+    @cached_property
+    def _media_pattern(self) -> re.Pattern[str]:
+        """What the chat template writes for a medium, such as <|vision_start|>, the placeholder and
+        <|vision_end|>.
+        """
+        alternatives = []
+        for kind in self.kinds:
+            first, last = ({"type": "text", "text": each} for each in "\ue000\ue001")
+            content = [first, {"type": kind}, last]
+            text, _ = self._render([{"role": "user", "content": content}])
+            placeholder = getattr(self.processor, f"{kind}_token")
+            between = re.search(f"\ue000(.*{re.escape(placeholder)}.*)\ue001", text, re.DOTALL)
+            alternatives.append(re.escape(between[1] if between else placeholder))
+        return re.compile("|".join(alternatives))
+
     # --- processor
 
     def _check_media(self, conversation: Sequence[Message], media: Sequence[Any]) -> None:
@@ -591,7 +619,7 @@ def _mask_of_spans(
     were replaced.
 
     Args:
-        spans: First and last character + 1 of each.
+        spans: First and last character + 1 of each; none has a placeholder.
         offsets: Character spans of the tokens in the text after the replacements [T, 2].
         replacements: `text_replacement_offsets` of the processor.
     """

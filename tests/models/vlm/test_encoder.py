@@ -20,20 +20,6 @@ QUESTION = {"role": "user", "content": [IMAGE, text("Which shape?")]}
 ANSWER = {"role": "assistant", "content": "circle"}
 
 
-@pytest.fixture(scope="module")
-def copy_of(folder_of, tmp_path_factory):
-    """Return a copy of the files of a processor, with another chat template."""
-
-    def copy(family: str, template: str):
-        folder = tmp_path_factory.mktemp("copy")
-        for file in folder_of(family).glob("*.json"):
-            (folder / file.name).write_bytes(file.read_bytes())
-        (folder / "chat_template.jinja").write_text(template)
-        return folder
-
-    return copy
-
-
 def test_marks_of_a_template_and_its_prefixes_give_the_same_targets(folder_of, copy_of):
     marked = ProcessorEncoder(str(folder_of("llava")), 500)
     template = TEMPLATES["llava"]

@@ -1,0 +1,120 @@
+"""Which tokens of a conversation are targets of the loss, against plain transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmray.data.images.decode import decode
+from mmray.data.rows import parse_row
+from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.objectives.cross_entropy import IGNORE_INDEX
+from tests.models.vlm.folders import TEMPLATES
+from tests.models.vlm.rows import AUDIO, IMAGE, double_model, photo, text, tone
+
+ANSWERED_WITH_IMAGE = [
+    {"role": "user", "content": [IMAGE, text("Crop it.")]},
+    {"role": "assistant", "content": [text("Here: "), IMAGE, text(" It is red.")]},
+]
+
+
+def targets(encoder, messages, media=()):
+    """The text of the tokens that the model learns to predict."""
+    row = encoder.encode(messages, media)
+    return encoder.tokenizer.decode(row.input_ids[row.loss_mask])
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3_vl", "Here:  It is red.<|im_end|>"),
+        ("internvl", "Here:  It is red.<|im_end|>"),
+        ("idefics3", " Here:  It is red.<end_of_utterance>"),
+        ("gemma3", "Here:It is red.<end_of_turn>"),
+        ("qwen2_audio", "Here:  It is red.<|im_end|>"),
+    ],
+)
+def test_targets_of_an_answer_with_media_are_its_texts_and_the_end(folder_of, family, expected):
+    encoder = ProcessorEncoder(str(folder_of(family)), 500)
+    messages = ANSWERED_WITH_IMAGE
+    media = [photo(60, 60), photo(30, 50)]
+    if family == "qwen2_audio":
+        media = [tone(0.7, 440), tone(1.0, 300)]
+        messages = [
+            each | {"content": [AUDIO if part is IMAGE else part for part in each["content"]]}
+            for each in messages
+        ]
+    assert targets(encoder, messages, media) == expected
+
+
+def test_medium_that_the_template_does_not_render_is_a_bad_row(copy_of):
+    """Published templates of Qwen3-VL write only the texts of an answer."""
+    template = TEMPLATES["qwen3_vl"].replace(
+        "{% if part['type'] == 'image' %}",
+        "{% if part['type'] == 'image' and message['role'] != 'assistant' %}",
+    )
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", template)), 500)
+    with pytest.raises(RowError, match=r"total 1 .* and 2 images"):
+        encoder.encode(ANSWERED_WITH_IMAGE, [photo(60, 60), photo(30, 50)])
+
+
+def test_loss_of_an_answer_with_an_image_is_that_of_transformers(folder_of):
+    images = [photo(60, 60), photo(30, 50)]
+    assert_loss_of_last_answer(folder_of("qwen3_vl"), [(ANSWERED_WITH_IMAGE, images)])
+
+
+def test_loss_of_the_case_with_images_in_answers(folder_of, shared_cases):
+    folder = shared_cases / "chat-doors"
+    lines = (folder / "image-in-answer.jsonl").read_text().splitlines()
+    rows = [parse_row(json.loads(line), f"{number}") for number, line in enumerate(lines)]
+    assert_loss_of_last_answer(
+        folder_of("qwen3_vl"),
+        [
+            (
+                row.messages,
+                [decode((folder / each.file).read_bytes(), 10**6) for each in row.images],
+            )
+            for row in rows
+        ],
+    )
+
+
+def assert_loss_of_last_answer(weights, rows):
+    """Compare the loss of conversations that end with their only answer to that of transformers,
+    whose targets are the tokens after the prompt except those that stand for images.
+    """
+    from transformers import AutoProcessor
+
+    model = double_model(weights)
+    encoded = [model.encoder.encode(*row) for row in rows]
+    batch = model.collator()(encoded)
+    with torch.no_grad():
+        packed_loss = model(batch)["loss_sum"].item()
+    model.packed = False
+    processor = AutoProcessor.from_pretrained(weights)
+    of_images = processor.tokenizer.convert_tokens_to_ids(
+        ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    )
+    num_targets = 0
+    loss_sum = 0.0
+    for (messages, images), row in zip(rows, encoded, strict=True):
+        prompt = processor.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        whole = processor.apply_chat_template(messages).rstrip()
+        num_asked = sum(part["type"] == "image" for part in messages[0]["content"])
+        prompt_ids = processor(text=[prompt], images=[images[:num_asked]])["input_ids"][0]
+        inputs = processor(text=[whole], images=[images], return_tensors="pt")
+        pixels = torch.from_numpy(row.images["pixel_values"])
+        inputs |= model._image_inputs({"pixel_values": pixels})  # of another backend
+        labels = inputs["input_ids"].clone()
+        labels[:, : len(prompt_ids)] = IGNORE_INDEX
+        labels[torch.isin(labels, torch.tensor(of_images))] = IGNORE_INDEX
+        with torch.no_grad():
+            output = model.net(**inputs, labels=labels, use_cache=False)
+        count = int((labels != IGNORE_INDEX).sum())
+        loss_sum += output.loss.item() * count
+        num_targets += count
+    assert len(batch["targets"]) == num_targets
+    # Losses of transformers are float32.
+    assert packed_loss == pytest.approx(loss_sum, rel=1e-6)
