@@ -228,6 +228,11 @@ class Prepare(Section, settings_prefix="prepare"):
     max_pixels: int = Field(
         25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded."
     )
+    pages: Literal["first", "images"] = Field(
+        "first",
+        description="Pages of a TIFF in a conversation: images makes each an image of the row; "
+        "first: the others are counted and not used.",
+    )
     duplicates: Literal["image", "row", "text", "keep"] = Field(
         "image",
         description="Quarantine rows that repeat an earlier row's images (and conversation), its "
@@ -351,10 +356,10 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @model_validator(mode="after")
     def _check_index_only(self) -> Prepare:
-        if self.index_only and (self.image_side or self.audio_rate):
+        if self.index_only and (self.image_side or self.audio_rate or self.pages != "first"):
             raise UsageError(
                 "prepare.index_only does not copy images and audio, so prepare.image_side and "
-                "prepare.audio_rate must be 0"
+                "prepare.audio_rate must be 0, and prepare.pages `first`"
             )
         if self.index_only and self.follow_links is not None:
             raise UsageError(

@@ -7,10 +7,14 @@ libjpeg-turbo directly: identical pixels in 0.8 instead of 1.4 ms for 640 x 480.
 from __future__ import annotations
 
 import io
+import re
 import warnings
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -57,6 +61,29 @@ _APP2 = 0xE2
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
 # pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
+# Numbers of bits that gray samples of 16 bits are taken to have if the file does not state it: the
+# first that is enough for the largest sample.
+_GRAY_BITS = (8, 10, 12, 14, 16)
+# Tags of a TIFF.
+_NEW_SUBFILE_TYPE = 254
+_BITS_PER_SAMPLE = 258
+_PHOTOMETRIC = 262
+_MAX_SAMPLE_VALUES = (341, 281)  # SMaxSampleValue and MaxSampleValue
+_MAX_PAGES = 256
+# Values of SourceRow.notices.
+_MORE_PAGES = (
+    "pages 2 and later of a TIFF are not used (in conversations `--pages images` makes them images)"
+)
+_MORE_FRAMES = "frames after the first of an animation are not used"
+_GUESSED_WHITE = (
+    "a gray image has 16 bits a sample and uses fewer, without stating how many: white is the "
+    "largest value of 8, 10, 12 or 14 bits"
+)
+_HDR = "an HDR image (PQ or HLG) is not tone-mapped, so its colors are pale"
+# Their transfer functions (16 and 18 of ITU-T H.273) in an AVIF or HEIF, and in a PNG.
+_HDR_PATTERN = re.compile(rb"colrnclx..\0[\x10\x12]|\0\0\0\x04cICP.[\x10\x12]", re.DOTALL)
+_HDR_HEAD_BYTES = 1 << 16
+_DARK = "an image has 16 bits a sample and uses at most 14, so it is dark"
 
 # Modes of 8 bits, whose conversion to RGB raises no error.
 _CONVERTIBLE = ("RGB", "RGBA", "L", "LA", "CMYK")
@@ -68,7 +95,7 @@ class BadImage(ValueError):
     Args:
         reason: `empty` (no bytes), `format` (not a format that is read), `too-large`, `truncated`,
             `corrupt`, `checksum` (of a PNG, or of the set) or `image-count` (not one image in a
-            row); `decoder-crash` or `memory` if a child process that
+            row), `pages` (too many, of a TIFF); `decoder-crash` or `memory` if a child process that
             decoded it died or had no memory. Audio and video have those of BadMedia too.
         detail: A sentence for the user.
     """
@@ -83,7 +110,9 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image to upright RGB pixels.
 
     EXIF orientation is applied, transparency is composited on white, and 16-bit samples are scaled
-    to 8 bits. Color profiles are ignored. Only the first frame of an animation is decoded.
+    to 8 bits; white of gray ones is what the file states, otherwise the largest value of the first
+    of 8, 10, 12, 14 and 16 bits that all its samples fit. Color profiles are ignored. Only the
+    first page or frame is decoded.
 
     Args:
         data: Encoded bytes.
@@ -125,7 +154,7 @@ def decode_damaged(data: bytes) -> np.ndarray:
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
         image.load()
-        return np.asarray(_to_rgb(image))
+        return np.asarray(_to_rgb(_gray_to_8_bits(image, data)))
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
         raise BadImage("corrupt", str(error)[:300]) from None
     finally:
@@ -188,7 +217,110 @@ def exif_orientation(data: bytes, max_pixels: int) -> int:
     return _orientation(_open(data, max_pixels))
 
 
-def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+def image_notices(data: bytes, max_pixels: int = MAX_PIXELS) -> list[str]:
+    """Return what an image has and its decoded pixels do not, as clauses for `SourceRow.notices`.
+
+    Not counted are further images of a JPEG (MPO), which are previews and maps of depth or gain.
+
+    Args:
+        data: Encoded bytes of an image that `decode` decodes.
+        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
+
+    Raises:
+        BadImage: As `decode` does.
+    """
+    if data.startswith(_JPEG_START):
+        return []
+    image = _open(data, max_pixels)
+    notices = []
+    if _has_pages(data, max_pixels):
+        notices.append(_MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
+    if _HDR_PATTERN.search(data, 0, _HDR_HEAD_BYTES):
+        notices.append(_HDR)
+    raw_mode = str(image.tile[0][3]) if image.tile else ""
+    is_gray = image.mode.startswith("I")
+    if is_gray or ";16" in raw_mode:
+        with _errors_as_bad_image():
+            image.load()
+        pixels = np.asarray(image)
+        if is_gray:
+            largest = int(pixels.max())
+            is_stated, bits = _gray_bits(image, data, largest)
+            notices += [_GUESSED_WHITE] * (bits < 16 and not is_stated)
+            notices += [_DARK] * (bits == 16 and largest < 1 << 14)
+        # Pillow's pixels are the high bytes.
+        elif pixels[..., : 1 if image.mode == "LA" else 3].max() < 1 << (14 - 8):
+            notices.append(_DARK)
+    return notices
+
+
+def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
+    """Return each page of a TIFF of several pages as a PNG with the pixels that `decode` returns of
+    it.
+
+    Args:
+        data: Encoded bytes of any image.
+        max_pixels: Maximum width x height of a page.
+
+    Returns:
+        The PNGs in order; [] for a TIFF of one page, and for another format.
+
+    Raises:
+        BadImage: A page cannot be decoded, or there are over 256.
+    """
+    if detect_format(data) != "TIFF":
+        return []
+    indices = _page_indices(data, max_pixels)
+    if len(indices) > _MAX_PAGES:
+        raise BadImage("pages", f"{len(indices)} pages; the limit is {_MAX_PAGES}")
+    pages = []
+    for index in indices if len(indices) > 1 else []:
+        rgb = _decode_with_pillow(_open(data, max_pixels, index), data, max_pixels)
+        red, green, blue = rgb.split()
+        file = io.BytesIO()
+        (red if red == green == blue else rgb).save(file, "PNG")
+        pages.append(file.getvalue())
+    return pages
+
+
+def _page_indices(data: bytes, max_pixels: int) -> Sequence[int]:
+    """Return the indices of the frames of an image, of a TIFF of the pages without smaller copies
+    and masks of pages. Raises BadImage.
+    """
+    image: Any = _open(data, max_pixels)
+    with _errors_as_bad_image():
+        frames = range(getattr(image, "n_frames", 1))
+        if image.format != "TIFF":
+            return frames
+        indices = []
+        for index in frames:
+            image.seek(index)
+            # 1: a smaller copy of another page; 4: the mask of one.
+            if index == 0 or not _tag(image, _NEW_SUBFILE_TYPE) & 5:
+                indices.append(index)
+        return indices
+
+
+def _has_pages(data: bytes, max_pixels: int) -> bool:
+    try:
+        return len(_page_indices(data, max_pixels)) > 1
+    except BadImage:  # one after the first is damaged
+        return True
+
+
+@contextmanager
+def _errors_as_bad_image() -> Iterator[None]:
+    """Context manager that converts the errors of decoders to BadImage."""
+    try:
+        yield
+    except MemoryError:
+        raise  # not an error of the image, so its row must not be quarantined
+    except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
+        text = f"{type(error).__name__}: {error}"
+        raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
+
+
+def _open(data: bytes, max_pixels: int, page: int = 0) -> ImageFile.ImageFile:
     """Open an image and read its header only. Raises BadImage."""
     if not data:
         raise BadImage("empty", "no bytes")
@@ -199,6 +331,8 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("format", "HEIF (HEIC) needs an extra: pip install 'mmray[heif]'")
     try:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
+        if page:
+            image.seek(page)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadImage("too-large", str(error)) from None
     except MemoryError:
@@ -245,17 +379,13 @@ def _decode_with_pillow(
             image.info["transparency"] = tuple(value >> 8 for value in transparent)
         elif transparent is not None and raw_mode in _GRAY_SCALE:
             image.info["transparency"] = transparent * _GRAY_SCALE[raw_mode]
-    try:
+    with _errors_as_bad_image():
         image.load()
         move = _TRANSPOSE.get(_orientation(image))
-        upright = image if move is None else image.transpose(move)
+        gray = _gray_to_8_bits(image, data)
+        upright = gray if move is None else gray.transpose(move)
         is_checked = not to_rgb and upright.mode in _CONVERTIBLE
         rgb = upright if is_checked else _to_rgb(upright)
-    except MemoryError:
-        raise  # not an error of the image, so its row must not be quarantined
-    except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
-        text = f"{type(error).__name__}: {error}"
-        raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
     # A frame of a GIF and a PNG in an icon may be larger than in the header.
     if rgb.width * rgb.height > max_pixels:
         raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
@@ -313,18 +443,59 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
+def _gray_to_8_bits(image: Image.Image, data: bytes) -> Image.Image:
+    """Return a loaded image, with 8 bits instead of 16 or 32 if it is gray: Pillow's own conversion
+    clips these to white. Transparent samples become white.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    wide = np.asarray(image).astype(np.int64)
+    if wide.min() < 0 or wide.max() > 65535:
+        raise ValueError("32-bit samples of unknown range: convert it to 8 bits")
+    _, bits = _gray_bits(image, data, int(wide.max()))
+    white = 2**bits - 1
+    # White is zero: Pillow inverts samples of 8 bits only.
+    if image.format == "TIFF" and _tag(image, _PHOTOMETRIC) == 0:
+        wide = white - wide
+    gray = ((wide * 255 + white // 2) // white).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        gray[wide == transparent] = 255
+    return Image.fromarray(gray)
+
+
+def _gray_bits(image: Image.Image, data: bytes, largest: int) -> tuple[bool, int]:
+    """Return whether a gray image of 16 or 32 bits states how many bits its samples use, and their
+    number, so that white is 2**bits - 1.
+
+    A statement that the largest sample contradicts is ignored.
+    """
+    stated = 16 if image.format in ("PPM", "JPEG2000") else 0  # Pillow has scaled them
+    if image.format == "TIFF":
+        largest_values = [value for tag in _MAX_SAMPLE_VALUES if (value := _tag(image, tag))]
+        stated = int(largest_values[0]).bit_length() if largest_values else 0
+        if _tag(image, _BITS_PER_SAMPLE) < 16:
+            stated = _tag(image, _BITS_PER_SAMPLE)
+    elif image.format == "PNG":
+        at = data.find(b"\0\0\0\1sBIT", 0, data.find(b"IDAT"))
+        stated = data[at + 8] if at > 0 else 0
+        # The specification scales samples to 16 bits whatever this chunk states; many do not.
+        if stated and largest >= 1 << stated:
+            stated = 16
+    if 0 < stated <= 16 and largest < 1 << stated:
+        return True, stated
+    return False, next(bits for bits in _GRAY_BITS if largest < 1 << bits)
+
+
+def _tag(image: Image.Image, tag: int) -> int:
+    """Return the (first) number of a tag of a TIFF, 0 if it has none."""
+    value = image.tag_v2.get(tag, 0)  # type: ignore[attr-defined]
+    return int(value[0] if isinstance(value, tuple) else value)
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I"):  # 16-bit gray, which Pillow's own conversion clips to white
-        wide = np.asarray(image).astype(np.int64)
-        if wide.min() < 0 or wide.max() > 65535:
-            raise ValueError("32-bit samples of unknown range: convert it to 8 bits")
-        gray = ((wide * 255 + 32767) // 65535).astype(np.uint8)
-        transparent = image.info.get("transparency")
-        if isinstance(transparent, int):
-            gray[wide == transparent] = 255
-        return Image.fromarray(gray).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba = image.convert("RGBA")

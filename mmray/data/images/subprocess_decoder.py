@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, decode_damaged
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, decode_damaged, split_pages
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.processes import Channel, ChildProcess
@@ -67,6 +67,10 @@ class SubprocessDecoder:
         """
         reply = self.request(_check, data, max_pixels, transform_args)
         return reply["width"], reply["height"]
+
+    def check_pages(self, data: bytes, max_pixels: int) -> None:
+        """Decode all pages of a TIFF in the child process. Raises BadImage as `check` does."""
+        self.request(_check_pages, data, max_pixels)
 
     def check_media(
         self, data: bytes, kind: str, max_pixels: int, header_only: bool = False
@@ -177,6 +181,10 @@ def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None)
     else:
         transform(rgb, *transform_args)
     return {"width": rgb.shape[1], "height": rgb.shape[0]}
+
+
+def _check_pages(data: bytes, max_pixels: int) -> dict[str, Any]:
+    return {"pages": len(split_pages(data, max_pixels))}
 
 
 def _check_media(data: bytes, kind: str, max_pixels: int, header_only: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,15 @@ import orjson
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.grouped import GroupedSource
 from mmray.data.formats.source import RawRow, Source, SourceChunk
-from mmray.data.images.decode import BadImage, decode, exif_orientation, header_size, verify_image
+from mmray.data.images.decode import (
+    BadImage,
+    decode,
+    exif_orientation,
+    header_size,
+    image_notices,
+    split_pages,
+    verify_image,
+)
 from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
@@ -53,6 +61,7 @@ _PACK_SETTINGS = (
     "image_side",
     "audio_rate",
     "max_pixels",
+    "pages",
     "holdout",
     "split",
     "rows_per_shard",
@@ -487,6 +496,8 @@ class RowBuilder:
         digests = []
         size = (0, 0)
         requested = [None] * len(row.images) if requested is None else requested
+        if settings.pages == "images" and row.messages and not row.boxes:
+            requested = self._split_pages(row, requested)
         for image, request in zip(row.images, requested, strict=True):
             digest, size = self._add_media(row, image, request)
             if row.messages:
@@ -511,8 +522,45 @@ class RowBuilder:
             image_digest = _sha256(orjson.dumps([image_digest, row.spans]))
         return image_digest
 
+    def _split_pages(self, row: SourceRow, requested: Requests) -> Requests:
+        """Make the pages of each TIFF images of a conversation, and return the bytes of its images.
+        Raises BadRow.
+        """
+        images: list[list[ImageRef]] = []
+        done: Requests = []
+        for image, request in zip(row.images, requested, strict=True):
+            data = request.result() if request else self._read(image)
+            pages: list[bytes] = []
+            if image.kind == "image":
+                try:
+                    if self._subprocess_decoder is not None:
+                        self._subprocess_decoder.check_pages(data, self._settings.max_pixels)
+                    pages = split_pages(data, self._settings.max_pixels)
+                except BadImage as bad:
+                    raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
+            names = [f"{image.name} page {number}" for number in range(1, len(pages) + 1)]
+            images.append([replace(image, name=name) for name in names] or [image])
+            for each in pages or [data]:
+                future: Future[bytes] = Future()
+                future.set_result(each)
+                done.append(future)
+        counts = iter([*map(len, images)])
+        row.messages = [
+            message
+            | {
+                "content": [
+                    part
+                    for part in message["content"]
+                    for _ in range(1 if part["type"] == "text" else next(counts))
+                ]
+            }
+            for message in row.messages or []
+        ]
+        row.images = [*chain.from_iterable(images)]
+        return done
+
     def _add_media(
-        self, row: Row, image: ImageRef, request: Future[bytes] | None
+        self, row: SourceRow, image: ImageRef, request: Future[bytes] | None
     ) -> tuple[str, tuple[int, int]]:
         """Add an image, audio or video to a row; return its digest and size (width, height) as
         read.
@@ -530,6 +578,8 @@ class RowBuilder:
         try:
             if image.kind == "image":
                 size = self._check_image(media)
+                if settings.check != "none":
+                    row.notices += image_notices(data, settings.max_pixels)
             else:
                 self._check_clip(media, row, image.name)
                 size = (media.width, media.height)

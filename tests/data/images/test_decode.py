@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from mmray.data.images import decode as decode_module
-from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, header_size, verify_image
+from mmray.data.images.decode import (
+    MAX_PIXELS,
+    BadImage,
+    decode,
+    header_size,
+    image_notices,
+    split_pages,
+    verify_image,
+)
 from mmray.data.images.transform import reencode, resize_to_square
 from tests.data.formats.bad_inputs import animated, raw_png
 from tests.made import encode
@@ -128,7 +136,7 @@ def test_transparency_is_composited_on_white():
             [0, 255, 128, 1],
         ),
         (raw_png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
-        (raw_png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
+        (raw_png(16, 0, [struct.pack(">2H", 65000, 999)], struct.pack(">H", 65000)), [255, 4]),
         (raw_png(4, 0, [b"\x5a"], b"\0\5"), [255, 170]),
         (raw_png(2, 0, [b"\x40"], b"\0\1"), [255, 0]),
         (raw_png(1, 0, [b"\x40"], b"\0\0"), [255, 255]),
@@ -141,6 +149,105 @@ def test_bit_depth_is_scaled_and_transparent_color_is_applied(data, expected):
     pixels = np.asarray(with_pillow(data))
     assert pixels[..., 0].ravel().tolist() == expected
     assert (pixels == pixels[..., :1]).all()
+
+
+def gray_tiff(largest, **tags):
+    """A TIFF of two gray samples of 16 bits, 0 and `largest`, and tags such as t281."""
+    directory = TiffImagePlugin.ImageFileDirectory_v2()
+    for name, value in tags.items():
+        directory[int(name[1:])] = value
+    samples = np.array([[0, largest]], np.uint16)
+    return encode(Image.fromarray(samples), "TIFF", tiffinfo=directory)
+
+
+def gray_png(largest, significant_bits=None):
+    data = raw_png(16, 0, [struct.pack(">2H", 0, largest)])
+    if significant_bits is None:
+        return data
+    chunk = b"sBIT" + bytes([significant_bits])
+    chunk = b"\0\0\0\1" + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return data[:33] + chunk + data[33:]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "notice"),
+    [
+        (gray_tiff(4095), 255, "uses fewer"),
+        (gray_tiff(1000), 249, "uses fewer"),
+        (gray_tiff(16_000), 249, "uses fewer"),
+        (gray_tiff(200), 200, "uses fewer"),
+        (gray_tiff(40_000), 156, ""),
+        (gray_tiff(2000, t281=4095), 125, ""),
+        (gray_tiff(2000, t281=3990), 125, ""),
+        (gray_tiff(2000, t341=4095), 125, ""),
+        (gray_tiff(2000, t341=65535), 8, "dark"),
+        (gray_tiff(2000, t281=255), 125, "uses fewer"),
+        (gray_tiff(4095, t262=0), 0, "uses fewer"),
+        (gray_png(4095), 255, "uses fewer"),
+        (gray_png(2000, 12), 125, ""),
+        (gray_png(40_000, 12), 156, ""),
+        (gray_png(2000, 16), 8, "dark"),
+        (b"P5 2 1 4095\n\0\0\x0f\xff", 255, ""),
+        (raw_png(16, 2, [struct.pack(">6H", 0, 0, 0, 9000, 9000, 9000)]), 35, "dark"),
+        (raw_png(16, 4, [struct.pack(">4H", 0, 65535, 9000, 65535)]), 35, "dark"),
+    ],
+)  # fmt: skip
+def test_images_of_16_bits_that_use_fewer_are_scaled_or_noted(data, expected, notice):
+    assert decode(data)[0, 1].tolist() == [expected] * 3
+    notices = image_notices(data)
+    assert len(notices) == bool(notice) and all(notice in each for each in notices)
+
+
+def test_gray_of_16_bits_is_scaled_before_it_is_turned():
+    data = gray_tiff(4095, t274=6, t281=4095)
+    assert decode(data)[..., 0].tolist() == [[0], [255]]
+    assert image_notices(data) == []
+
+
+def pages(*images, **options):
+    return encode(images[0], "TIFF", save_all=True, append_images=images[1:], **options)
+
+
+def test_pages_of_tiff_are_noted_and_split_as_decode_sees_them():
+    sheets = [Image.new("1", (9, 7), 1), photo(), Image.new("CMYK", (4, 4), (0, 99, 0, 0))]
+    data = pages(*sheets)
+    assert decode(data).shape == (7, 9, 3) and "pages 2 and later" in image_notices(data)[0]
+    split = [decode(page) for page in split_pages(data)]
+    for pixels, sheet in zip(split, sheets, strict=True):
+        assert np.array_equal(pixels, decode(encode(sheet, "TIFF")))
+    assert split_pages(pages(photo())) == split_pages(animated("GIF")) == []
+
+
+def test_smaller_copies_in_tiff_are_no_pages():
+    photos = [photo(), photo(20, 15)]
+    photos[1].encoderinfo = {"tiffinfo": {254: 1}}
+    data = pages(*photos)
+    assert image_notices(data) == split_pages(data) == []
+
+
+def test_tiff_with_damaged_second_page_is_noted_and_not_split():
+    data = bytearray(pages(photo(), photo()))
+    second = struct.unpack_from("<I", data, 4)[0]
+    second += 2 + 12 * struct.unpack_from("<H", data, second)[0]
+    struct.pack_into("<I", data, second, len(data) + 4)
+    assert decode(bytes(data)).shape == (30, 40, 3)
+    assert "pages 2 and later" in image_notices(bytes(data))[0]
+    with pytest.raises(BadImage, match="corrupt"):
+        split_pages(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "AVIF"])
+def test_frames_after_the_first_are_noted(kind):
+    assert image_notices(animated(kind)) == ["frames after the first of an animation are not used"]
+    assert image_notices(encode(photo(), kind)) == []
+
+
+@pytest.mark.parametrize("transfer", [1, 16, 18])
+def test_hdr_images_are_noted(transfer):
+    chunk = b"cICP" + bytes([9, transfer, 0, 1])
+    chunk = b"\0\0\0\4" + chunk + struct.pack(">I", zlib.crc32(chunk))
+    notices = image_notices(FORMATS["PNG"][:33] + chunk + FORMATS["PNG"][33:])
+    assert len(notices) == (transfer != 1) and all("HDR" in each for each in notices)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])

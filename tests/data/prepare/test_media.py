@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
+from mmray.data.images.decode import decode
 from mmray.data.prepare import shard_arrays
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -176,3 +177,32 @@ def test_contamination_covers_every_image_of_a_row(
 def map_closable(work: Any, items: Any) -> Any:
     """A generator, because callers close it."""
     yield from map(work, items)
+
+
+@pytest.mark.parametrize("pages", ["first", "images"])
+def test_pages_of_tiff_become_images_of_a_conversation_or_are_counted(tmp_path, pages):
+    sheets = [patches_image(number).resize((40 + number, 30)) for number in range(3)]
+    (tmp_path / "scan.tif").write_bytes(
+        encode(sheets[0], "TIFF", save_all=True, append_images=sheets[1:])
+    )
+    (tmp_path / "a.png").write_bytes(encode(sheets[0]))
+    row = {"images": ["a.png", "scan.tif"]}
+    row["messages"] = [
+        {"role": "user", "content": "first <image> then <image> what"},
+        {"role": "assistant", "content": "answer"},
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    prepare(
+        str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), LAX.model_copy(update={"pages": pages})
+    )
+    prepared = PreparedSet.open(str(tmp_path / "set"))
+    (row,) = prepared.read(np.arange(1))
+    types = [part["type"] for part in row.messages[0]["content"]]
+    num_pages = 3 if pages == "images" else 1
+    assert types == ["text", "image", "text", *["image"] * num_pages, "text"]
+    for media, sheet in zip(row.media, [sheets[0], *sheets[:num_pages]], strict=True):
+        assert np.array_equal(decode(media.data), sheet)
+        assert (media.width, media.height) == sheet.size
+    assert row.checksum_ok
+    counted = [text for text in prepared.manifest.notices if "pages 2 and later" in text]
+    assert len(counted) == (pages == "first")
