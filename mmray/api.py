@@ -404,7 +404,8 @@ def evaluate(
         reporter: receives messages and progress by its methods, those of
             `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
         **settings: settings of the evaluation that differ from the run's, fields of
-            `mmray.config.EvalSettings` such as `batch=64`.
+            `mmray.config.EvalSettings` such as `batch=64`; `limit` of the run is not used if `data`
+            is given.
 
     Returns:
         Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`; those of a
@@ -421,10 +422,11 @@ def evaluate(
         from mmray.training import evaluate_export
 
         folder = to_path(_folder(run))
-        saved = evaluate_export.load_run_config(folder).evaluate.without_interval
+        other = None if data is None else str(data)
+        saved = evaluate_export.load_run_config(folder).evaluate.outside_run(other)
         [metrics] = evaluate_export.evaluate_model(
             folder,
-            None if data is None else str(data),
+            other,
             split,
             step,
             address,

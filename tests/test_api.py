@@ -275,7 +275,8 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
     ):
         assert cli.run(command.split(), ConsoleReporter()) == 0
     assert from_python == calls
-    settings = recipes.sample().evaluate.without_interval.replace(limit=7, classes=("cat", "dog"))
+    settings = recipes.sample().evaluate.outside_run(None).replace(classes=("cat", "dog"))
+    assert settings.limit is None  # that of the run is for its held-out rows
     assert calls == [
         ([f"{tmp_path}/a", out, Prepare(holdout=0.1, columns=("image=url",)), True], {}),
         (

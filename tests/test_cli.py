@@ -413,9 +413,13 @@ def test_evaluation_flags_override_run_settings(tmp_path):
     ]
     command = parse_evaluate(words)
     assert command.workers == 1 and command.accelerator is None
-    assert command.evaluate == own.without_interval.model_copy(
+    assert command.evaluate == own.outside_run(None).model_copy(
         update={"classes": ("fox", "dog"), "batch": 3}
     )
-    assert parse_evaluate([str(tmp_path)]).evaluate == own.without_interval
+    assert parse_evaluate([str(tmp_path)]).evaluate == own.outside_run(None)
+    assert own.outside_run(None).limit == 7
+    other = [str(tmp_path), "--data", "other"]
+    assert parse_evaluate(other).evaluate == own.outside_run(None).replace(limit=None)
+    assert parse_evaluate([*other, "--evaluate.limit", "9"]).evaluate.limit == 9
     with pytest.raises(UsageError, match=r"--workers: must be above 0 \(got 0\)"):
         parse_evaluate([str(tmp_path), "--workers", "0"])

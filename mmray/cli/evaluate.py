@@ -35,7 +35,8 @@ class _Options:
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
-    """Metrics to compute; the default of each setting is the run's value."""
+    """Metrics to compute; the default of each setting is the run's value, of `limit` only for the
+    run's held-out rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,12 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
         UsageError: RUN is not a run, or an argument is invalid.
         SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
     """
-    run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
+    first = parse_args(EvaluateCommand, argv, "mmray evaluate")
+    run = first.run
     from mmray.storage.paths import to_path
     from mmray.training.evaluate_export import load_run_config
 
-    saved = load_run_config(to_path(run)).evaluate.without_interval
+    saved = load_run_config(to_path(run)).evaluate.outside_run(first.data)
     default = EvaluateCommand(run=run, evaluate=saved)
     command = parse_args(EvaluateCommand, argv, "mmray evaluate", default)
     require_positive(command, "workers")
@@ -215,7 +217,7 @@ def parse_evaluate_weights(
 
     config = pretrained_config(weights)
     default = EvaluateWeightsCommand(
-        weights=weights, data="", model=config.model, evaluate=config.evaluate.without_interval
+        weights=weights, data="", model=config.model, evaluate=config.evaluate.outside_run("")
     )
     command = parse_args(EvaluateWeightsCommand, argv, "mmray evaluate", default)
     require_positive(command, "workers")

@@ -287,9 +287,12 @@ class Evaluate(EvalSettings):
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
 
-    @property
-    def without_interval(self) -> EvalSettings:
-        """A copy of these settings as EvalSettings, which has no `every` (number of steps between
-        evaluations), for an evaluation outside a run.
+    def outside_run(self, data: str | None) -> EvalSettings:
+        """Return the settings of an evaluation by `mmray evaluate`, which has no `every`.
+
+        Args:
+            data: The set to evaluate on, of which `limit` does not leave out rows; None: the
+                held-out rows of the run.
         """
-        return EvalSettings(**{name: getattr(self, name) for name in EvalSettings.model_fields})
+        values = {name: getattr(self, name) for name in EvalSettings.model_fields}
+        return EvalSettings(**values | ({} if data is None else {"limit": None}))

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from mmray.evaluation import main_scores
+from mmray.evaluation import ROWS_IN_SET, main_scores
 from mmray.report.run import (
     format_compact,
     non_retrieval_metrics,
@@ -61,6 +61,9 @@ def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
         cells = {"share": f"{share:g}"}
         for name, of_set in scores_by_set(metrics).items():
             cells |= {f"{name} {title}".strip(): text for title, text in main_scores(of_set)}
+            if (in_set := of_set.get(ROWS_IN_SET)) is not None:
+                rows_of = f"{of_set.get('rows', 0):,.0f} of {in_set:,.0f}"
+                cells[f"{name} rows (evaluate.limit)".strip()] = rows_of
         rows.append(cells)
     return text_table(rows)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 EXAMPLES = "examples.json"  # file of a run with hits and misses of its newest evaluation
+ROWS_IN_SET = "rows_in_set"  # metric of an evaluation of which `evaluate.limit` leaves out rows
 # Directions of retrieval: of models of images and texts, and of text, audio and video.
 DIRECTIONS = (
     "image_to_text",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
+from mmray.evaluation import ROWS_IN_SET
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ class SetsEvaluator:
 
         Returns:
             Equal on all ranks: the metrics of each evaluator, of a set with a name under
-            `NAME/METRIC`.
+            `NAME/METRIC`; and `rows_in_set` if `evaluate.limit` leaves out rows.
         """
         is_saved: list[bool] = []
 
@@ -68,6 +69,9 @@ class SetsEvaluator:
         for name, evaluator in self.evaluators.items():
             save = None if save_examples is None else save_first
             scores = evaluator.score(model, group, objective, global_batch_size, save)
+            in_set = evaluator.prepared.num_rows
+            if in_set > (evaluator.settings.limit or in_set):
+                scores = {ROWS_IN_SET: float(in_set)} | scores
             prefix = f"{name}/" if name else ""
             metrics |= {f"{prefix}{metric}": value for metric, value in scores.items()}
         return metrics

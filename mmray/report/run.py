@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mmray.evaluation import DIRECTIONS, EXAMPLES
+from mmray.evaluation import DIRECTIONS, EXAMPLES, ROWS_IN_SET
 from mmray.storage.paths import AnyPath, local_copy
 
 Line = dict[str, Any]
@@ -250,7 +250,7 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
         Pairs of name and value as texts, such as ("zero shot, top 1", "0.500"). `bad_rows` is
         omitted if it is 0.
     """
-    counts = ("rows", "boxes", "tokens", "answered")
+    counts = ("rows", "boxes", "tokens", "answered", ROWS_IN_SET)
     retrieval = {"recall_at_1", "recall_at_5", "recall_at_10", "median_rank"}
     pairs = []
     for name, value in scores.items():
@@ -258,5 +258,8 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
         if has_no_bad_rows or not retrieval.isdisjoint(name.split("/")):
             continue
         digits = 0 if name.endswith(counts) else 3
-        pairs.append((name.replace("_", " ").replace("/", ", "), format_number(value, digits)))
+        title = name.replace("_", " ").replace("/", ", ")
+        if name.endswith(ROWS_IN_SET):
+            title += " (evaluate.limit)"
+        pairs.append((title, format_number(value, digits)))
     return pairs

@@ -41,6 +41,10 @@ from mmray.evaluation.build import check_eval_sets
 from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
 
+# Objectives in which the texts of other rows are negatives.
+_TEXT_CONTRASTS = {"contrastive", "sigmoid", "audio_text", "video_text"}
+MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from which it is logged
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -116,6 +120,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if not sets.mixture.is_single:
         train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
     num_rows = _rows_of_epoch(config, train_set, shape)
+    if line := describe_equal_captions(config, train_set, shape.global_batch_size):
+        reporter.log(line, "captions")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
     tokenizer_json = ""
@@ -210,6 +216,41 @@ def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) ->
     if config.evaluate.language is not None:
         build_encoder(tokenizer_json, inputs).format_caption("", config.evaluate.language)
     return tokenizer_json
+
+
+def describe_equal_captions(
+    config: Config, train_set: PreparedSet | PreparedMixture, global_batch_size: int
+) -> str | None:
+    """Describe how many negatives of a contrastive step have the captions of the row itself.
+
+    Of two random rows of a step, both are in set i with the square of its share of an epoch, and
+    then have equal captions with `Manifest.same_text_share`. Each row has global batch - 1 others.
+
+    Returns:
+        Their mean number for each row, and remedies; None for another objective, or below
+        MIN_EQUAL_CAPTIONS.
+    """
+    if _TEXT_CONTRASTS.isdisjoint(config.objective.terms):
+        return None
+    if isinstance(train_set, PreparedMixture):
+        sizes = [part.per_epoch for part in train_set.components]
+        parts = [
+            (each, size / sum(sizes)) for each, size in zip(train_set.sets, sizes, strict=True)
+        ]
+    else:
+        parts = [(train_set, 1.0)]
+    equal_share = sum(
+        share**2 * each.manifest.same_text_share.get(each.split or "", 0.0) for each, share in parts
+    )
+    mean = (global_batch_size - 1) * equal_share
+    if mean < MIN_EQUAL_CAPTIONS:
+        return None
+    return (
+        f"{mean:.3g} of the {global_batch_size - 1:,} negatives of a row have its captions, on "
+        f"average: {equal_share:.3g} of all pairs of rows do. Remedies: a smaller --batch.global, "
+        "`mmray prepare --duplicates text` (one row for each caption), captions that tell the rows "
+        "apart, or for classes `mmray train fusion --objective.kind classification`"
+    )
 
 
 def _rows_of_epoch(

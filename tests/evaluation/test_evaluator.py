@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.config import Config, Data, Evaluate, Inputs, TwoTower
+from mmray.console.tables import interpolation_table
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.collectives import Group
@@ -35,6 +36,7 @@ from mmray.evaluation.examples import NUM_SHOWN, EmbeddingSet
 from mmray.models.protocol import HeadScores
 from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
+from mmray.report.run import non_retrieval_metrics
 from tests.made import CAPTIONS, make_set, row
 
 SETTINGS = Evaluate(batch=4, prompts=("{}",))
@@ -398,7 +400,7 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
         assert "cannot read any of 2 evaluation rows" in str(error)
 
 
-def named_sets(tmp_path: Path, tasks: str) -> dict[str, float]:
+def named_sets(tmp_path: Path, tasks: str, **settings: Any) -> dict[str, float]:
     """Scores of 9 rows named `pairs`, and of 6 rows of two classes named `classes`, by tasks."""
     rows = [replace(row(number), label=number % 2) for number in range(6)]
     classes = make_set(tmp_path / "classes", rows)
@@ -406,7 +408,8 @@ def named_sets(tmp_path: Path, tasks: str) -> dict[str, float]:
         "pairs": make_set(tmp_path / "pairs", [row(number) for number in range(9)]),
         "classes": PreparedSet(classes.folder, replace(classes.manifest, class_names=("a", "red"))),
     }
-    config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=tasks))
+    evaluate = Evaluate(**settings)
+    config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=tasks), evaluate=evaluate)
     evaluator = build_evaluator(config, sets, sets["pairs"].tokenizer_json or "")
     return evaluator.score(Toy(), Group(), Contrastive(), 6)
 
@@ -425,6 +428,18 @@ def test_each_named_set_has_the_metrics_of_its_task(tmp_path: Path) -> None:
     both = named_sets(tmp_path, "pairs=p, classes=c")
     assert {"classes/recall_at_1/mean", "classes/zero_shot/top_1"} <= both.keys()
     assert "classes/zero_shot/top_1" not in named_sets(tmp_path, "pairs=p, classes=c (retrieval)")
+
+
+def test_limited_evaluation_states_the_rows_of_its_set(tmp_path: Path) -> None:
+    """The limit of 8 is above the 6 rows of `classes`."""
+    metrics = named_sets(tmp_path, "pairs=p, classes=c", limit=8)
+    assert (metrics["pairs/rows"], metrics["pairs/rows_in_set"]) == (8, 9)
+    assert "classes/rows_in_set" not in metrics
+    shown = dict(non_retrieval_metrics(metrics))
+    assert shown["pairs, rows"] == "8" and shown["pairs, rows in set (evaluate.limit)"] == "9"
+    table = interpolation_table({0.5: metrics})
+    [cells] = [[*column.cells] for column in table.columns if "evaluate.limit" in column.header]
+    assert str(cells[0]) == "8 of 9"
 
 
 def test_zero_shot_of_a_set_without_classes_is_refused(tmp_path: Path) -> None:

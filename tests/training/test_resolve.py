@@ -78,6 +78,32 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    ("train", "kind", "mean"),
+    [
+        ("{a}", "contrastive", "7.5"),  # 15 other rows of the step, half of all pairs
+        ("{a}", "sigmoid", "7.5"),
+        ("{b}", "contrastive", None),
+        # as many rows of an epoch from each: both rows of a pair are in the first with 1/4
+        ("{a} + {b}", "contrastive", "1.88"),
+        ("{a}:3 + {b}:1", "contrastive", "4.22"),
+    ],
+)
+def test_equal_captions_of_a_step_are_stated(tmp_path, train, kind, mean):
+    sets = {name: str(tmp_path / name) for name in "ab"}
+    for folder in sets.values():
+        made = make_set(folder, [row(number) for number in range(32)], [row(100)])
+        share = {"train": 0.5 if folder == sets["a"] else 0.0005, "test": 1.0}
+        write_manifest(made.folder, replace(made.manifest, same_text_share=share))
+    wanted = config(train.format(**sets), tmp_path, "run")
+    wanted = wanted.replace(objective=wanted.objective.replace(kind=kind))
+    reporter = Silent()
+    resolve_run(wanted, reporter)
+    lines = [text for label, text in reporter.notes if label == "captions"]
+    assert [line.split()[0] for line in lines] == ([] if mean is None else [mean])
+    assert all("of the 15 negatives" in line and "--duplicates text" in line for line in lines)
+
+
 def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(15)])
     small = config(tmp_path / "set", tmp_path, "small")

@@ -174,8 +174,6 @@ class DedupResult:
             its split. 2: it has the same images, audio and video; under `prepare.duplicates` = row
             also the same captions, and a conversation always also the same messages. 3: it has the
             same captions, only under `prepare.duplicates` = text.
-        num_same_text: Number of rows that are no duplicates and have the captions of an earlier
-            such row.
         contaminated: By number of a contaminated row a sentence for quarantine.jsonl: which row of
             which set it repeats. `dropped`, a mask bool [N], has these rows too. Empty unless
             `prepare.drop_overlap` is set.
@@ -183,7 +181,6 @@ class DedupResult:
 
     duplicate_of: np.ndarray
     reason: np.ndarray
-    num_same_text: int = 0
     contaminated: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -315,7 +312,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     Returns:
         A DedupResult: `duplicate_of` (int [N], number of the row that is kept for each row; -1: no
         duplicate), `reason` (uint8 [N]: 1 same key; 2 same images, with `row` also same captions; 3
-        same captions, only with `text`; 0 none) and `num_same_text`. No row is contaminated in it.
+        same captions, only with `text`; 0 none). No row is contaminated in it.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
@@ -334,8 +331,35 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
         np.copyto(duplicate_of, first, where=repeats)
         np.copyto(reason, reason_code, where=repeats)
         del first
-    same_text = first_occurrence(packed.texts, duplicate_of == NO_ROW) != NO_ROW
-    return DedupResult(duplicate_of, reason, int(same_text.sum()))
+    return DedupResult(duplicate_of, reason)
+
+
+def caption_fields(
+    packed: PackedRows, dropped: np.ndarray, shards: Sequence[Shard]
+) -> dict[str, Any]:
+    """Return the fields of the manifest about kept rows with equal captions.
+
+    Args:
+        packed: The rows of all chunks.
+        dropped: Which of them are left out of the set, bool [N].
+        shards: Their shards, with the splits of the set.
+
+    Returns:
+        `num_same_text` and `same_text_share`.
+    """
+    first = first_occurrence(packed.texts, ~dropped)
+    repeats = np.flatnonzero(first != NO_ROW)
+    firsts = np.unique(first[repeats])
+    rows = np.concatenate([firsts, repeats])
+    groups = np.concatenate([firsts, first[repeats]])
+    shares = {}
+    for split in sorted({shard.split or "" for shard in shards}):
+        in_split = np.array([(shard.split or "") == split for shard in shards])
+        _, sizes = np.unique(groups[in_split[packed.shard_of[rows]]], return_counts=True)
+        num_rows = sum(shard.num_kept for shard in shards if (shard.split or "") == split)
+        if pairs := int((sizes * (sizes - 1)).sum()):  # ordered pairs
+            shares[split] = pairs / (num_rows * (num_rows - 1))
+    return {"num_same_text": len(repeats), "same_text_share": shares}
 
 
 @dataclass

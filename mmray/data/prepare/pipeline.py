@@ -338,7 +338,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         )
     manifest = replace(
         _build_manifest(job, source, chunks, result, existing),
-        num_same_text=dedup.num_same_text,
+        **assemble.caption_fields(packed, dedup.dropped, result.shards),
         leakage=leakage,
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))

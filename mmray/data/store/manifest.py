@@ -68,6 +68,8 @@ class Manifest:
         shards: The shards; a table if the manifest was read from a file.
         schema_version: Version of the schema of the shards.
         num_same_text: Number of rows whose captions occur in an earlier row; they are kept.
+        same_text_share: Share of the pairs of rows of a split that have the same captions; of a
+            set without splits under "". `mmray select` does not count them again.
         leakage: Summary of the contamination check (rows that are also in another set or split):
             `exact` and `near` (numbers of rows), `phash_distance`, `dropped` (whether they were
             dropped) and `found_in` (number of rows by set); {} without a check.
@@ -96,6 +98,7 @@ class Manifest:
     shards: ShardTable | tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0
+    same_text_share: dict[str, float] = field(default_factory=dict)
     leakage: dict[str, Any] = field(default_factory=dict)
     box_names: dict[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()

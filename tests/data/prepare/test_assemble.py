@@ -2,6 +2,7 @@
 a row.
 """
 
+import itertools
 import tracemalloc
 from dataclasses import asdict
 
@@ -15,6 +16,7 @@ from mmray.data.prepare.assemble import (
     SAME_KEY,
     SAME_TEXT,
     PackedRows,
+    caption_fields,
     find_duplicates,
 )
 from mmray.data.store.shard_table import Shard
@@ -28,8 +30,9 @@ def packed_rows(seed, count, most):
     keys, contents, texts = (
         rng.integers(0, most, (count, 1), np.uint64) * [1, 7 << 40] for _ in range(3)
     )
-    shards = [Shard(f"{number}", split, 0, 0, "") for number, split in enumerate(SPLITS)]
     shard_of = rng.integers(0, 3, count).astype(np.int32)
+    sizes = np.bincount(shard_of, minlength=3).tolist()
+    shards = [Shard(f"{n}", split, sizes[n], 0, "") for n, split in enumerate(SPLITS)]
     return PackedRows(
         *(each.astype(np.uint64) for each in (keys, contents, texts)), shard_of, shards, 0
     )
@@ -68,7 +71,25 @@ def test_duplicates_equal_those_of_a_plain_search(monkeypatch, rule):
         found = find_duplicates(packed, rule)
         duplicate_of, reason, num_same_text = plain_duplicates(packed, rule)
         assert found.duplicate_of.tolist() == duplicate_of and found.reason.tolist() == reason
-        assert found.num_same_text == num_same_text
+        shards = packed.without(found.dropped)
+        fields = caption_fields(packed, found.dropped, shards)
+        assert fields["num_same_text"] == num_same_text
+        assert fields["same_text_share"] == plain_share(packed, found.dropped, shards)
+
+
+def plain_share(packed, dropped, shards):
+    """Share of the pairs of kept rows of each split with equal captions, pair by pair."""
+    shares = {}
+    for split in {shard.split for shard in shards}:
+        texts = [
+            bytes(text)
+            for text, shard, drop in zip(packed.texts, packed.shard_of, dropped, strict=True)
+            if shards[shard].split == split and not drop
+        ]
+        pairs = [first == second for first, second in itertools.permutations(texts, 2)]
+        if any(pairs):
+            shares[split or ""] = sum(pairs) / len(pairs)
+    return shares
 
 
 @pytest.mark.parametrize(("rule", "most_bytes"), [("image", 22), ("text", 40)])
