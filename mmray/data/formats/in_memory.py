@@ -47,6 +47,7 @@ from mmray.storage.paths import (
 _ROWS_PER_FILE = 2000
 _HASH_BYTES = 1 << 20
 _MAX_PATH = 4096
+_PANDAS_MISSING = ("NAType", "NaTType")  # types of missing values besides NaN
 
 
 def store_rows(
@@ -131,7 +132,7 @@ def encode_row(
 
 
 def _encode_value(column: str, value: Any) -> Any:
-    if value is None:
+    if value is None or type(value).__name__ in _PANDAS_MISSING:
         return None
     if column in ("images", "audios", "videos") and not isinstance(value, (str, bytes)):
         return [_encode_image(image) for image in value]

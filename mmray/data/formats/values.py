@@ -9,7 +9,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
-from mmray.data.rows import MESSAGE_COLUMNS, to_utf8
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, to_utf8
 
 
 def normalize_values(
@@ -33,6 +33,9 @@ def normalize_values(
     Returns:
         A new dict of the values by the same names, such as {"image": ..., "texts": ["a dog"],
         "label": 3}, without missing ones.
+
+    Raises:
+        BadRow: An id or a label is a float that may be a rounded integer.
     """
     values = {name: value for name, value in values.items() if not is_missing(value)}
     if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
@@ -42,7 +45,7 @@ def normalize_values(
             values["text"] = values["text"].decode()
     for name in ("id", "key", "label"):
         if name in values:
-            values[name] = _as_identifier(values[name])
+            values[name] = _as_identifier(name, values[name])
     for name in MESSAGE_COLUMNS:
         if isinstance(values.get(name), str):
             with suppress(ValueError, RecursionError):  # parse_row rejects the text
@@ -97,8 +100,18 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _as_identifier(value: Any) -> Any:
-    """Return a whole number as an integer, and bytes as text or in hexadecimal."""
+def _as_identifier(name: str, value: Any) -> Any:
+    """Return a whole number as an integer, and bytes as text or in hexadecimal.
+
+    Raises BadRow for a float that may be a rounded integer.
+    """
+    if isinstance(value, float) and 2**53 <= abs(value) < math.inf:
+        raise BadRow(
+            "columns",
+            name,
+            f"{name} {value:.0f} is a float, which cannot store all integers from 2^53 on, so it "
+            "may be another row's: store integers or texts (in pandas: dtype Int64)",
+        )
     if isinstance(value, (float, Decimal)) and math.isfinite(value) and value == int(value):
         return int(value)
     if isinstance(value, bytes):

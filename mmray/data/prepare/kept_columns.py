@@ -11,7 +11,14 @@ import pyarrow as pa
 from mmray.builtin import is_column_name
 from mmray.data.formats.values import is_missing
 from mmray.data.rows import to_utf8
-from mmray.data.store.row_columns import KEPT, TYPES, common_type, value_type, write_columns
+from mmray.data.store.row_columns import (
+    KEPT,
+    LARGE,
+    TYPES,
+    common_type,
+    value_type,
+    write_columns,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath
 
@@ -30,8 +37,7 @@ class KeptColumns:
             which are stored as texts, and `types` are those that they can be read as.
 
     Attributes:
-        types: Type of each column by its name: `bool`, `int64`, `double` or `string`; None: all
-            values are missing.
+        types: Type of each column by its name, from `value_type`; None: all values are missing.
     """
 
     def __init__(self, has_types: bool) -> None:
@@ -95,15 +101,15 @@ class KeptColumns:
             return pa.array(values, pa.string())
         if kind == "double":
             values = [None if value is None else float(value) for value in values]
-        return pa.array(values, TYPES[kind])
+        return pa.array(values, TYPES["int64" if kind == LARGE else kind])
 
 
 def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[str, dict[str, str]]:
     """Return the type of each column that `prepare.keep` stores, for the manifest of the set.
 
     Args:
-        types: By name of a column, the types of its values in the parts of the source: `bool`,
-            `int64`, `double` or `string`; None: no values.
+        types: By name of a column, the types of its values in the parts of the source, from
+            `value_type`; None: no values.
         has_types: Whether the values of the source have types. False, as for a CSV: all are texts,
             and a column with types that have no common one gets `string`.
 
@@ -121,5 +127,5 @@ def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[s
             kind = reduce(join, kinds, None)
         except ValueError as error:
             raise DataError(f"--keep: the column `{name}` has {error} values. {_ADVICE}") from None
-        merged[name] = kind or "string"
+        merged[name] = "int64" if kind == LARGE else kind or "string"
     return {KEPT: merged} if merged else {}

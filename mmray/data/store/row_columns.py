@@ -26,8 +26,11 @@ TYPES = {
     "string": pa.string(),
 }
 _NAMES = {bool: "bool", int: "int64", float: "double", str: "string"}
+# Type of a column with integers above 2^53 until all types are merged; a double would round them.
+LARGE = "large int64"
+_MAX_EXACT = 2**53
 # Numbers in the fields of a CSV; with leading zeros they are codes, which stay texts.
-_INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})")
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 
 Columns = dict[str, dict[str, str]]  # type of each column by its name, by folder
@@ -45,8 +48,8 @@ def column_file(folder: str, shard_file: str) -> str:
 
 
 def value_type(value: Any, is_field: bool = False) -> str:
-    """Return the type in which a value of the source is stored: `bool`, `int64`, `double` or
-    `string`.
+    """Return the type in which a value of the source is stored: `bool`, `int64` (LARGE if over
+    2^53), `double` or `string`.
 
     Args:
         value: The value, not None: a bool, int, float or str of Python or numpy.
@@ -59,27 +62,44 @@ def value_type(value: Any, is_field: bool = False) -> str:
     name = _NAMES.get(type(value))
     if name is None:
         raise ValueError(f"a value of type {type(value).__name__}")
-    if name == "int64" and not -(2**63) <= value < 2**63:
-        raise ValueError("an integer of more than 64 bits")
+    if name == "int64":
+        return _integer_type(value)
     if not is_field or name != "string":
         return name
-    if _INTEGER.fullmatch(value):
-        return "int64"
+    if is_integer(value):
+        try:
+            return _integer_type(int(value))
+        except ValueError:  # also one with more digits than Python converts
+            return "string"
     if _FLOAT.fullmatch(value) and any(map(str.isdigit, value)):
         return "double"
     return "bool" if value.lower() in ("true", "false") else "string"
+
+
+def is_integer(text: str) -> bool:
+    """Return whether a text is an integer in plain notation: `0` and `-12`, but not `00` or `1.0`,
+    which may be codes.
+    """
+    return _INTEGER.fullmatch(text) is not None
+
+
+def _integer_type(value: int) -> str:
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"the integer {value}, of more than 64 bits: write it as a text")
+    return "int64" if abs(value) <= _MAX_EXACT else LARGE
 
 
 def common_type(first: str | None, second: str | None, are_fields: bool = False) -> str | None:
     """Return the type of a column with values of two types.
 
     Args:
-        first: `bool`, `int64`, `double` or `string`; None: all values are missing.
+        first: What `value_type` returns; None: all values are missing.
         second: The other one.
         are_fields: Whether the values are fields of a CSV, which also can be texts.
 
     Returns:
-        The type that stores both, such as `double` for `int64` and `double`; None if both are None.
+        The type that stores both exactly, such as `double` for `int64` and `double`; None if both
+        are None.
 
     Raises:
         ValueError: No type can store the values of both.
@@ -87,6 +107,8 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
     types = {first, second} - {None}
     if len(types) < 2:
         return next(iter(types), None)
+    if types == {"int64", LARGE}:
+        return LARGE
     if types == {"int64", "double"}:
         return "double"
     if are_fields:

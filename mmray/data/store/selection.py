@@ -34,7 +34,12 @@ _COMPARISONS = {
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
 }
-_ARITHMETIC = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
+_ARITHMETIC = {  # of integers exactly; one of more than 64 bits is an error
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: pc.divide,
+}
 _TYPE_NAMES = {"string": "a text", "bool": "true or false"}
 _OPERATORS = (ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub)
 _OPERANDS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
@@ -147,8 +152,9 @@ class RowFilter:
             join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
             return reduce(join, map(evaluate, node.values))
         if isinstance(node, ast.BinOp):
-            left = _as_float(evaluate(node.left))
-            right = _as_float(evaluate(node.right))
+            left, right = evaluate(node.left), evaluate(node.right)
+            if isinstance(node.op, ast.Div) or left.type != right.type:
+                left, right = _as_float(left), _as_float(right)
             return _ARITHMETIC[type(node.op)](left, right)
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
@@ -249,7 +255,10 @@ def drop_rows(
             prepared.folder, manifest.columns, table.file_name(number), row_filter.columns
         )
         is_dropped = np.ones(int(table.num_rows[number]), bool)
-        is_dropped[row_filter.selected(columns)] = False
+        try:
+            is_dropped[row_filter.selected(columns)] = False
+        except ValueError as error:  # an overflow depends on the values
+            raise UsageError(f"{setting}: {error} ({prepared.folder})") from None
         is_dropped[table.dropped(number)] = True
         return np.flatnonzero(is_dropped)
 

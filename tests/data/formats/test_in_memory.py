@@ -13,7 +13,9 @@ from mmray.config import Prepare
 from mmray.data.formats.in_memory import encode_row, store_rows
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import column_types, read_columns
 from mmray.errors import DataError, UsageError
+from mmray.storage.paths import to_path
 from tests.made import CAPTIONS, noisy
 from tests.training.runs import Silent
 
@@ -72,6 +74,21 @@ def test_rows_in_memory_are_prepared(build, tmp_path):
     assert (manifest.num_rows, manifest.num_quarantined) == (NUM_ROWS, 0)
     same_rows(tmp_path / "set")
     assert not (tmp_path / "set.rows").exists()
+
+
+def test_nullable_integers_of_pandas_keep_their_value(tmp_path):
+    frame = as_pandas(tmp_path)[["image", "text"]]
+    posts = [1700000000000000001, None] * (NUM_ROWS // 2)
+    frame["post"] = pd.array(posts, dtype="Int64")
+    frame["time"] = pd.NaT
+    out = tmp_path / "set"
+    manifest = mmray.prepare(frame, out, keep=("post", "time"), reporter=Silent())
+    assert column_types(manifest.columns) == {"post": "int64", "time": "string"}
+    stored = []
+    for shard in PreparedSet.open(str(out)).shards:
+        columns = read_columns(to_path(out), manifest.columns, shard.file, ["post"])
+        stored += columns["post"].to_pylist()
+    assert stored == posts
 
 
 def test_ray_dataset_is_prepared_and_stored_once(local_ray, tmp_path):

@@ -60,6 +60,19 @@ def test_values_get_the_types_of_a_row(values, expected):
     assert normalized(**values) == expected
 
 
+def test_float_that_may_be_a_rounded_integer_is_no_key(tmp_path, in_process):
+    assert normalized(id=2.0**53 - 1, label=3.0) == {"id": 2**53 - 1, "label": 3}
+    folder = images(tmp_path / "raw", 2)
+    table = {"image": ["0.png", "1.png"], "text": ["x", "y"]}
+    ids = pa.array([1700000000000000001, 1700000000000000100])
+    for name, column in (("floats", ids.cast(pa.float64(), safe=False)), ("integers", ids)):
+        pq.write_table(pa.table(table | {"id": column}), folder / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"2 id, .*1700000000000000000 is a float.*2\^53"):
+        prepared(folder / "floats.parquet", tmp_path / "floats")
+    _, rows, _ = prepared(folder / "integers.parquet", tmp_path / "integers")
+    assert [row.key for row in rows] == list(map(str, ids.to_pylist()))
+
+
 def test_mapped_column_replaces_others_of_its_kind():
     values = {"title": "x", "text": "y", "texts": ["z"], "image": b"", "image_path": "a"}
     assert rename_columns(values, {"text": "title", "image": "image"}) == {

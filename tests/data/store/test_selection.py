@@ -133,6 +133,46 @@ def test_values_that_cannot_be_kept_are_named(tmp_path, in_process, run):
         run(keep=("tags",))
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_large_integers_keep_their_value(tmp_path, in_process, name):
+    make_source(tmp_path, range(4))
+    posts = [1700000000000000001, 1700000000000000100, 2**53 + 1, None]
+    if name == "rows.csv":
+        values = [f"{n}.png,{n},{post or ''}\n" for n, post in enumerate(posts)]
+        (tmp_path / "raw" / name).write_text("".join(["image,text,post\n", *values]))
+    else:
+        rows = [{"image": f"{n}.png", "text": str(n), "post": post} for n, post in enumerate(posts)]
+        (tmp_path / "raw" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "raw" / "rows.parquet")
+    manifest = prepare(
+        str(tmp_path / "raw" / name), str(tmp_path / "out"), LAX.replace(keep=("post",))
+    )
+    assert column_types(manifest.columns) == {"post": "int64"}
+    for where in ("post == 1700000000000000001", "post + 0 * 2 == 1700000000000000001"):
+        assert open_selected(tmp_path / "out", where, tmp_path).num_rows == 1
+    with pytest.raises(UsageError, match="overflow"):
+        open_selected(tmp_path / "out", "post * 100 > 0", tmp_path)
+
+
+@pytest.mark.parametrize("others", ["0.5", "17000000000000000019"])
+def test_large_integers_next_to_other_numbers_are_texts_in_csv(tmp_path, in_process, others):
+    make_source(tmp_path, range(4))
+    posts = ["1700000000000000001", "1700000000000000100", "1", others]
+    lines = [f"{n}.png,{n},{post}\n" for n, post in enumerate(posts)]
+    (tmp_path / "raw" / "rows.csv").write_text("".join(["image,text,post\n", *lines]))
+    settings = LAX.replace(keep=("post",))
+    manifest = prepare(str(tmp_path / "raw" / "rows.csv"), str(tmp_path / "out"), settings)
+    assert column_types(manifest.columns) == {"post": "string"}
+    assert open_selected(tmp_path / "out", f"post == '{posts[0]}'", tmp_path).num_rows == 1
+    rows = [
+        {"image": f"{n}.png", "text": str(n), "post": post}
+        for n, post in enumerate([2**53 + 1, 0.5])
+    ]
+    (tmp_path / "raw" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match="`post` has double and large int64"):
+        prepare(str(tmp_path / "raw" / "rows.jsonl"), str(tmp_path / "typed"), settings)
+
+
 def test_large_integers_are_compared_with_floats():
     columns = {"hash": pa.array([2**62, -(2**62), None])}
     assert RowFilter("hash > 0.5").selected(columns).tolist() == [0]
