@@ -104,20 +104,25 @@ class FrozenBase(NamedTuple):
                 state[part].update({f"{prefix}{name}": own[name] for name in self.names})
 
 
-def leaves_out_base(spec: Any) -> bool:
-    """Return whether checkpoints of a run leave out the frozen weights.
+def starts_from_files(spec: Any) -> bool:
+    """Return whether all weights that a run started with are in the files of `model.weights`.
 
-    They do if the model has adapters (`lora.rank` is not 0) and `model.weights` names files that
-    have all frozen weights. With `inputs.language_token` they do not, because rows of its tokens
-    are random.
+    With `inputs.language_token` they are not, because rows of its tokens are random.
 
     Args:
-        spec: The `model` section: `kind`, `lora`, `weights` and `inputs.language_token` are read.
+        spec: The `model` section: `kind`, `weights` and `inputs.language_token` are read.
     """
     weights = getattr(spec, "weights", "none")
-    if not spec.lora.rank or weights == "none" or getattr(spec.inputs, "language_token", ""):
+    if weights == "none" or getattr(spec.inputs, "language_token", ""):
         return False
     return spec.kind != "vlm" or has_weights(weights)
+
+
+def leaves_out_base(spec: Any) -> bool:
+    """Return whether checkpoints of a run leave out the frozen weights: the model has adapters, and
+    `model.weights` has all of them.
+    """
+    return bool(spec.lora.rank) and starts_from_files(spec)
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
@@ -156,8 +161,8 @@ def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
 def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add LoRA adapters to the linear layers that match a pattern, and freeze all other weights.
 
-    In a vision-language model only layers of the language model get adapters, and the projector
-    stays trainable. So do the weights that `lora.train` names.
+    In a vision-language model only layers of the language model get adapters, except the output
+    layer, and the projector stays trainable. So do the weights that `lora.train` names.
 
     Args:
         model: Changed in place; a new adapter adds zero to the outputs of its layer.
@@ -173,6 +178,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
     parts = model.parameter_parts() if hasattr(model, "parameter_parts") else {}  # type: ignore[operator]
     adaptable = set(parts["language"]) if parts else None
+    # The loss reads its weight without calling it.
+    output_layer = model.net.get_output_embeddings() if parts else None  # type: ignore[union-attr,operator]
     trained = [
         weight
         for weight in map(model.get_parameter, parts.get("projector", ()))
@@ -186,6 +193,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         # adapter had no effect.
         if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
         if part.weight.requires_grad and (adaptable is None or f"{name}.weight" in adaptable)
+        if part is not output_layer
     ]
     layers: list[str] = []
     for pattern in lora.targets:
@@ -262,15 +270,21 @@ def save_adapters(
                 f"--adapters: peft cannot save {bare} of this model; export the merged model, "
                 "without --adapters"
             )
+    # With each name of a tied weight, which peft looks up.
+    weights: dict[str, Tensor] = {
+        _peft_name(rename(name)): weight
+        for name, weight in net.named_parameters(remove_duplicate=False)
+        if weight.requires_grad
+    }
     LoraConfig(
         r=lora["rank"],
         lora_alpha=lora["alpha"],
         target_modules=sorted({rename(name.partition(".lora_")[0]) for name in adapters}),
         modules_to_save=[rename(f"{module}.").rstrip(".") for module in modules] or None,
         base_model_name_or_path=base,
+        # Otherwise the output layer keeps the embedding of the base.
+        ensure_weight_tying=len(weights) > len(trained),
     ).save_pretrained(str(folder))
-    state = net.state_dict()
-    weights = {_peft_name(rename(name)): state[name] for name in trained}
     save_weights(weights, folder / ADAPTERS)
 
 
@@ -281,7 +295,8 @@ def load_adapters(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
         net: The model, changed in place.
         weights: Content of adapter_model.safetensors, which peft wrote: tensors by name.
     """
-    names = {_peft_name(name): name for name, _ in net.named_parameters()}
+    own = net.named_parameters(remove_duplicate=False)
+    names = {_peft_name(name): name for name, _ in own}
     net.load_state_dict({names[name]: each for name, each in weights.items()}, strict=False)
 
 

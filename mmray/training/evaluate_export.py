@@ -24,7 +24,6 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
-from mmray.data.vlm.families import has_weights
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
@@ -196,21 +195,13 @@ def export_model(
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.
         return _export(model, config.model.replace(lora=Lora()), tokenizer_json, out)
-    weights = getattr(config.model, "weights", "none")
-    if weights == "none" or not config.model.lora.rank or interpolate != 1:
-        raise UsageError(
-            "--adapters needs a run with model.weights and model.lora.rank, and no --interpolate"
-        )
-    if isinstance(config.model, Vlm) and not has_weights(weights):
-        raise UsageError(
-            f"--adapters: the run started from random weights, because {weights} has none; export "
-            "the merged model, without --adapters"
-        )
+    if not config.model.lora.rank or interpolate != 1:
+        raise UsageError("--adapters needs a run with model.lora.rank, and no --interpolate")
+    _check_start("--adapters", config.model)
     model = load_model(config, checkpoint)
     return _export(model, config.model, tokenizer_json, out, adapters_only=True)
 
 
-@torch.no_grad()
 def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -> None:
     """Interpolate between the weights that a run started with and the trained ones, in place.
 
@@ -227,7 +218,9 @@ def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -
     """
     _check_interpolation(settings, share)
     start = build(settings.replace(lora=Lora()), settings.vocab_size).state_dict()
-    for name, trained in model.state_dict().items():
+    # A tied weight has several names.
+    weights = {trained.data_ptr(): (name, trained) for name, trained in model.state_dict().items()}
+    for name, trained in weights.values():
         if trained.is_floating_point():
             trained.copy_(torch.lerp(start[name].to(trained), trained, share))
 
@@ -246,9 +239,16 @@ def _check_interpolation(settings: AnyModel, share: float) -> None:
     """Raise UsageError if a run has no weights that its trained ones can be interpolated with."""
     if not 0 <= share <= 1:
         raise UsageError(f"--interpolate {share:g}: must be between 0 (the start) and 1 (the end)")
-    if getattr(settings, "weights", "none") == "none":
+    _check_start("--interpolate", settings)
+
+
+def _check_start(option: str, settings: AnyModel) -> None:
+    """Raise UsageError if `model.weights` lacks weights that a run started with."""
+    if not lora.starts_from_files(settings):
+        weights = getattr(settings, "weights", "none")
         raise UsageError(
-            "--interpolate needs a run that started from `model.weights`; this run has random ones"
+            f"{option} needs a run whose initial weights are all in files of `model.weights`; this "
+            f"run has random ones (model.weights: {weights}); leave {option} out"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from mmray.models.build import build
 from mmray.models.export.vlm import export_vlm
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
+from mmray.training.evaluate_export import interpolate_from_start
 from tests.engine.toy import optimizer_settings
 from tests.models.vlm import folders
 from tests.models.vlm.rows import ROWS, double_model, encode_rows, settings
@@ -126,40 +128,101 @@ def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
         loaded.answer(messages, [])
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_next", folders.OMNI[1]])
-def test_exported_adapters_open_in_peft_and_answer(family, folder_of, tmp_path):
-    """On weights that were saved; a projector with a bare parameter needs a merged export."""
-    from peft import PeftModel
-    from transformers import AutoModelForMultimodalLM
-
-    base = tmp_path / "base"
-    Vlm(settings(folder_of(family))).save_pretrained(str(base))
-    config = VlmConfig(weights=str(base), lora=Lora(rank=2))
-    spec = config.model_dump(mode="json")
+def adapted_model(folder, base, **settings_of_lora):
+    """A model with random adapters and other trained weights on weights that were saved to `base`,
+    and its settings.
+    """
+    Vlm(settings(folder)).save_pretrained(str(base))
+    config = VlmConfig(weights=str(base), lora=Lora(rank=2, **settings_of_lora))
     model = build(config, 0)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * 0.3)
-    if family == "llava_next":
-        with pytest.raises(UsageError, match=r"image_newline.*without --adapters"):
-            export_vlm(model, spec, tmp_path / "out", adapters_only=True)
-        assert not (tmp_path / "out").exists()
-        return
+    return model, config
+
+
+def loss_of(model, net=None):
+    if net is not None:
+        model.net = net
+    return model(model.collator()(encode_rows(model.encoder)))["loss_sum"].item()
+
+
+@pytest.mark.parametrize(
+    ("family", "train"),
+    [
+        ("qwen3_vl", ""),
+        ("internvl", ""),
+        (folders.OMNI[1], ""),
+        ("qwen3_vl", "embed_tokens"),  # tied
+        ("gemma3", "embed_tokens"),  # tied and scaled
+        ("qwen2_5_vl", "embed_tokens|lm_head"),
+    ],
+)
+def test_exported_adapters_open_in_peft_and_answer(family, train, folder_of, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForMultimodalLM
+
+    base = tmp_path / "base"
+    model, config = adapted_model(folder_of(family), base, train=train)
+    expected = loss_of(model)
+    spec = config.model_dump(mode="json")
     out = export_vlm(model, spec, tmp_path / "out", adapters_only=True)
     assert not (out / "model.safetensors").exists()
-    batch = model.collator()(encode_rows(model.encoder))
-    expected = model(batch)["loss_sum"].item()
     loaded = mmray.load(out)
-    assert loaded.model(batch)["loss_sum"].item() == pytest.approx(expected, rel=1e-6)
+    assert loss_of(loaded.model) == pytest.approx(expected, rel=1e-6)
     messages, images = [ROWS[1][0][:1]], [[Image.fromarray(ROWS[1][1][0])]]
     assert loaded.answer(messages, images, 5) == model.answer(messages, images, 5)
-    # peft puts the adapters and the projector on the saved model.
+    # peft puts the adapters and what was trained fully on the saved model.
     theirs = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(base), str(out))
     plain = Vlm(settings(base))
-    plain.net = theirs.merge_and_unload()
-    plain.packed = model.packed
-    assert plain(batch)["loss_sum"].item() == pytest.approx(expected, rel=1e-5)
+    assert loss_of(plain, theirs.base_model.model) == pytest.approx(expected, rel=1e-5)
+    theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+    reopened = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged")
+    assert loss_of(plain, reopened) == pytest.approx(expected, rel=1e-5)
+    export_vlm(lora.merge_adapters(model), spec, tmp_path / "export")
+    exported = AutoModelForMultimodalLM.from_pretrained(tmp_path / "export")
+    assert loss_of(plain, exported) == pytest.approx(expected, rel=1e-5)
+
+
+def test_bare_parameter_needs_a_merged_export(folder_of, tmp_path):
+    model, config = adapted_model(folder_of("llava_next"), tmp_path / "base")
+    with pytest.raises(UsageError, match=r"image_newline.*without --adapters"):
+        export_vlm(model, config.model_dump(mode="json"), tmp_path / "out", adapters_only=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_layer_gets_no_adapter(folder_of):
+    """The loss in chunks reads its weight, so its adapter would never train."""
+    base = VlmConfig(weights=str(folder_of("qwen2_5_vl")))
+    model = build(base.replace(lora=Lora(rank=2, targets=("*",))), 0)
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trainable == set(gradients(model))
+    with pytest.raises(UsageError, match=r"`\*lm_head` matches no linear layer"):
+        build(base.replace(lora=Lora(rank=2, targets=("*lm_head",))), 0)
+
+
+@FAMILIES
+def test_interpolated_weights_lie_between_start_and_end(family, folder_of):
+    """Each weight once, tied ones too."""
+    config = VlmConfig(weights=str(folder_of(family)))
+    model = build(config, 0)
+    start = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+    interpolate_from_start(model, config, 0.25)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, start[name] + 0.25)
+
+
+def test_interpolation_from_a_random_start_is_refused(folder_of, tmp_path):
+    config = VlmConfig(weights=str(tmp_path))
+    for file in folder_of("internvl").iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    with pytest.raises(UsageError, match=r"--interpolate needs .* this run has random ones"):
+        interpolate_from_start(build(config, 0), config, 0.5)
 
 
 def test_export_to_object_store_answers_after_a_failed_upload(folder_of, s3, tmp_path):
