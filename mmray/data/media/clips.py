@@ -76,11 +76,12 @@ def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) 
     return [time for time in times if time < window.end_s] or [window.start_s + uniform * length]
 
 
-def full_span(media: Media) -> tuple[float, float]:
-    """Return the start and end of audio or video in seconds.
+def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
+    """Return the start and end of audio, or of the frames of a video, in seconds.
 
     Args:
         media: Audio or video with its bytes.
+        with_sound: Include the sound of a video that starts before its frames or ends after them.
 
     Returns:
         (start, end) in seconds, as timestamps of the file; the start of most files is 0.
@@ -90,8 +91,10 @@ def full_span(media: Media) -> tuple[float, float]:
     """
     info = read_header(media.data, media.kind)
     # A complete check measured the duration.
-    duration = media.duration or info.duration_s
-    return info.start_s, info.start_s + duration
+    duration = media.duration or info.stream_s
+    start = info.stream_start_s
+    end = start + duration
+    return (min(start, info.start_s), max(end, info.end_s)) if with_sound else (start, end)
 
 
 def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
@@ -116,7 +119,7 @@ def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
     if timed is None:
         return Window(0, 0)
     span = row.spans[0] if row.spans else None
-    start, end = full_span(timed) if span is None else span
+    start, end = full_span(timed, with_sound=True) if span is None else span
     return choose_window((start, end), clip_s, uniform)
 
 
@@ -130,8 +133,8 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
         rate: Samples per second of the result.
 
     Returns:
-        Mono samples int16 [N], N = round(length of the window x rate); None if the row has no
-        sound.
+        Mono samples int16 [N], N = round(length of the window x rate), less if the sound starts or
+        ends inside the window; None if the row has no sound there.
 
     Raises:
         BadMedia: The sound cannot be decoded.
@@ -142,7 +145,8 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
     if audio is None:
         return None
     try:
-        return read_audio(audio.data, *window, rate)
+        samples = read_audio(audio.data, *window, rate, only_present=True)
+        return samples if len(samples) else None
     except BadMedia as bad:
         # Without a check at prepare it is not known whether a video has sound.
         if bad.reason == "no-audio" and audio.kind == "video":
@@ -155,8 +159,9 @@ class ClipColumns:
 
     A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N] (mono),
     `num_samples` int32 [R] and `has_text` bool [R], False for a row without a text. A row without
-    video or audio has the number 0; an image is a video of one frame. `video` and `num_frames` are
-    missing if `frames` is 0, `audio` and `num_samples` if `audio_rate` is 0.
+    video or audio, or without any in the span of its clip, has the number 0; an image is a video of
+    one frame. `video` and `num_frames` are missing if `frames` is 0, `audio` and `num_samples` if
+    `audio_rate` is 0.
 
     `empty` creates the columns of a block, `set_row` decodes the clip of one row into them, and
     `to_batch` trims those of a batch; all take and return dicts of arrays by column name.
@@ -234,7 +239,7 @@ class ClipColumns:
         window = clip_window(row, self.inputs.clip_s, place)
         frames = self._frames(by_kind, window, phase, uniforms)
         samples = self._samples(by_kind, window)
-        if frames is not None:
+        if frames:
             columns["video"][index, : len(frames)] = frames
             columns["num_frames"][index] = len(frames)
         if samples is not None:
@@ -249,7 +254,9 @@ class ClipColumns:
         phase: float,
         uniforms: np.ndarray | None,
     ) -> list[np.ndarray] | None:
-        """Return the transformed frames uint8 [3, S, S]; an image is a video of one frame."""
+        """Return the transformed frames uint8 [3, S, S], those that the video has inside the
+        window; an image is a video of one frame.
+        """
         inputs = self.inputs
         video = by_kind.get("video")
         image = by_kind.get("image")
@@ -257,7 +264,7 @@ class ClipColumns:
             return None
         if video is not None:
             times = frame_times(window, inputs.frames, inputs.frame_rate, phase)
-            pixels, _ = read_frames(video.data, times)
+            pixels, _ = read_frames(video.data, times, only_shown=True)
         else:
             assert image is not None
             pixels = decode(image.data)[None]

@@ -33,6 +33,11 @@ _PREROLL_S = 0.3
 _POSTROLL_S = 0.05
 # A header may round its duration, and codecs pad their last frame.
 _DURATION_SLACK_S = 0.1
+# Players convert files that do not state their color matrix by BT.709 from this size on, smaller
+# ones by BT.601, which FFmpeg takes for all.
+_HD_SIZE = (1280, 720)
+_UNSPECIFIED_MATRIX = 2
+_HDR_TRANSFERS = (16, 18)  # PQ and HLG
 # A larger gap between the timestamps of two audio frames is filled with silence.
 _MAX_JITTER_S = 0.01
 # Their durations are estimated from the size of the file.
@@ -60,6 +65,9 @@ class MediaInfo(NamedTuple):
         channels: Channels of the audio; 0 for a video without sound.
         width: Width of upright frames in pixels; 0 for audio.
         height: Height of upright frames in pixels; 0 for audio.
+        stream_start_s: Like `start_s`, of a video without its sound.
+        stream_s: Like `duration_s`, of a video without its sound.
+        notices: What the file has and a clip of it does not, as clauses of `SourceRow.notices`.
     """
 
     start_s: float
@@ -68,6 +76,9 @@ class MediaInfo(NamedTuple):
     channels: int
     width: int = 0
     height: int = 0
+    stream_start_s: float = 0.0
+    stream_s: float = 0.0
+    notices: Sequence[str] = ()
 
     @property
     def end_s(self) -> float:
@@ -137,9 +148,8 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
                 "err_detect": "crccheck+bitstream+buffer+explode",
                 "max_pixels": str(max_pixels),
             }
-        first = math.inf
-        last = -math.inf
-        ends = dict.fromkeys((stream.index for stream in streams), -math.inf)
+        starts = dict.fromkeys((stream.index for stream in streams), math.inf)
+        ends = dict.fromkeys(starts, -math.inf)
         for packet in container.demux(streams):
             for frame in packet.decode():
                 if frame.is_corrupt:
@@ -152,29 +162,44 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
                     continue
                 start = frame.time - _zero(container)
                 end = start + _frame_duration(frame, info)
-                first = min(first, start)
-                last = max(last, end)
-                ends[packet.stream.index] = max(ends[packet.stream.index], end)
-                if last - first > MAX_DURATION_S:
+                index = packet.stream.index
+                starts[index] = min(starts[index], start)
+                ends[index] = max(ends[index], end)
+                if ends[index] - min(starts.values()) > MAX_DURATION_S:
                     raise BadMedia("too-long", f"it has over {MAX_DURATION_S:,.0f} s")
+        first = min(starts.values())
+        last = max(ends.values())
         if last < first:
             raise BadMedia("truncated", "it has a header, and nothing that can be decoded")
         _check_duration(container, streams, ends)
-        return info._replace(start_s=first, duration_s=last - first)
+        index = streams[0].index
+        return info._replace(
+            start_s=first,
+            duration_s=last - first,
+            stream_start_s=starts[index] if ends[index] > starts[index] else first,
+            stream_s=max(0.0, ends[index] - starts[index]),
+        )
 
 
 def read_frames(
-    data: bytes, times_s: Sequence[float], max_pixels: int = MAX_PIXELS
+    data: bytes,
+    times_s: Sequence[float],
+    max_pixels: int = MAX_PIXELS,
+    only_shown: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode the frames that a video shows at some times.
 
     A frame is shown from its time until the time of the next one. Times before the first frame give
-    the first one, times after the last frame the last one.
+    the first one, times after the last frame the last one. Without a color matrix in the file it is
+    BT.709 from 720p on (1280 pixels wide or 720 high), otherwise BT.601, as in players. HDR is not
+    tone-mapped.
 
     Args:
         data: Encoded video.
         times_s: At least one time, ascending: timestamps of the file in seconds.
         max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
+        only_shown: Leave out times before the first frame (by over 0.1 s) and after the end of the
+            last one, even all.
 
     Returns:
         RGB pixels uint8 [F, H, W, 3], upright, of a frame for each time, which may repeat; and the
@@ -186,38 +211,53 @@ def read_frames(
     with _open(data, max_pixels) as container:
         from av.video.reformatter import VideoReformatter
 
-        _read_header(container, "video", max_pixels)
+        info = _read_header(container, "video", max_pixels)
         stream = _video(container)
         stream.codec_context.options = {"max_pixels": str(max_pixels)}
         stream.codec_context.thread_count = 1  # a decode process has one CPU
         shown: list[Any] = []
         if times_s[0] > _PREROLL_S:
             container.seek(math.floor(times_s[0] / stream.time_base), stream=stream)
-            shown = _shown_frames(container, stream, times_s)
+            shown, end_s = _shown_frames(container, stream, times_s, info)
         if not shown or shown[0].time > times_s[0]:
             # The index of a file may be wrong, or miss frames that follow a keyframe in the file
             # and precede it in time.
             container.seek(0)
-            shown = _shown_frames(container, stream, times_s)
+            shown, end_s = _shown_frames(container, stream, times_s, info)
         if not shown:
             raise BadMedia("truncated", "it has no frame")
-        times = np.array([frame.time for frame in shown])
         size = (shown[0].height, shown[0].width)
-        pixels = []
+        if only_shown:
+            shown = [
+                frame
+                for frame, time in zip(shown, times_s, strict=True)
+                if frame.time - _DURATION_SLACK_S <= time < end_s
+            ]
+        times = np.array([frame.time for frame in shown])
+        pixels = [np.zeros((0, *size, 3), np.uint8)]
         reformatter = VideoReformatter()  # its setup takes longer than a small frame
         for frame in shown:
             if frame.height * frame.width > max_pixels:
                 raise BadMedia("too-large", f"{frame.width} x {frame.height} pixels")
             # A stream may change its size, but a clip has one.
             # One thread: starting more takes longer than small frames, and there is one CPU.
+            is_hd = frame.width >= _HD_SIZE[0] or frame.height >= _HD_SIZE[1]
+            is_untagged = int(frame.colorspace) == _UNSPECIFIED_MATRIX
             rgb = reformatter.reformat(
-                frame, width=size[1], height=size[0], format="rgb24", threads=1
+                frame,
+                width=size[1],
+                height=size[0],
+                format="rgb24",
+                src_colorspace="ITU709" if is_hd and is_untagged else None,
+                threads=1,
             )
-            pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90)))
-        return np.stack(pixels), times
+            pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90))[None])
+        return np.concatenate(pixels[len(shown) > 0 :]), times
 
 
-def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarray:
+def read_audio(
+    data: bytes, start_s: float, end_s: float, rate: int, only_present: bool = False
+) -> np.ndarray:
     """Decode the audio of a file between two times, as mono samples of a given rate.
 
     Args:
@@ -225,6 +265,8 @@ def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarr
         start_s: Timestamp of the first sample in seconds; the start of most files has 0.
         end_s: Timestamp after the last sample in seconds.
         rate: Samples per second of the result.
+        only_present: Leave out what is before or after the audio of the file (if it is over 0.1 s),
+            and all of less than 0.1 s of audio.
 
     Returns:
         Samples int16 [round((end_s - start_s) * rate)]; zeros where the file has no audio.
@@ -250,13 +292,26 @@ def read_audio(data: bytes, start_s: float, end_s: float, rate: int) -> np.ndarr
                 break
             run.add(frame, time)
         run.flush()
-        return samples
+        if not only_present:
+            return samples
+        slack = min(round(_DURATION_SLACK_S * rate), len(samples))
+        if run.stop - run.start < slack:
+            return samples[:0]
+        start = run.start if run.start > slack else 0
+        return samples[start : run.stop if run.stop < len(samples) - slack else None]
 
 
 class _Run:
-    """Resamples audio frames without gaps between them, and copies them to their time."""
+    """Resamples audio frames without gaps between them, and copies them to their time.
+
+    Attributes:
+        start: Index of the first copied sample.
+        stop: Index after the last one.
+    """
 
     def __init__(self, start_s: float, samples: np.ndarray, rate: int) -> None:
+        self.start = len(samples)
+        self.stop = 0
         self._start_s = start_s
         self._samples = samples
         self._rate = rate
@@ -291,6 +346,8 @@ class _Run:
             stop = min(self._index + len(samples), len(self._samples))
             if start < stop:
                 self._samples[start:stop] = samples[start - self._index : stop - self._index]
+                self.start = min(self.start, start)
+                self.stop = max(self.stop, stop)
             self._index += len(samples)
 
 
@@ -403,7 +460,38 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
     duration = max([0.0, *(_header_end(container, each) for each in streams)]) - start
     if duration > MAX_DURATION_S:
         raise BadMedia("too-long", f"{duration:,.1f} s; the limit is {MAX_DURATION_S:,.0f} s")
-    return MediaInfo(start, max(0.0, duration), rate, channels, width, height)
+    return MediaInfo(
+        start,
+        max(0.0, duration),
+        rate,
+        channels,
+        width,
+        height,
+        starts[0] - _zero(container),
+        max(0.0, _header_end(container, stream) - starts[0] + _zero(container)),
+        _notices(container, kind, video),
+    )
+
+
+def _notices(container: Any, kind: str, video: Any) -> list[str]:
+    """Return what a file has and a clip of it does not."""
+    import av
+
+    covers = sum(
+        bool(each.disposition & av.stream.Disposition.attached_pic)
+        for each in container.streams.video
+    )
+    checks = {
+        "an HDR video (PQ or HLG) is not tone-mapped, so its colors are pale": kind == "video"
+        and video.codec_context.color_trc in _HDR_TRANSFERS,
+        "the video of a file in the column `audio` is not used": kind == "audio"
+        and video is not None,
+        "video streams of a file after the first are not used": kind == "video"
+        and len(container.streams.video) - covers > 1,
+        "audio streams of a file after the first are not used": len(container.streams.audio) > 1,
+        "subtitles inside a file are not used": len(container.streams.subtitles) > 0,
+    }
+    return [text for text, holds in checks.items() if holds]
 
 
 def _header_end(container: Any, stream: Any) -> float:
@@ -438,21 +526,27 @@ def _frame_duration(frame: Any, info: MediaInfo) -> float:
     return 1 / info.rate if info.rate else 0.0
 
 
-def _shown_frames(container: Any, stream: Any, times_s: Sequence[float]) -> list[Any]:
-    """Return the last frame at or before each time, decoded from the current position; the first
-    frame for times before it.
+def _shown_frames(
+    container: Any, stream: Any, times_s: Sequence[float], info: MediaInfo
+) -> tuple[list[Any], float]:
+    """Return the last frame at or before each time, decoded from the current position (the first
+    frame for times before it), and the end of the last frame if it was reached, otherwise inf.
     """
     shown: list[Any] = []
     before = None
+    gap = 0.0
     for frame in container.decode(stream):
         if frame.time is None:
             continue
         # Times and timestamps are rounded differently.
         while len(shown) < len(times_s) and times_s[len(shown)] < frame.time - 1e-6:
             shown.append(before or frame)
+        gap = frame.time - before.time if before else 0.0
         before = frame
         if len(shown) == len(times_s):
-            return shown
-    if before is not None:
-        shown += [before] * (len(times_s) - len(shown))
-    return shown
+            return shown, math.inf
+    if before is None:
+        return shown, math.inf
+    shown += [before] * (len(times_s) - len(shown))
+    # Some formats do not state how long the last frame is shown.
+    return shown, before.time + max(_frame_duration(before, info), gap)

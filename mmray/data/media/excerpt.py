@@ -41,7 +41,8 @@ def make_excerpt(row: Row, clip_s: float) -> dict[str, Any]:
     window = clip_window(row, clip_s, 0.5)
     frames = []
     if video := by_kind.get("video"):
-        pixels, times = read_frames(video.data, frame_times(window, NUM_FRAMES, 0, 0.5))
+        times_s = frame_times(window, NUM_FRAMES, 0, 0.5)
+        pixels, times = read_frames(video.data, times_s, only_shown=True)
         # A short clip shows a frame at several times.
         _, first = np.unique(times, return_index=True)
         frames = [

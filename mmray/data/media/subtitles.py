@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 from mmray.data.rows import BadRow
@@ -12,6 +13,7 @@ _TIMES = re.compile(rf"\s*{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")
 # <i>, <c.yellow>, <00:01.500> and {\an8} set the style or the time of a word.
 _MARKUP = re.compile(r"</?[^<>\n]*>|\{\\[^{}\n]*\}")
 _WORD_TIME = re.compile(r"<(?:\d+:)?\d{2}:\d{2}\.\d{3}>")
+_MAX_GAP_S = 0.1  # between a text and the next one that repeats a line of it
 _ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": " ", "&lrm;": "", "&rlm;": ""}
 
 
@@ -19,8 +21,9 @@ def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
     """Return the texts of a subtitle file with their spans.
 
     Comments and styles of WebVTT, and texts without characters, are left out. The lines of a text
-    are joined by spaces, and its markup is removed. Automatic captions whose words have times show
-    each line twice, the second time above the next one: it is kept once.
+    are joined by spaces, and its markup is removed. In rolling captions each text starts with the
+    last lines of the one before: these are kept once. Captions roll if words have times, or if more
+    than half of the texts of several lines, and two or more, do so; so a line sung twice is kept.
 
     Args:
         text: Content of the file.
@@ -35,27 +38,44 @@ def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     cues = [(n, match) for n, line in enumerate(lines) if (match := _TIMES.fullmatch(line))]
     stops = [*(number for number, _ in cues[1:]), len(lines)]
-    is_rolling = _WORD_TIME.search(text) is not None
-    last = ""
-    texts: list[dict[str, Any]] = []
+    shown: list[tuple[float, float, list[str]]] = []
     for (number, match), stop in zip(cues, stops, strict=False):
         # The number of the next text; a file may lack the empty line before it.
         is_numbered = stop < len(lines) and lines[stop - 1].strip().isdigit()
         words = _clean(lines[number + 1 : stop - is_numbered])
-        if is_rolling:
-            words = [line for line in words if line != last]
         if not words:
             continue
-        last = words[-1]
         start = _seconds(match.groups()[:4])
         end = _seconds(match.groups()[4:])
         if end <= start:
             detail = f"{name}: the text {words[0][:40]!r} ends before it starts"
             raise BadRow("parse", "span", detail)
-        texts.append({"text": " ".join(words), "t0_s": start, "t1_s": end})
+        shown.append((start, end, words))
+    repeated = [0, *(_num_repeated(*pair) for pair in pairwise(shown))]
+    rolls = [
+        0 < count < len(words)
+        for count, (_, _, words) in zip(repeated, shown, strict=False)
+        if len(words) > 1
+    ]
+    is_rolling = _WORD_TIME.search(text) is not None or sum(rolls) > max(1, len(rolls) / 2)
+    texts: list[dict[str, Any]] = []
+    for count, (start, end, words) in zip(repeated, shown, strict=False):
+        if kept := words[count if is_rolling else 0 :]:
+            texts.append({"text": " ".join(kept), "t0_s": start, "t1_s": end})
     if not texts:
         raise BadRow("columns", "no-text", f"{name} has no text with times (HH:MM:SS.mmm --> ...)")
     return texts
+
+
+def _num_repeated(
+    before: tuple[float, float, list[str]], after: tuple[float, float, list[str]]
+) -> int:
+    """Return how many lines at the start of a text (start, end, lines) are the last of another."""
+    start, _, lines = after
+    counts = range(min(len(before[2]), len(lines)), 0, -1)
+    count = next((each for each in counts if before[2][-each:] == lines[:each]), 0)
+    # A text without a new line is another one after a pause.
+    return 0 if count == len(lines) and start - before[1] > _MAX_GAP_S else count
 
 
 def _clean(lines: list[str]) -> list[str]:

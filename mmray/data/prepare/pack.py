@@ -43,7 +43,7 @@ from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
 from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS
 from mmray.data.store.row_columns import KEPT, column_file
 from mmray.data.store.shard_writer import ShardWriter, open_shard
-from mmray.data.store.stored_row import Media, Row
+from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path, write_atomic
 
@@ -635,7 +635,7 @@ class RowBuilder:
         media.width, media.height = size if media.data is data else header_size(media.data)
         return size
 
-    def _check_clip(self, media: Media, row: Row, name: str) -> None:
+    def _check_clip(self, media: Media, row: SourceRow, name: str) -> None:
         """Check audio or video and the spans of the row, and store audio at `audio_rate`.
 
         Raises BadImage, or BadRow for a span.
@@ -654,11 +654,12 @@ class RowBuilder:
             info = read(media.data, media.kind, settings.max_pixels)
         if info.duration_s:
             check_spans(row, name, info)
+        row.notices += info.notices
         if rate:
             media.data = reencode_audio(media.data, info.end_s, rate)
             # Its times stay: what is before the first sample becomes silence.
-            info = MediaInfo(0.0, info.end_s, rate, channels=1)
-        media.duration = info.duration_s or None
+            info = MediaInfo(0.0, info.end_s, rate, channels=1, stream_s=info.end_s)
+        media.duration = info.stream_s or None
         media.rate = info.rate
         media.channels = info.channels
         media.width = info.width

@@ -150,7 +150,7 @@ def _kind_of(data: bytes) -> str:
 
 def _check_span(span: tuple[float, float], media: Media) -> None:
     """Raise BadMedia for a span without time, or one that is outside the file."""
-    start, end = full_span(media)
+    start, end = full_span(media, with_sound=True)
     # The headers of MP3 and Ogg do not state the end.
     is_known = end > start and detect_demuxer(media.data) not in WITHOUT_DURATION
     if span[0] >= span[1] or (is_known and not (span[0] < end and span[1] > start)):

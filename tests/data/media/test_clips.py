@@ -13,7 +13,7 @@ import pytest
 
 from mmray.config import ClipInputs
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.media.clips import Window, choose_window, frame_times
+from mmray.data.media.clips import ClipColumns, Window, choose_window, frame_times, full_span
 from mmray.data.media.decode import verify_media
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
@@ -47,7 +47,7 @@ def media_of(data: bytes, kind: str) -> Media:
         sha256=hashlib.sha256(data).hexdigest(),
         width=info.width,
         height=info.height,
-        duration=info.duration_s,
+        duration=info.stream_s,
         rate=info.rate,
         channels=info.channels,
     )
@@ -200,3 +200,46 @@ def test_grouping_by_length_pads_clips_less(prepared: PreparedSet) -> None:
         rows.append(sorted(batch.keys.tolist()))
     assert rows[0] == rows[1]
     assert shares[1][0] < 0.6 * shares[0][0] and 0 < shares[0][1] < 1
+
+
+SHORT_VIDEO = range(0, 1000, 40)
+LATE_VIDEO = range(2000, 3000, 40)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "webm"])
+@pytest.mark.parametrize(
+    ("times_ms", "audio_s", "span", "frames", "seconds"),
+    [
+        (SHORT_VIDEO, 3.0, (1.5, 2.3), 0, 0.8),
+        (SHORT_VIDEO, 3.0, (0.6, 1.4), 2, 0.8),
+        (SHORT_VIDEO, 3.0, (0.1, 0.9), 4, 0.8),
+        (range(0, 3000, 40), 1.0, (1.5, 2.3), 4, 0.0),
+        (range(0, 3000, 40), 1.0, (0.6, 1.4), 4, 0.4),
+        (LATE_VIDEO, 3.0, (0.1, 0.9), 0, 0.8),
+        (LATE_VIDEO, 3.0, (1.5, 2.3), 2, 0.8),
+    ],
+)
+def test_clip_has_no_frames_or_sound_where_a_stream_has_none(
+    suffix: str,
+    times_ms: range,
+    audio_s: float,
+    span: tuple[float, float],
+    frames: int,
+    seconds: float,
+) -> None:
+    audio = "libopus" if suffix == "webm" else "aac"
+    data = encode_video(suffix, times_ms, audio=audio, audio_s=audio_s)
+    video = media_of(data, "video")
+    row = Row("a", [video], ["text"], spans=[list(span)])
+    columns = ClipColumns(INPUTS)
+    block = columns.empty(1)
+    columns.set_row(block, 0, row, (0, 0), None)
+    assert block["num_frames"].tolist() == [frames]
+    # AAC and Opus have an encoder delay.
+    assert block["num_samples"][0] / RATE == pytest.approx(seconds, abs=0.05)
+    batch = columns.to_batch(block)
+    assert (batch["has_video"][0], batch["has_audio"][0]) == (frames > 0, seconds > 0)
+    start, end = full_span(video)
+    assert start == pytest.approx(times_ms[0] / 1000, abs=0.01)
+    assert end == pytest.approx(times_ms[-1] / 1000 + 0.04, abs=0.01)
+    assert full_span(video, with_sound=True)[1] >= max(end, audio_s - 0.02)

@@ -165,3 +165,72 @@ def test_truncated_files_are_refused(suffix: str) -> None:
         with pytest.raises(BadMedia) as bad:
             verify_media(data[: int(len(data) * part)], kind)
         assert bad.value.reason in ("truncated", "corrupt")
+
+
+GRAY = (110, 100, 150)  # Y, U and V of 8 bits
+RGB_601 = (145, 103, 53)
+RGB_709 = (149, 104, 50)
+
+
+def uniform_video(height: int, matrix: int, transfer: int = 2, full_range: bool = False) -> bytes:
+    """Return a video of the color GRAY."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, height, "yuv420p"
+        stream.options = {"preset": "ultrafast", "qp": "0"}
+        context = stream.codec_context
+        context.colorspace, context.color_trc = matrix, transfer
+        context.color_range = 2 if full_range else 1
+        frame = av.VideoFrame(64, height, "yuv420p")
+        for plane, value in zip(frame.planes, GRAY, strict=True):
+            plane.update(bytes([value]) * plane.buffer_size)
+        frame.pts = 0
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("height", "matrix", "full_range", "expected"),
+    [
+        (64, 2, False, RGB_601),
+        (720, 2, False, RGB_709),
+        (720, 5, False, RGB_601),
+        (64, 1, False, RGB_709),
+        (64, 2, True, (141, 104, 60)),
+        (720, 2, True, (145, 105, 58)),
+    ],
+)
+def test_colors_are_those_of_players(
+    height: int, matrix: int, full_range: bool, expected: tuple[int, int, int]
+) -> None:
+    """Without a matrix in the file: BT.709 from 720p on, otherwise BT.601."""
+    frames, _ = read_frames(uniform_video(height, matrix, full_range=full_range), [0.0])
+    assert frames[0, 9, 9].tolist() == pytest.approx(expected, abs=2)
+
+
+@pytest.mark.parametrize(("transfer", "is_hdr"), [(1, False), (16, True), (18, True)])
+def test_hdr_videos_are_noted(transfer: int, is_hdr: bool) -> None:
+    data = uniform_video(64, 9, transfer)
+    for info in (read_header(data, "video"), verify_media(data, "video")):
+        assert len(info.notices) == is_hdr and all("HDR" in text for text in info.notices)
+
+
+def test_streams_that_are_not_used_are_noted() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        streams: Any = [
+            container.add_stream("pcm_s16le", rate=8000, layout="mono") for _ in range(2)
+        ]
+        for stream in streams:
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), layout="mono")
+            frame.sample_rate, frame.pts = 8000, 0
+            container.mux([*stream.encode(frame), *stream.encode(None)])
+    assert read_header(file.getvalue(), "audio").notices == [
+        "audio streams of a file after the first are not used"
+    ]
+    data = encode_video(audio="aac")
+    assert read_header(data, "audio").notices == [
+        "the video of a file in the column `audio` is not used"
+    ]
+    assert read_header(data, "video").notices == []

@@ -300,6 +300,53 @@ def test_automatic_captions_keep_each_line_once() -> None:
     assert [each["t0_s"] for each in texts] == [0.16, 2.399]
 
 
+def cues(*entries: tuple[float, float, str]) -> str:
+    texts = [f"00:00:{start:06.3f} --> 00:00:{end:06.3f}\n{text}" for start, end, text in entries]
+    return "\n\n".join(["WEBVTT", *texts]) + "\n"
+
+
+ROLLING = [
+    (0.0, 2.0, " \nla la"),
+    (2.0, 2.01, "la la\n "),
+    (2.01, 4.0, "la la\nla la"),
+    (4.0, 4.01, "la la"),
+    (4.01, 6.0, "la la\nthe end"),
+    (6.0, 6.01, "the end"),
+    (9.0, 9.9, "the end"),
+]
+
+
+def test_rolling_captions_without_times_of_words_are_merged() -> None:
+    texts = parse_subtitles(cues(*ROLLING), "a.vtt")
+    assert [(each["text"], each["t0_s"], each["t1_s"]) for each in texts] == [
+        ("la la", 0.0, 2.0),
+        ("la la", 2.01, 4.0),
+        ("the end", 4.01, 6.0),
+        ("the end", 9.0, 9.9),
+    ]
+    timed = [(*cue[:2], cue[2].replace("\nthe", "\nthe<00:00:04.500>")) for cue in ROLLING]
+    assert parse_subtitles(cues(*timed), "a.vtt") == texts
+
+
+def test_rolling_captions_of_three_lines_are_merged() -> None:
+    rows = ["a", "a\nb", "a\nb\nc", "b\nc\nd"]
+    texts = parse_subtitles(cues(*((n, n + 1, row) for n, row in enumerate(rows))), "a.vtt")
+    assert [each["text"] for each in texts] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["la la", "la la", "la la", "hey"],
+        ["la la\nhey", "hey\nla la", "one\ntwo", "three\nfour"],
+        ["no", "no\nyes"],
+    ],
+)
+def test_lines_that_are_sung_twice_are_kept(rows: list[str]) -> None:
+    texts = parse_subtitles(cues(*((n, n + 1, row) for n, row in enumerate(rows))), "a.vtt")
+    assert [each["text"] for each in texts] == [row.replace("\n", " ") for row in rows]
+
+
 def test_subtitles_without_empty_lines_between_them() -> None:
     text = "1\n00:00:01,000 --> 00:00:02,000\nx\n2\n00:00:03,000 --> 00:00:04,000\ny\n42"
     assert [each["text"] for each in parse_subtitles(text, "a.srt")] == ["x", "y 42"]
