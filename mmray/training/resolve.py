@@ -4,6 +4,7 @@ batch and steps.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,15 @@ from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
 from mmray.config.model import AnyModel
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
+from mmray.data.prepare.row_checks import MAX_OVERHANG_S
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
-from mmray.data.store.mixture import PreparedMixture
+from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.data.store.selection import select_rows
+from mmray.data.store.stored_row import Row
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
@@ -44,6 +47,7 @@ from mmray.training import RunReporter
 # Objectives in which the texts of other rows are negatives.
 _TEXT_CONTRASTS = {"contrastive", "sigmoid", "audio_text", "video_text"}
 MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from which it is logged
+MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the length of clips
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     num_rows = _rows_of_epoch(config, train_set, shape)
     if line := describe_equal_captions(config, train_set, shape.global_batch_size):
         reporter.log(line, "captions")
+    if line := describe_long_texts(config, train_sets):
+        reporter.log(line, "clips")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
     tokenizer_json = ""
@@ -253,6 +259,31 @@ def describe_equal_captions(
     )
 
 
+def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | None:
+    """Describe how many texts are about more than `clip_s` seconds of audio or video, counted in
+    MAX_SAMPLED_ROWS rows at equal distances; None without such a text.
+    """
+    clip_s = getattr(config.model.inputs, "clip_s", math.inf)
+    if clip_s == math.inf:
+        return None
+    lengths = []
+    for each in sets:
+        count = min(each.num_rows, MAX_SAMPLED_ROWS)
+        for row in read_each(each, np.arange(count) * each.num_rows // max(1, count)):
+            if isinstance(row, Row):
+                recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
+                spans = row.spans or [None] * len(row.texts)
+                lengths += [span[1] - span[0] if span else recorded for span in spans]
+    longer = sum(length > clip_s + MAX_OVERHANG_S for length in lengths)
+    return (
+        f"{longer:,} of {len(lengths):,} texts are about more than model.inputs.clip_s {clip_s:g} "
+        f"s (up to {max(lengths):,.0f} s), of which each clip is a random part (in evaluation the "
+        "middle). Remedies: a larger clip_s, or texts with t0_s and t1_s"
+        if longer
+        else None
+    )
+
+
 def _rows_of_epoch(
     config: Config, train_set: PreparedSet | PreparedMixture, shape: BatchShape
 ) -> int:
@@ -295,6 +326,8 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
             f"; {longer:,} of {len(lengths):,} rows are not used, because they have more than "
             f"model.inputs.max_tokens {inputs.max_tokens:,} (up to {lengths.max():,})"
         )
+    if unknown := int((lengths == NOT_COUNTED).sum()):
+        text += f"; {unknown:,} rows cannot be used, for reasons that quarantine.jsonl will state"
     reporter.log(text, "tokens")
     config = read_config(model.weights)
     packed = is_packable(config, find_family(config, model.weights))

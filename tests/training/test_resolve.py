@@ -10,6 +10,7 @@ from mmray.config import ClipInputs, Evaluate, Prepare, Towers, Vlm
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
+from mmray.data.store.stored_row import Media
 from mmray.data.text.languages import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
@@ -102,6 +103,25 @@ def test_equal_captions_of_a_step_are_stated(tmp_path, train, kind, mean):
     lines = [text for label, text in reporter.notes if label == "captions"]
     assert [line.split()[0] for line in lines] == ([] if mean is None else [mean])
     assert all("of the 15 negatives" in line and "--duplicates text" in line for line in lines)
+
+
+def test_texts_about_more_than_a_clip_are_stated(tmp_path):
+    rows = [row(number, texts=["a", "b"]) for number in range(20)]
+    for each in rows:
+        each.media = [Media("audio", b"", duration=12.0)]
+        each.spans = [None, [1.0, 3.0]]
+    counts = {"media_kinds": {"": {"audio": 20}}, "num_images": {"": {"0": 20}}}
+    made = make_set(tmp_path / "set", rows)
+    write_manifest(made.folder, replace(made.manifest, **counts))
+    lines = []
+    for clip_s in (5.0, 12.0):
+        wanted = config(tmp_path / "set", tmp_path, "run")
+        inputs = ClipInputs(frames=0, clip_s=clip_s)
+        reporter = Silent()
+        resolve_run(wanted.replace(model=Towers(inputs=inputs)), reporter)
+        lines += [text for label, text in reporter.notes if label == "clips"]
+    assert len(lines) == 1
+    assert lines[0].startswith("20 of 40 texts are about more than model.inputs.clip_s 5 s (up to ")
 
 
 def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):

@@ -37,6 +37,7 @@ _DURATION_SLACK_S = 0.1
 # ones by BT.601, which FFmpeg takes for all.
 _HD_SIZE = (1280, 720)
 _UNSPECIFIED_MATRIX = 2
+_BT709 = 1
 _HDR_TRANSFERS = (16, 18)  # PQ and HLG
 # A larger gap between the timestamps of two audio frames is filled with silence.
 _MAX_JITTER_S = 0.01
@@ -248,7 +249,7 @@ def read_frames(
                 width=size[1],
                 height=size[0],
                 format="rgb24",
-                src_colorspace="ITU709" if is_hd and is_untagged else None,
+                src_colorspace=_BT709 if is_hd and is_untagged else None,
                 threads=1,
             )
             pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90))[None])

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmray.data.prepare.row_checks import MAX_OVERHANG_S
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import (
     WEIGHTS_SETTING,
@@ -51,9 +52,9 @@ class RowError(ValueError):
     """A row that the model cannot be trained on; it is left out and listed in quarantine.jsonl.
 
     Args:
-        reason: `messages` (no answer), `tokens` (too many), `image` (a medium that the processor
-            rejects), `images` (the numbers of media and of their parts differ) or `media` (the
-            model takes none of this kind).
+        reason: `messages` (no answer), `tokens` (too many, or too long audio), `image` (a medium
+            that the processor rejects), `images` (the numbers of media and of their parts differ)
+            or `media` (the model takes none of this kind).
         detail: A sentence for the user, which is also the message of the error.
     """
 
@@ -327,9 +328,19 @@ class ProcessorEncoder:
         (0.1 s for most) gets the number of the minimum: it is padded with silence.
 
         Args:
-            length_s: Length of the audio in seconds; what exceeds `max_audio_s` (the longest that
-                the model takes) is not used.
+            length_s: Length of the audio in seconds. Up to 0.5 s over `max_audio_s` (the longest
+                that the model takes) are cut.
+
+        Raises:
+            RowError: It is longer, so that a text about it would be about what the model does not
+                get.
         """
+        if length_s > self.max_audio_s + MAX_OVERHANG_S:
+            raise RowError(
+                TOO_LONG,
+                f"a text is about {length_s:.1f} s of audio, and the model takes "
+                f"{self.max_audio_s:g} s: cut the recording, or give its texts t0_s and t1_s",
+            )
         length_s = min(max(length_s, self.family.min_audio_s), self.max_audio_s)
         # Whether an incomplete hop counts depends on the other audio of a row.
         hop = self._features.hop_length

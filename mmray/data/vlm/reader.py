@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.numpy import load, save
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
-from mmray.data.media.clips import choose_window, full_span
-from mmray.data.media.decode import read_audio, read_frames
+from mmray.data.media.clips import full_span
+from mmray.data.media.decode import BadMedia, read_audio, read_frames
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
@@ -24,6 +24,7 @@ from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError, encoder_arguments
+from mmray.data.vlm.token_counter import clip_length_s
 from mmray.data.vlm.video import Clip
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ class ConversationReader(SetReader):
         Args:
             row: A row with the bytes of its media.
             choice: Index of the caption to use, whose span a video or audio is cut to.
-            phase: Random number in [0, 1): place of each frame of a video in its interval, and,
-                of audio that is longer than the model takes, place of the part that is used.
+            phase: Random number in [0, 1): place of each frame of a video in its interval.
 
         Returns:
             RGB images of PIL, `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
@@ -157,8 +157,7 @@ class ConversationReader(SetReader):
             choice: Index of the caption to use, if the row has no messages; the question
                 `model.inputs.question` precedes it. Its span is the part of videos and audio that
                 is used.
-            phase: Random number in [0, 1) that selects the frames of a video, and the part that is
-                used of audio that is longer than the model takes.
+            phase: Random number in [0, 1) that selects the frames of a video.
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's
@@ -170,6 +169,10 @@ class ConversationReader(SetReader):
             RowError: The model cannot be trained on the row.
         """
         messages = row.conversations(self.question)[choice]
+        # A row whose other text is about too much audio is not used either, as in token counts.
+        for media in row.media:
+            for span in (row.spans or [None]) if media.kind == "audio" else []:
+                self.encoder.num_samples(clip_length_s(media, span))
         return self.encoder.encode(messages, self.media_of(row, choice, phase))
 
 
@@ -187,8 +190,7 @@ def read_clip(
         encoder: Processor of the model, which determines the times of the frames, and the rate and
             the longest length of audio.
         span: Start and end in seconds, as timestamps of the file; None: the whole file.
-        phase: Number in [0, 1): place of each frame in its interval, and of the samples in a span
-            over `max_audio_s`.
+        phase: Number in [0, 1): place of each frame in its interval.
         max_pixels: Maximum width x height of a frame before it is resized.
 
     Returns:
@@ -196,13 +198,18 @@ def read_clip(
         the start of the span. Of audio mono samples int16 [N], `encoder.audio_rate` per second.
 
     Raises:
-        BadMedia: It cannot be decoded.
+        BadMedia: It cannot be decoded, or a video has no frame in the span.
+        RowError: The model does not take so much audio.
     """
     start, end = full_span(media) if span is None else span
     if media.kind == "audio":
-        start, end = choose_window((start, end), encoder.max_audio_s, phase)
         rate = encoder.audio_rate
         return read_audio(media.data, start, start + encoder.num_samples(end - start) / rate, rate)
+    if span is not None:
+        first, last = full_span(media)
+        if start >= last or end <= first:
+            frames_at = f"its frames are at {first:.2f} to {last:.2f} s"
+            raise BadMedia("span", f"no frame at {start:.2f} to {end:.2f} s; {frames_at}")
     times_s = encoder.choose_times(end - start, phase)
     frames, _ = read_frames(media.data, [start + time for time in times_s], max_pixels)
     return Clip(frames, times_s)

@@ -67,13 +67,18 @@ class ProcessorCounter:
         return ProcessorEncoder(self.weights, **limits)
 
 
+def clip_length_s(media: Media, span: Sequence[float] | None) -> float:
+    """Return the seconds of a video or audio that a text is about; 0 if they are not known."""
+    return media.duration or 0.0 if span is None else span[1] - span[0]
+
+
 def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:
     """Return what determines the tokens of a medium, of video and audio in the span of a text."""
     if media.kind not in encoder.kinds:
         raise ValueError(f"the row has {media.kind}, which the model does not take")
     if media.kind == "image":
         return MediaSize(media.width, media.height)
-    length_s = media.duration or 0.0 if span is None else span[1] - span[0]
+    length_s = clip_length_s(media, span)
     if media.kind == "audio":
         return MediaSize(samples=encoder.num_samples(length_s))
     return MediaSize(media.width, media.height, encoder.choose_times(length_s, LATEST))

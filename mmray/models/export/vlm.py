@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mmray.data.images.decode import BadImage
 from mmray.data.store.stored_row import Media
 from mmray.data.vlm.encoder import Message
 from mmray.data.vlm.reader import read_clip
@@ -156,7 +155,7 @@ class Conversations:
             if kind in ("video", "audio"):
                 return read_clip(Media(kind, Path(image).read_bytes()), self.model.encoder)
             return ImageOps.exif_transpose(Image.open(image)).convert("RGB")
-        except (OSError, BadImage) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(f"cannot read {image}: {error}") from None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Prepare
+from mmray.data.media.decode import BadMedia
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
@@ -152,7 +153,8 @@ def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path
     answer = {"role": "assistant", "content": "circle"}
     rows = [
         {"t0_s": 1.0, "t1_s": 1.5, "messages": [{"role": "user", "content": "<audio>?"}, answer]},
-        {"texts": ["red", {"text": "blue", "t0_s": 0.5, "t1_s": 2.9}]},
+        {"texts": [{"text": each, "t0_s": 0.5, "t1_s": 2.7} for each in ("red", "blue")]},
+        {"texts": [{"text": "red", "t0_s": 0.5, "t1_s": 0.9}, "blue"]},
     ]
     lines = [json.dumps({"id": str(n), "audio": "a.flac"} | row) for n, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
@@ -160,17 +162,33 @@ def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path
     prepared = PreparedSet.open(str(tmp_path / "set"))
     weights = str(folder_of(family))
     reader = ConversationReader(prepared, model_settings(weights, frames=0), 10**7)
-    part, captions = prepared.read(np.arange(2))
+    part, captions, too_long = prepared.read(np.arange(3))
     [samples] = reader.media_of(part)
     assert len(samples) == 16000 * max(0.5, FAMILIES[family].min_audio_s)
     assert time_of_sweep(samples[:1600], 16000) == pytest.approx(1.05, abs=0.02)
     [samples] = reader.media_of(captions, choice=1, phase=0.5)
     assert len(samples) == 2 * 16000
-    assert time_of_sweep(samples[:1600], 16000) == pytest.approx(0.75, abs=0.02)
+    assert time_of_sweep(samples[:1600], 16000) == pytest.approx(0.55, abs=0.02)
     count = ProcessorCounter(weights, question="what").build()
     for row, choices in ((part, 1), (captions, 2)):
         lengths = [len(reader.encode_row(row, choice).input_ids) for choice in range(choices)]
         assert count(row) == max(lengths)
+    # The text of the whole file is about more than the model gets.
+    for refused in (count, reader.encode_row):
+        with pytest.raises(RowError, match=r"about 3.0 s of audio, and the model takes 2 s"):
+            refused(too_long)
+
+
+def test_span_without_frames_is_refused(folder_of, tmp_path):
+    data = encode_video(times_ms=range(0, 1000, 40), audio="aac", audio_s=3.0)
+    (tmp_path / "a.mp4").write_bytes(data)
+    row = {"video": "a.mp4", "text": "red", "t0_s": 1.5, "t1_s": 2.5}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), Prepare(vocab_size=0))
+    prepared = PreparedSet.open(str(tmp_path / "set"))
+    reader = ConversationReader(prepared, model_settings(folder_of("qwen3_vl")), 10**7)
+    with pytest.raises(BadMedia, match=r"no frame at 1.50 to 2.50 s; its frames are at 0.00 to 1"):
+        reader.encode_row(prepared.read(np.arange(1))[0])
 
 
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
