@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmray.bench.gpu.device_checks import count_syncs
 from mmray.engine.prefetch import LocalBatch
+from tests.gpu.device_checks import count_syncs
 
 aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from mmray import config
-from mmray.bench.gpu.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
@@ -25,6 +24,7 @@ from mmray.engine.step import optimizer_step
 from mmray.models.build import build, build_on
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
+from tests.gpu.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
 
 ROWS, STEPS = 8, 2
 WITH_DROPOUT = config.TwoTower(

@@ -1,6 +1,6 @@
 """The engine on GPUs, real or fake, takes the steps of a CPU and synchronizes once per step.
 
-The checks of bench/gpu/device_checks.py also run without pytest: `python -m mmray.bench.gpu`.
+The checks of tests/gpu/device_checks.py also run without pytest: `python -m tests.gpu`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mmray.bench.gpu import device_checks
-from mmray.bench.gpu.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
 from mmray.engine import loop, worker
@@ -33,6 +31,8 @@ from mmray.errors import OutOfMemoryError
 from tests.engine import toy
 from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, local_batch_on
 from tests.engine.single_worker import make_prepared, run_worker
+from tests.gpu import device_checks
+from tests.gpu.device_checks import MODELS
 
 GPU = DEVICES[0]
 LONG_PLAN = SamplePlan(num_rows=20, global_batch_size=8, world_size=1, seed=1, steps=6)

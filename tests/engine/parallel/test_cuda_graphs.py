@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmray.bench.gpu import device_checks
 from mmray.config import ImageTower, Train
 from mmray.engine.batch import BatchShape
 from mmray.engine.parallel import cuda_graphs
@@ -27,6 +26,7 @@ from mmray.engine.parallel.transforms import force_eager
 from mmray.models.build import build
 from tests.engine import toy
 from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
+from tests.gpu import device_checks
 
 GPU = torch.device("cuda", 0)
 

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from mmray.bench import synthetic_images
-from mmray.bench.gpu.workload import LOG_EVERY, Case, recipe, rows_of
 from mmray.bench.results import compare
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.config import Batch, Config, recipes, to_yaml
 from mmray.engine.collectives import Group
+from tests.gpu.workload import LOG_EVERY, Case, recipe, rows_of
 
 SKIPPED_LINES = 2  # first lines of metrics.jsonl: these steps compile and capture CUDA graphs
 LOOP_WINDOWS = 3
 CAPTIONS = 16  # captions of a photograph; each is a row of the set
 WORDS = 80  # added to each caption
 VOCAB_SIZE = 49408  # CLIP's; the tokenizer of the captions has less
-ROOT = Path(__file__).parents[3]  # folder that contains the package
+ROOT = Path(__file__).parents[2]  # folder that contains the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 NUMBERS = {
     "cuda": {"photos": 256, "clip_steps": 60, "sample_steps": 300},

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Measurement, Timer
 
-from mmray.bench.gpu.device_checks import INPUTS, MODELS, TOWERS
 from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, TwoTower, recipes
+from tests.gpu.device_checks import INPUTS, MODELS, TOWERS
 
 # several rows: each has its `case`
 Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]

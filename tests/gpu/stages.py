@@ -1,4 +1,4 @@
-"""The stages of `python -m mmray.bench.gpu`: each yields cases, which command.py runs in a
+"""The stages of `python -m tests.gpu`: each yields cases, which command.py runs in a
 process of the stage.
 
 On a CPU the same code runs with tiny models.
@@ -21,11 +21,18 @@ from typing import Any
 
 import torch
 
-from mmray.bench.gpu.device_checks import CHECKS, compile_backend
-from mmray.bench.gpu.distributed import nccl
-from mmray.bench.gpu.kernels import kernels
-from mmray.bench.gpu.train_command import run
-from mmray.bench.gpu.workload import (
+from mmray.bench.results import compare, describe_machine
+from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
+from mmray.config import Batch, recipes
+from mmray.engine.batch import BatchShape
+from mmray.engine.collectives import Group
+from mmray.errors import UsageError, first_line
+from mmray.machine import free_memory
+from tests.gpu.device_checks import CHECKS, compile_backend
+from tests.gpu.distributed import nccl
+from tests.gpu.kernels import kernels
+from tests.gpu.train_command import run
+from tests.gpu.workload import (
     GLOBAL_BATCH_SIZE,
     TINY,
     TINY_GLOBAL_BATCH_SIZE,
@@ -36,13 +43,6 @@ from mmray.bench.gpu.workload import (
     rows_of,
     time_calls,
 )
-from mmray.bench.results import compare, describe_machine
-from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
-from mmray.config import Batch, recipes
-from mmray.engine.batch import BatchShape
-from mmray.engine.collectives import Group
-from mmray.errors import UsageError, first_line
-from mmray.machine import free_memory
 
 ROUNDS = 2  # repetitions of each measurement of a rate
 FLOAT8_STEPS = 10  # timed steps of a measurement; one takes 0.23 s on an H200 in bf16
@@ -400,13 +400,13 @@ def describe_error(error: BaseException) -> str:
     """Format an error as `ValueError: message (file.py:12)`.
 
     Args:
-        error: The error. The first line of its message is shown, and the innermost line of mmray in
-            its traceback.
+        error: The error. The first line of its message is shown, and the innermost line of mmray
+            or of its tests in its traceback.
     """
     frames = [
         frame
         for frame in extract_tb(error.__traceback__)[1:]
-        if "mmray" in Path(frame.filename).parts
+        if {"mmray", "tests"} & {*Path(frame.filename).parts}
     ]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line(error)}{where}"

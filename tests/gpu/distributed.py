@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmray.bench.gpu import device_checks
-from mmray.bench.gpu.device_checks import TOLERANCE, compare
-from mmray.bench.gpu.workload import Case
 from mmray.builtin import BACKENDS
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group, is_dtensor
 from mmray.engine.parallel import strategy
 from mmray.models.synthetic import synthetic_batch
+from tests.gpu import device_checks
+from tests.gpu.device_checks import TOLERANCE, compare
+from tests.gpu.workload import Case
 
 KIND = "clip"
 MICRO_BATCHES = 2

@@ -11,11 +11,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.gpu.blocks import blocks
-from mmray.bench.gpu.workload import Case, recipe, rows_of
 from mmray.bench.step import WARMUP_STEPS, build_bench
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
+from tests.gpu.blocks import blocks
+from tests.gpu.workload import Case, recipe, rows_of
 
 PROFILED_STEPS = 5
 NUM_GAPS = 5

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmray.bench.gpu.workload import Case, recipe, rows_of, time_calls
 from mmray.errors import first_line, is_out_of_memory
 from mmray.models.attention import fuse_projections
 from mmray.models.clip import Clip
+from tests.gpu.workload import Case, recipe, rows_of, time_calls
 
 BACKENDS = {
     "default": None,

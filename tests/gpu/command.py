@@ -1,4 +1,4 @@
-"""`python -m mmray.bench.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8
+"""`python -m tests.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8
 minutes.
 
 Each stage of stages.py runs in its own process with a time limit and writes DIR/STAGE.json
@@ -36,7 +36,7 @@ LIMITS_S = {
     "resnet": 20,
     "models": 15,
 }
-COMMAND = [sys.executable, "-m", "mmray.bench.gpu"]
+COMMAND = [sys.executable, "-m", "tests.gpu"]
 CPU_FACTOR = 3  # longer limits: a run on a CPU measures nothing, and may share its cores
 LAST_CASE_S = 15  # no case of a stage starts later than this before its limit
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit status: 1 if a case failed, otherwise 0.
     """
-    parser = argparse.ArgumentParser(prog="python -m mmray.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with tiny models"
@@ -114,7 +114,7 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     """
     import torch
 
-    from mmray.bench.gpu import stages
+    from tests.gpu import stages
 
     if device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

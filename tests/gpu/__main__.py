@@ -1,10 +1,10 @@
-"""`python -m mmray.bench.gpu`."""
+"""`python -m tests.gpu`."""
 
 from __future__ import annotations
 
 import sys
 
-from mmray.bench.gpu.command import main
+from tests.gpu.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from mmray.bench.gpu import command, device_checks, stages, workload
-from mmray.bench.gpu.kernels import ProfiledSteps, largest_gaps
-from mmray.bench.gpu.stages import STAGES, run_stage
 from mmray.processes import Channel, ChildProcess
+from tests.gpu import command, device_checks, stages, workload
+from tests.gpu.kernels import ProfiledSteps, largest_gaps
+from tests.gpu.stages import STAGES, run_stage
 from tests.polling import wait_until
 
 CPU = torch.device("cpu")
@@ -228,7 +228,7 @@ def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     script = (
-        "from mmray.bench.gpu import command; "
+        "from tests.gpu import command; "
         f"command.COMMAND = [{sys.executable!r}, '-c', {child!r}]; command.main()"
     )
     command = subprocess.Popen(
