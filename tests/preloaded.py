@@ -12,7 +12,7 @@ MODULES = (
     "tests.engine.ranks",
     "tests.engine.checkpoint.shard_ranks",
     "tests.training.faults",
-    "mmray.bench.strategies",
+    "mmray.bench.step",
     "mmray.training.local_worker",
     "mmray.engine.worker",
     "torch._dynamo",

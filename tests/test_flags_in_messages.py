@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from mmray.cli.args import REGISTRY
-from mmray.cli.bench import LoaderCommand, StepCommand, StrategiesCommand
+from mmray.cli.bench import LoaderCommand, StepCommand
 from mmray.cli.completion import PARSED, TUNE_SAMPLE
 from mmray.cli.evaluate import EvaluateWeightsCommand
 from mmray.cli.tune import TuneCommand
@@ -54,7 +54,7 @@ def flags_of():
     )
     out["evaluate"] |= flags(EvaluateWeightsCommand) | out["export"]
     out["tune"] = flags(TuneCommand, default=TUNE_SAMPLE)
-    for command in (StepCommand, LoaderCommand, StrategiesCommand):
+    for command in (StepCommand, LoaderCommand):
         out.setdefault("bench", set()).update(flags(command))
     return out
 

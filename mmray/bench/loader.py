@@ -1,6 +1,4 @@
-"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, audio
-or video, in ABBA order.
-"""
+"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any
 import ray
 import torch
 
-from mmray.bench import clip_loader, synthetic_images
+from mmray.bench import synthetic_images
 from mmray.bench.baselines import (
     Arrival,
     LoaderWorker,
@@ -27,7 +25,6 @@ from mmray.bench.baselines import (
 from mmray.bench.results import compare, describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Data, Inputs, Prepare
-from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -55,14 +52,6 @@ RATIOS = {
     "stream_vs_tuned": ("stream prepared", "tuned prepared"),
     "stream_vs_reader": ("stream prepared", "reader prepared"),
 }
-CLIP_RATIOS = {
-    "stream_vs_plain": ("stream clips", "plain clips"),
-    "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # audio only
-    "stream_vs_reader": ("stream clips", "reader clips"),
-}
-# Clips are larger than images and take longer.
-CLIP_GLOBAL_BATCH_SIZE = 64
-EXPECTED_CLIP_RATE = {"audio": 100, "video": 60}  # clips/s per actor
 Notify = Callable[[str], None]
 # Measures one loader, and returns the arrivals of each consumer.
 RunWindow = Callable[[], list[list[Arrival]]]
@@ -76,38 +65,65 @@ def bench_loader(
     window_s: float = 3.0,
     workers: int = 0,
     gpu_rate: float | None = None,
-    modality: str = "image",
 ) -> dict[str, Any]:
-    """Compare mmray's stream with PyTorch DataLoaders over the same images, audio or video on this
-    machine.
+    """Compare mmray's stream with PyTorch DataLoaders over the same images on this machine.
 
     Args:
         notify: Called with one line of text about the progress.
         data: A prepared set or a raw source; None: synthetic photographs.
-        images: Number of images or clips.
+        images: Number of images.
         rounds: How often each loader is measured; the loaders take turns.
         window_s: Approximate seconds of each measurement.
-        workers: Decode actors of the stream (processes that read and decode rows), and DataLoader
-            workers in total; 0: one per core.
+        workers: Decode actors of the stream, and DataLoader workers in total; 0: one per core.
         gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
-        modality: `image`; `audio` or `video` for clips of synthetic files.
 
     Returns:
-        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and `torch`;
-        `data_workers`, the used number), `ratios` (of the rates of two loaders, medians:
-        `stream_original_vs_textbook`, `stream_prepared_vs_textbook`, `stream_vs_tuned` and
-        `stream_vs_reader`; of clips `stream_vs_plain`, `stream_prepared_vs_plain` of audio, and
-        `stream_vs_reader`), `spread` (by ratio `min` and `max` over the rounds, and `pairs`, their
-        number), `rows` (per loader: `arm`, its name such as `stream prepared`, `images_per_s` (of
-        clips `clips_per_s` and `hours_per_s`) with its `lowest` and `highest`, and `first_batch_s`,
-        medians) and `notes` (texts about the bottleneck of images).
+        What `compare_loaders` returns for the RATIOS, and `notes` (texts about the bottleneck).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
     """
-    _check_arguments(data, images, workers, modality)
+    if images < GLOBAL_BATCH_SIZE:
+        raise UsageError(
+            f"--images {images}: bench loader needs at least {GLOBAL_BATCH_SIZE}, a global batch"
+        )
+    if workers < 0:
+        raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
     actors = workers or cores()
-    rate = "images_per_s" if modality == "image" else "clips_per_s"
+
+    def build() -> dict[str, RunWindow]:
+        return _build_loaders(data, images, window_s, actors, notify)
+
+    result = compare_loaders(build, actors, rounds, RATIOS, notify)
+    rates = {row["arm"]: row["images_per_s"] for row in result["rows"]}
+    return result | {"notes": bottlenecks(rates, gpu_rate, actors)}
+
+
+def compare_loaders(
+    build: Callable[[], dict[str, RunWindow]],
+    actors: int,
+    rounds: int,
+    ratios: Mapping[str, tuple[str, str]],
+    notify: Notify,
+    rate: str = "images_per_s",
+) -> dict[str, Any]:
+    """Measure loaders in turn, in a Ray session on this machine.
+
+    Args:
+        build: Returns the loaders by name; called in the session.
+        actors: Decode actors of the stream, and DataLoader workers in total.
+        rounds: How often each loader is measured.
+        ratios: By name two loaders whose rates are compared.
+        notify: Called with one line of text after each measurement.
+        rate: Name of the rows/s in the result.
+
+    Returns:
+        `machine` (with `data_workers`, the number of actors), and the `ratios`, `spread` and `rows`
+        of `compare`. A row has the rate and `first_batch_s` (none for readers).
+
+    Raises:
+        UsageError: A measurement had too few blocks.
+    """
 
     def measure(name: str, run: RunWindow) -> dict[str, float]:
         start_s = time.time()
@@ -115,57 +131,30 @@ def bench_loader(
         values = {rate: rows_per_s(arrivals)}
         if values[rate] == 0:
             raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
-        if modality != "image":
-            values["hours_per_s"] = values[rate] * clip_loader.CLIP_S[modality] / 3600
         if not name.startswith("reader"):
             values["first_batch_s"] = max(each[0].at_s for each in arrivals) - start_s
         return values
 
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
-        if modality == "image":
-            loaders = _build_loaders(data, images, window_s, actors, notify)
-        else:
-            loaders = _build_clip_loaders(modality, images, window_s, actors, notify)
-        arms = {name: partial(measure, name, run) for name, run in loaders.items()}
-        ratios = RATIOS if modality == "image" else CLIP_RATIOS
-        ratios = {name: pair for name, pair in ratios.items() if pair[0] in loaders}
+        arms = {name: partial(measure, name, run) for name, run in build().items()}
         result = compare(arms, rounds, rate, ratios, notify)
-    notes = []
-    if modality == "image":
-        rates = {row["arm"]: row["images_per_s"] for row in result["rows"]}
-        notes = bottlenecks(rates, gpu_rate, actors)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = describe_machine(device) | {"data_workers": actors}
-    return {"machine": machine} | result | {"notes": notes}
-
-
-def _check_arguments(data: str | None, images: int, workers: int, modality: str) -> None:
-    """Raise UsageError for arguments that contradict each other or are too small."""
-    global_batch_size = GLOBAL_BATCH_SIZE if modality == "image" else CLIP_GLOBAL_BATCH_SIZE
-    if images < global_batch_size:
-        raise UsageError(
-            f"--images {images}: bench loader needs at least {global_batch_size}, a global batch"
-        )
-    if modality != "image" and data is not None:
-        raise UsageError(f"bench loader --modality {modality} has files of its own: omit --data")
-    if modality != "image":
-        require_decoder(f"bench loader --modality {modality}")
-    if workers < 0:
-        raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
+    return {"machine": describe_machine(device) | {"data_workers": actors}} | result
 
 
 def _build_loaders(
     data: str | None, images: int, window_s: float, actors: int, notify: Notify
 ) -> dict[str, RunWindow]:
     """Prepare the images and start the processes; return the loaders by name."""
-    cache = _cache()
+    cache = cache_folder()
     notify("preparing the images: original bytes and re-encoded")
     folder = write_images(data, images, cache)
     sets = {}
     files = synthetic_images.read_captions(folder)
     for name, side in (("original", 0), ("prepared", PREPARED_SIDE)):
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
-        sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
+        source = str(folder / synthetic_images.CAPTIONS)
+        sets[name] = prepare_in(source, cache / folder.name, prepare)
     if len(files) < GLOBAL_BATCH_SIZE:
         raise UsageError(
             f"bench loader needs {GLOBAL_BATCH_SIZE} images (a global batch), "
@@ -173,7 +162,7 @@ def _build_loaders(
         )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    runs = _LoaderRuns(len(files), GLOBAL_BATCH_SIZE, EXPECTED_RATE, window_s, actors)
+    runs = LoaderRuns(len(files), GLOBAL_BATCH_SIZE, EXPECTED_RATE, window_s, actors)
     row_readers = {
         name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
         for name, each in sets.items()
@@ -190,40 +179,12 @@ def _build_loaders(
     }
 
 
-def _build_clip_loaders(
-    modality: str, clips: int, window_s: float, actors: int, notify: Notify
-) -> dict[str, RunWindow]:
-    """Write and prepare the clips and start the processes; return the loaders by name."""
-    cache = _cache()
-    notify(f"writing and preparing {modality}")
-    folder = clip_loader.write_clips(modality, clips, cache)
-    source = str(folder / clip_loader.ROWS)
-    settings = {"clips": Prepare(duplicates="keep")}
-    if modality == "audio":
-        settings["prepared"] = Prepare(duplicates="keep", audio_rate=clip_loader.SAMPLE_RATE)
-    sets = {name: _prepare(source, cache / folder.name, each) for name, each in settings.items()}
-    tokenizer_json = load_tokenizer("trained", sets["clips"].tokenizer_json)
-    rate = EXPECTED_CLIP_RATE[modality]
-    runs = _LoaderRuns(clips, CLIP_GLOBAL_BATCH_SIZE, rate, window_s, actors)
-    inputs = clip_loader.clip_inputs(modality)
-    readers = {
-        name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
-        for name, each in sets.items()
-    }
-    rows = clip_loader.read_rows(folder, modality)
-    plain = clip_loader.PlainClips(rows, modality, tokenizer_json)
-    return {
-        **{f"reader {name}": runs.reader(reader) for name, reader in readers.items()},
-        "plain clips": runs.loader(plain),
-        **{f"stream {name}": runs.stream(reader) for name, reader in readers.items()},
-    }
-
-
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return the folder that keeps the inputs of benchmarks."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
 
 
-class _LoaderRuns:
+class LoaderRuns:
     """Runs windows of loaders in processes that are started once.
 
     Args:
@@ -298,13 +259,14 @@ def write_images(data: str | None, images: int, cache: Path) -> Path:
     if data is None:
         folder = cache / f"photos-{synthetic_images.VERSION}-{images}"
         return synthetic_images.write_files(synthetic_images.synthetic_photos(images), folder)
-    prepared = _prepare(data, cache, Prepare())
+    prepared = prepare_in(data, cache, Prepare())
     name = prepared.folder.name
     folder = cache / f"{name}-{prepared.fingerprint[:8]}-{images}"
     return synthetic_images.write_files(synthetic_images.sample_rows(prepared, images), folder)
 
 
-def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:
+def prepare_in(source: str, cache: Path, settings: Prepare) -> PreparedSet:
+    """Prepare a source into a folder, unless it is prepared, and open the set."""
     return PreparedSet.open(
         str(ensure_prepared(source, str(cache), settings, lambda *_: None, lambda _: None))
     )

@@ -92,5 +92,5 @@ def compare(
 
 
 def title_of(name: str) -> str:
-    """Return the title of a value: `samples/s` of `samples_per_s`, `comm` of `comm_share`."""
-    return name.removesuffix("_share").replace("_per_s", "/s").replace("_", " ")
+    """Return the title of a value, such as `samples/s` of `samples_per_s`."""
+    return name.replace("_per_s", "/s").replace("_", " ")

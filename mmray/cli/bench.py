@@ -1,10 +1,10 @@
-"""`mmray bench`: benchmarks of the loader, the training step and the parallel strategies."""
+"""`mmray bench`: benchmarks of the loader and the training step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.table import Table
 from tyro.conf import Positional, arg
@@ -16,9 +16,8 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
 
-HIDDEN = ("workers", "error")  # not in a table: it would be too wide, and notes have the errors
-# Formats of values in a table, by the end of their name; others have about three digits.
-STYLES = {"_share": ".0%", "mfu": ".1%", "loss": ".4f", "_vs_ddp": "+.3%"}
+# Formats of values in a table; others have about three digits.
+STYLES = {"mfu": ".1%", "loss": ".4f"}
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,13 @@ class StepCommand:
 @dataclass(frozen=True)
 class LoaderCommand:
     """Compare the stream with PyTorch DataLoaders over the same images (224 pixels, global batch
-    256, 2 consumers), or over clips of audio or video.
+    256, 2 consumers).
     """
 
     data: str | None = None
     """Prepared set or raw source; default: synthetic photographs (500 x 375 pixels, 110 KB)."""
-    modality: Literal["image", "audio", "video"] = "image"
-    """Images, clips of 10 s of audio, or of 8 frames of video."""
     images: int = 512
-    """Number of images or clips."""
+    """Number of images."""
     rounds: int = 2
     """Windows per loader, in ABBA order."""
     window_s: float = 3.0
@@ -60,35 +57,15 @@ class LoaderCommand:
     """Decode actors of the stream, and DataLoader workers over both consumers; 0: one per core."""
     gpu_rate: float | None = None
     """Images/s that a device consumes; prints how many decode actors feed it."""
-    consumers: int = 0
-    """Measure only the stream of this many ranks, with a sleep in place of decoding; 0: compare."""
-    model: str | None = None
-    """Weights of a vision-language model: compare how fast rows of --data are encoded for it."""
-    json: str | None = None
-    """Write machine, ratios and rows to this file as JSON."""
-
-
-@dataclass(frozen=True)
-class StrategiesCommand:
-    """Compare every parallel strategy and precision that this machine supports, on one model and
-    global batch.
-    """
-
-    recipe: Positional[Annotated[str, arg(metavar="[RECIPE]")]] = "sample"
-    """Recipe whose model and batch are used."""
-    steps: int = 10
-    """Timed steps, after 3 warm-up steps."""
-    only: tuple[str, ...] = ()
-    """Run only these strategies, such as `ddp bf16` and `fsdp bf16`, and `ddp fp32` to compare."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 
 
 def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Run a benchmark of the training step, the loader or the parallel strategies; print its rates.
+    """Run a benchmark of the training step or the loader, and print its rates.
 
     Args:
-        argv: `step`, `loader` or `strategies`, and its arguments.
+        argv: `step` or `loader`, and its arguments.
         console: receives messages, progress and the table.
 
     Returns:
@@ -106,9 +83,16 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     command_type, run = BENCHES[what]
     command = parse_args(command_type, rest, f"mmray bench {what}")
-    require_positive(command, "pairs", "images", "rounds", "steps", "window_s", "gpu_rate")
+    require_positive(command, "pairs", "images", "rounds", "window_s", "gpu_rate")
     with console.show_progress("measuring"):
         result = run(command, console)
+    print_result(result, console)
+    write_json(command.json, result)
+    return 0
+
+
+def print_result(result: dict[str, Any], console: ConsoleReporter) -> None:
+    """Print the machine, rows, ratios and notes of a benchmark."""
     machine = result["machine"]
     console.log(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     if "batch" in result:
@@ -119,17 +103,15 @@ def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
         console.log(f"{result['ratios'][name]:.3f} ({of})", name)
     for note in result.get("notes", ()):
         console.log(note)
-    write_json(command.json, result)
-    return 0
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     """Return a table of rows, with columns from their keys."""
-    values = {name: value for row in rows for name, value in row.items() if name not in HIDDEN}
+    values = {name: value for row in rows for name, value in row.items()}
     columns = {}
     for name, value in values.items():
-        style = next((style for end, style in STYLES.items() if name.endswith(end)), COMPACT)
-        columns[name] = (title_of(name), "" if isinstance(value, str) else style)
+        style = "" if isinstance(value, str) else STYLES.get(name, COMPACT)
+        columns[name] = (title_of(name), style)
     return rows_table(rows, columns)
 
 
@@ -147,35 +129,13 @@ def _step(command: StepCommand, console: ConsoleReporter) -> dict[str, Any]:
 
 def _loader(command: LoaderCommand, console: ConsoleReporter) -> dict[str, Any]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
-    if command.consumers:
-        from mmray.bench.stream_scale import bench_consumers
-
-        return bench_consumers(command.consumers, command.window_s)
-    if command.model is not None:
-        from mmray.bench.encoding import bench_encoding
-
-        if command.data is None:
-            raise UsageError("bench loader --model needs a prepared set of conversations: --data")
-        return bench_encoding(
-            command.model, command.data, command.rounds, command.window_s, console.status
-        )
     from mmray.bench.loader import bench_loader
 
-    skipped = ("json", "consumers", "model")
-    arguments = {name: value for name, value in vars(command).items() if name not in skipped}
+    arguments = {name: value for name, value in vars(command).items() if name != "json"}
     return bench_loader(console.status, **arguments)
-
-
-def _strategies(command: StrategiesCommand, console: ConsoleReporter) -> dict[str, Any]:
-    """compare DDP, FSDP, one tower per device and precisions"""
-    from mmray.bench.strategies import bench_strategies
-
-    recipe = recipes.load(command.recipe)
-    return bench_strategies(recipe, command.steps, command.only, console.status)
 
 
 BENCHES: dict[str, tuple[type[Any], Callable[[Any, ConsoleReporter], dict[str, Any]]]] = {
     "step": (StepCommand, _step),
     "loader": (LoaderCommand, _loader),
-    "strategies": (StrategiesCommand, _strategies),
 }

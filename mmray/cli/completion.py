@@ -9,7 +9,7 @@ import tyro
 from tyro.conf import AvoidSubcommands, arg, configure, subcommand
 
 from mmray.cli.args import REGISTRY
-from mmray.cli.bench import LoaderCommand, StepCommand, StrategiesCommand
+from mmray.cli.bench import LoaderCommand, StepCommand
 from mmray.cli.doctor import DoctorCommand
 from mmray.cli.evaluate import EvaluateCommand
 from mmray.cli.export import ExportCommand
@@ -53,8 +53,7 @@ def _tune(command: Annotated[TuneCommand, arg(name="")] = TUNE_SAMPLE) -> None:
 
 def _bench(
     command: Annotated[StepCommand, subcommand("step")]
-    | Annotated[LoaderCommand, subcommand("loader")]
-    | Annotated[StrategiesCommand, subcommand("strategies")],
+    | Annotated[LoaderCommand, subcommand("loader")],
 ) -> None:
     """Run a benchmark."""
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from mmray.bench import clip_loader, loader, synthetic_images
+from mmray.bench import loader, synthetic_images
 from mmray.bench.baselines import (
     WARMUP_ARRIVALS,
     Arrival,
@@ -34,6 +34,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
+from tests.benchmarks import clips
 from tests.made import make_set, row
 
 RATES = {  # images/s of each loader
@@ -79,13 +80,13 @@ def test_all_loaders_return_the_same_images(tmp_path):
 
 @pytest.mark.parametrize("modality", ["audio", "video"])
 def test_both_loaders_return_the_same_clips(modality, tmp_path):
-    folder = clip_loader.write_clips(modality, 3, tmp_path)
-    rows = clip_loader.read_rows(folder, modality)
-    plain = clip_loader.PlainClips(rows, modality, train_tokenizer([rows[0].text], 60))
-    columns = ClipColumns(clip_loader.clip_inputs(modality))
+    folder = clips.write_clips(modality, 3, tmp_path)
+    rows = clips.read_rows(folder, modality)
+    plain = clips.PlainClips(rows, modality, train_tokenizer([rows[0].text], 60))
+    columns = ClipColumns(clips.clip_inputs(modality))
     for index, clip_row in enumerate(rows):
         media = Media(modality, Path(clip_row.file).read_bytes())
-        span = [clip_row.start_s, clip_row.start_s + clip_loader.CLIP_S[modality]]
+        span = [clip_row.start_s, clip_row.start_s + clips.CLIP_S[modality]]
         block = columns.empty(1)
         columns.set_row(block, 0, Row("k", [media], ["x"], spans=[span]), (0, 0), None)
         clip = plain[index][modality].numpy()
@@ -165,11 +166,6 @@ def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
         bench_loader(lambda _: None, gpu_rate=1000.0)
     with pytest.raises(UsageError, match="--workers -3: must be 0"):
         bench_loader(lambda _: None, workers=-3)
-    with pytest.raises(UsageError, match="--modality audio has files of its own: omit --data"):
-        bench_loader(lambda _: None, data="prepared/my", modality="audio")
-    monkeypatch.setattr("mmray.data.media.decode._is_available", lambda: False)
-    with pytest.raises(UsageError, match=r"--modality video: .*pip install 'mmray\[media\]'"):
-        bench_loader(lambda _: None, modality="video")
 
 
 @pytest.mark.cluster

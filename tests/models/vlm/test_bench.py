@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from mmray import cli
 from mmray.bench import conversations
 from mmray.bench.step import WARMUP_STEPS, bench_step
-from mmray.console.reporter import ConsoleReporter
 from mmray.engine.collectives import Group
 from mmray.models.vlm.model import Vlm
+from tests.benchmarks.encoding import bench_encoding
 from tests.models.vlm import token_runs
 
 
@@ -46,14 +42,13 @@ def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     assert min(loop["tokens_per_s"], padded["samples_per_s"]) > 0
 
 
-def test_rows_are_encoded_with_and_without_torch(folder_of, tmp_path, capsys):
+def test_rows_are_encoded_with_and_without_torch(folder_of, tmp_path):
     """The process without torch has a fraction of the memory."""
     token_runs.make_prepared(tmp_path / "set")
-    words = ["--model", str(folder_of("qwen3_vl")), "--data", str(tmp_path / "set")]
-    file = str(tmp_path / "result.json")
-    command = ["bench", "loader", *words, "--rounds", "1", "--window-s", "0.2", "--json", file]
-    assert cli.run(command, ConsoleReporter()) == 0
-    reader, processor = json.loads(Path(file).read_text())["rows"]
+    result = bench_encoding(
+        str(folder_of("qwen3_vl")), str(tmp_path / "set"), 1, 0.2, lambda _: None
+    )
+    reader, processor = result["rows"]
     assert (reader["arm"], processor["arm"]) == ("reader", "processor")
     assert reader["rows_per_s"] > 0
     assert reader["peak_mib"] < 0.6 * processor["peak_mib"]

@@ -1,5 +1,6 @@
-"""`mmray bench loader --model`: rows of conversations encoded by a data process, against
-transformers' own processor.
+"""Rows of conversations encoded by a data process of mmray, against transformers' own processor.
+
+    python -m tests.benchmarks.encoding MODEL SET
 
 A data process reads, decodes and encodes rows without torch. The other process does so with
 AutoProcessor and its torchvision backend, as the collators of other trainers do.
@@ -7,6 +8,7 @@ AutoProcessor and its torchvision backend, as the collators of other trainers do
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from mmray.bench.results import compare, describe_machine
+from mmray.cli.bench import print_result
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.images.decode import MAX_PIXELS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
@@ -125,3 +129,21 @@ def _processor(reader: ConversationReader, weights: str) -> Callable[[Row], int]
         return int(inputs["input_ids"].shape[1])
 
     return encode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder saved by transformers with its processor")
+    parser.add_argument("set", help="prepared set of conversations")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--window-s", type=float, default=3.0)
+    options = parser.parse_args()
+    console = ConsoleReporter()
+    result = bench_encoding(
+        options.model, options.set, options.rounds, options.window_s, console.log
+    )
+    print_result(result, console)
+
+
+if __name__ == "__main__":
+    main()

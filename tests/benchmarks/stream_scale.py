@@ -1,4 +1,6 @@
-"""`mmray bench loader --consumers N`: how the stream scales with the number of ranks.
+"""How the stream scales with the number of ranks.
+
+    python -m tests.benchmarks.stream_scale 8
 
 Decoding is replaced by a sleep, and ranks are threads of a few processes, so that one machine can
 run many of them. Measured are the rate and the CPU time of each kind of process. The processes of
@@ -7,6 +9,7 @@ ranks and decode actors import this module, so it does not import torch.
 
 from __future__ import annotations
 
+import argparse
 import threading
 import time
 from collections import defaultdict
@@ -19,9 +22,11 @@ import psutil
 import ray
 
 from mmray.bench.results import describe_machine
+from mmray.cli.bench import print_result
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import actors_of_job
 from mmray.config import Cluster
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -216,3 +221,18 @@ class RankGroup:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("consumers", type=int, help="ranks, each with a decode actor")
+    parser.add_argument("--window-s", type=float, default=3.0)
+    options = parser.parse_args()
+    print_result(bench_consumers(options.consumers, options.window_s), ConsoleReporter())
+
+
+if __name__ == "__main__":
+    # Processes of Ray import the classes of this module by its name.
+    from tests.benchmarks.stream_scale import main as main_of_module
+
+    main_of_module()

@@ -1,11 +1,14 @@
-"""`mmray bench loader --modality audio|video`: what it compares, and the files that it reads.
+"""Rate of the stream for clips of audio or video, compared with a plain PyTorch DataLoader.
 
-The plain loader is a PyTorch DataLoader as in tutorials: it opens a file with PyAV, decodes the
-span of a text, and converts it to float32. The stream reads the same spans from a prepared set.
+    python -m tests.benchmarks.clips video --clips 128
+
+The plain loader is one as in tutorials: it opens a file with PyAV, decodes the span of a text, and
+converts it to float32. The stream reads the same spans from a prepared set.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from collections.abc import Iterator
@@ -19,9 +22,21 @@ from torch import Tensor
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 from mmray.bench.baselines import MEAN, STD, TEXTBOOK_TOKENS, CaptionDataset
+from mmray.bench.loader import (
+    LoaderRuns,
+    RunWindow,
+    cache_folder,
+    compare_loaders,
+    prepare_in,
+)
 from mmray.bench.synthetic_images import synthetic_photos
-from mmray.config import ClipInputs
+from mmray.cli.bench import print_result
+from mmray.config import ClipInputs, Prepare
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.media.encode import encode_audio
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.machine import cores
 
 VERSION = 1  # version of the generator; part of the folder name
 SPANS_PER_FILE = 4
@@ -36,6 +51,13 @@ SAMPLE_RATE = 16_000  # what the model takes, per second
 ROWS = "rows.jsonl"
 CLIP_S = {"audio": 10.0, "video": 2.0}
 SUFFIXES = {"audio": "flac", "video": "mp4"}
+GLOBAL_BATCH_SIZE = 64
+EXPECTED_RATE = {"audio": 100, "video": 60}  # clips/s per actor
+RATIOS = {
+    "stream_vs_plain": ("stream clips", "plain clips"),
+    "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # audio only
+    "stream_vs_reader": ("stream clips", "reader clips"),
+}
 
 
 class ClipRow(NamedTuple):
@@ -146,7 +168,7 @@ def _write_audio(file: Path, draw: np.random.Generator) -> None:
 
 
 class PlainClips(CaptionDataset):
-    """PyTorch dataset of audio or video clips in plain code, a baseline of `mmray bench loader`.
+    """PyTorch dataset of audio or video clips in plain code, the baseline.
 
     A row has `input_ids` and `attention_mask` int64 [512], and `video` float32 [8, 3, 224, 224], 8
     frames of 2 s normalized with the mean and deviation of ImageNet, or `audio` float32 [160,000],
@@ -216,3 +238,55 @@ def _decode(file: str, kind: str, start_s: float) -> Iterator[Any]:
         stream.codec_context.thread_count = 1  # a worker has one CPU
         container.seek(int(start_s / stream.time_base), stream=stream)
         yield from container.decode(stream)
+
+
+def build_loaders(
+    modality: str, clips: int, window_s: float, actors: int, cache: Path
+) -> dict[str, RunWindow]:
+    """Write and prepare the clips and start the processes; return the loaders by name."""
+    folder = write_clips(modality, clips, cache)
+    source = str(folder / ROWS)
+    settings = {"clips": Prepare(duplicates="keep")}
+    if modality == "audio":
+        settings["prepared"] = Prepare(duplicates="keep", audio_rate=SAMPLE_RATE)
+    sets = {name: prepare_in(source, cache / folder.name, each) for name, each in settings.items()}
+    tokenizer_json = load_tokenizer("trained", sets["clips"].tokenizer_json)
+    runs = LoaderRuns(clips, GLOBAL_BATCH_SIZE, EXPECTED_RATE[modality], window_s, actors)
+    inputs = clip_inputs(modality)
+    readers = {
+        name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
+        for name, each in sets.items()
+    }
+    plain = PlainClips(read_rows(folder, modality), modality, tokenizer_json)
+    return {
+        **{f"reader {name}": runs.reader(reader) for name, reader in readers.items()},
+        "plain clips": runs.loader(plain),
+        **{f"stream {name}": runs.stream(reader) for name, reader in readers.items()},
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modality", choices=("audio", "video"))
+    parser.add_argument("--clips", type=int, default=512, help="at least 64")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--window-s", type=float, default=3.0)
+    options = parser.parse_args(argv)
+    modality: str = options.modality
+    console = ConsoleReporter()
+
+    def build() -> dict[str, RunWindow]:
+        return build_loaders(modality, options.clips, options.window_s, cores(), cache_folder())
+
+    ratios = {name: RATIOS[name] for name in RATIOS if modality == "audio" or "prep" not in name}
+    result = compare_loaders(build, cores(), options.rounds, ratios, console.log, "clips_per_s")
+    for row in result["rows"]:
+        row["hours_per_s"] = row["clips_per_s"] * CLIP_S[modality] / 3600
+    print_result(result, console)
+
+
+if __name__ == "__main__":
+    # Processes of Ray import the classes of this module by its name.
+    from tests.benchmarks.clips import main as main_of_module
+
+    main_of_module()
