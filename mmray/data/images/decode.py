@@ -70,7 +70,7 @@ _PHOTOMETRIC = 262
 _MAX_SAMPLE_VALUES = (341, 281)  # SMaxSampleValue and MaxSampleValue
 _MAX_PAGES = 256
 # Values of SourceRow.notices.
-_MORE_PAGES = (
+MORE_PAGES = (
     "pages 2 and later of a TIFF are not used (in conversations `--pages images` makes them images)"
 )
 _MORE_FRAMES = "frames after the first of an animation are not used"
@@ -239,7 +239,7 @@ def image_notices(data: bytes, max_pixels: int = MAX_PIXELS) -> list[str]:
     image = _open(data, max_pixels)
     notices = []
     if _has_pages(image):
-        notices.append(_MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
+        notices.append(MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
     notices += [_HDR] * _is_hdr(data)
     raw_mode = str(image.tile[0][3]) if image.tile else ""
     is_gray = image.mode.startswith("I")

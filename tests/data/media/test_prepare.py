@@ -418,3 +418,18 @@ def test_the_child_process_measures_as_the_worker() -> None:
     with pytest.raises(decode.BadImage, match="no-audio"):
         decoder.check_media(encode_video(times_ms=[0, 40]), "audio", 10_000)
     decoder.close()
+
+
+@pytest.mark.parametrize("rate", [0, 8000])
+def test_what_a_file_has_and_its_clips_do_not_is_counted(tmp_path: Path, rate: int) -> None:
+    (tmp_path / "b.mp4").write_bytes(CLIP)
+    rows = [{"audio": "b.mp4", "text": "sound"}, {"video": "b.mp4", "text": "both"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = LAX.model_copy(update={"audio_rate": rate, "duplicates": "keep"})
+    manifest = prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), settings)
+    assert manifest.notices == {
+        "the video of a file in the column `audio` is not used": {
+            "num_rows": 1,
+            "example": "rows.jsonl:1",
+        }
+    }

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
@@ -182,16 +183,18 @@ def map_closable(work: Any, items: Any) -> Any:
 @pytest.mark.parametrize("pages", ["first", "images"])
 def test_pages_of_tiff_become_images_of_a_conversation_or_are_counted(tmp_path, pages):
     sheets = [patches_image(number).resize((40 + number, 30)) for number in range(3)]
+    wide = Image.fromarray(np.full((4, 4), 4095, np.uint16))
+    wide.save(tmp_path / "gray.tif", save_all=True, append_images=[wide])
     (tmp_path / "scan.tif").write_bytes(
         encode(sheets[0], "TIFF", save_all=True, append_images=sheets[1:])
     )
     (tmp_path / "a.png").write_bytes(encode(sheets[0]))
-    row = {"images": ["a.png", "scan.tif"]}
-    row["messages"] = [
-        {"role": "user", "content": "first <image> then <image> what"},
-        {"role": "assistant", "content": "answer"},
+    rows = [
+        {"images": ["a.png", "scan.tif"], "messages": chat(0)},
+        {"images": ["gray.tif"], "messages": chat(0)},
     ]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows[0]["messages"][0]["content"] = "first <image> then <image> what"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare(
         str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), LAX.model_copy(update={"pages": pages})
     )
@@ -204,5 +207,7 @@ def test_pages_of_tiff_become_images_of_a_conversation_or_are_counted(tmp_path, 
         assert np.array_equal(decode(media.data), sheet)
         assert (media.width, media.height) == sheet.size
     assert row.checksum_ok
-    counted = [text for text in prepared.manifest.notices if "pages 2 and later" in text]
-    assert len(counted) == (pages == "first")
+    counted = {text: each["num_rows"] for text, each in prepared.manifest.notices.items()}
+    later = [number for text, number in counted.items() if "pages 2 and later" in text]
+    assert later == ([2] if pages == "first" else [])
+    assert [number for text, number in counted.items() if "16 bits" in text] == [1]
