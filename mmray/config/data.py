@@ -406,10 +406,13 @@ class Data(Section, settings_prefix="data"):
     captions: str | None = Field(
         None,
         description="Columns of captions to train on, each with its share: `alt=0.3, "
-        "synthetic=0.7`; None: all that `prepare --columns text=alt,synthetic` stored, alike.",
+        "synthetic=0.7`; rows without any are left out. None: all that `prepare --columns "
+        "text=alt,synthetic` stored, alike.",
     )
     eval_captions: str | None = Field(
-        None, description="Column of captions to evaluate on; None: the first that was stored."
+        None,
+        description="Column of captions to evaluate on; rows without it are left out. None: the "
+        "first that was stored.",
     )
     eval_where: str | None = Field(
         None, description="Evaluate on the rows for which this holds, like `where`."

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ from mmray.data.store.cache import AUTO
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import with_region_labels
+from mmray.data.store.row_columns import caption_flag
 from mmray.data.store.selection import select_rows
 from mmray.data.store.stored_row import Row
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
@@ -502,7 +503,7 @@ def training_rows(
     uses.
 
     These are the rows that `data.where` selects; None: all. `data.captions` sets how often captions
-    of each column are drawn; None: all alike.
+    of each column are drawn, and rows without any are left out; None: all alike.
 
     Args:
         prepared: The set.
@@ -515,15 +516,10 @@ def training_rows(
         DataError: A shard has no values of a column.
     """
     rows = _select(prepared, "data.where", config.data.where, folder, reporter)
-    weight_of_column = parse_captions(config.data.captions or "")
-    columns = prepared.manifest.text_columns
-    weights = {name: weight for name, weight in weight_of_column.items() if name in columns}
+    weights = parse_captions(config.data.captions or "")
     if not weights:
         return rows
-    total = sum(weights.values())
-    shares = [f"{name} {100 * weight / total:.3g} %" for name, weight in weights.items()]
-    reporter.log(f"{', '.join(shares)} of {prepared.folder}", "captions")
-    return rows.with_captions(weights)
+    return _with_captions(rows, "data.captions", weights, folder, reporter)
 
 
 def held_out_rows(
@@ -546,13 +542,41 @@ def held_out_rows(
         DataError: A shard has no values of a column.
     """
     rows = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
-    columns = prepared.manifest.text_columns
-    if not columns:
+    weights = parse_captions(config.data.eval_captions or "")
+    weights = weights or dict.fromkeys(prepared.manifest.text_columns[:1], 1.0)
+    if not weights:
         return rows
-    requested_column = next(iter(parse_captions(config.data.eval_captions or "")), None)
-    column = requested_column if requested_column in columns else columns[0]
-    reporter.log(f"column {column} of {prepared.folder}, for evaluation", "captions")
-    return rows.with_captions({column: 1.0})
+    return _with_captions(rows, "data.eval_captions", weights, folder, reporter)
+
+
+def _with_captions(
+    prepared: PreparedSet,
+    setting: str,
+    weight_of_column: Mapping[str, float],
+    folder: AnyPath,
+    reporter: RunReporter,
+) -> PreparedSet:
+    """Return the rows of a set that have captions of some columns, with only those."""
+    columns = prepared.manifest.text_columns
+    names = ", ".join(weight_of_column)
+    if not columns:
+        text = f"{prepared.folder} has captions of one column, which are used instead of {names}"
+        reporter.log(text, "captions")
+        return prepared
+    weights = {name: weight for name, weight in weight_of_column.items() if name in columns}
+    if not weights:
+        raise UsageError(
+            f"{setting}: {prepared.folder} has no captions of {names}, only of "
+            f"{', '.join(columns)}; name one of these too, or leave the set out"
+        )
+    rows = select_rows(prepared, " or ".join(map(caption_flag, weights)), folder, setting)
+    total = sum(weights.values())
+    shares = [f"{name} {100 * weight / total:.3g} %" for name, weight in weights.items()]
+    text = f"{', '.join(shares)} of {prepared.folder}, {setting}"
+    if num_left_out := prepared.num_rows - rows.num_rows:
+        text += f"; {num_left_out:,} rows without such a caption are left out"
+    reporter.log(text, "captions")
+    return rows.with_captions(weights)
 
 
 def _select(

@@ -252,14 +252,19 @@ def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -
         reporter.log(f"{done:,} of {total:,} rows have scores already", "resumed")
     reporter.prepare_progress(PrepareProgress("score", done, total))
     unreadable = 0
+    without_caption = 0
     items = [asdict(shard) for shard in missing]
     with closing(map_tasks(partial(_score_task, job=job), items, runs_model=True)) as results:
         for result in results:
             done += result["num_rows"]
             unreadable += result["num_unreadable"]
+            without_caption += result["num_without_caption"]
             reporter.prepare_progress(PrepareProgress("score", done, total, unreadable))
     if unreadable:
         reporter.log(f"{unreadable:,} rows cannot be read and have no score", "unreadable")
+    if without_caption:
+        text = f"{without_caption:,} rows have no caption of {job.captions} and no score"
+        reporter.log(text, "captions")
 
 
 # The model of this process by its digest: loading one takes seconds.
@@ -279,15 +284,20 @@ def _score_task(item: dict[str, Any], job: ScoreJob) -> Result:
         prepared = prepared.with_captions({job.captions: 1.0})
     scores, embeddings = embed_rows(_MODELS[job.digest], prepared, job, device)
     has_score = ~np.isnan(scores)
+    is_read = embeddings.any(axis=1)
     if job.with_embeddings:
         flat = pa.array(embeddings.astype(np.float16).ravel())
-        mask = pa.array(~has_score)
+        mask = pa.array(~is_read)
         column = pa.FixedSizeListArray.from_arrays(flat, embeddings.shape[1], mask=mask)
         batch = pa.RecordBatch.from_pydict({job.embedding_name: column})
         write_columns(prepared.folder, job.embedding_name, shard.file, batch)
     batch = pa.RecordBatch.from_pydict({job.name: pa.array(scores, mask=~has_score)})
     write_columns(prepared.folder, job.name, shard.file, batch)
-    return {"num_rows": shard.num_rows, "num_unreadable": int((~has_score).sum())}
+    return {
+        "num_rows": shard.num_rows,
+        "num_unreadable": int((~is_read).sum()),
+        "num_without_caption": int((is_read & ~has_score).sum()),
+    }
 
 
 @torch.no_grad()
@@ -304,8 +314,9 @@ def embed_rows(
         device: Device of the model.
 
     Returns:
-        The mean cosine of a row's image and its captions, float64 [N], NaN for a row that cannot be
-        read; and L2-normalized embeddings, float32 [N, D], zeros for such a row.
+        The mean cosine of a row's image and its captions, float64 [N], NaN for a row without
+        captions or that cannot be read; and L2-normalized embeddings, float32 [N, D], zeros for one
+        that cannot be read.
     """
     settings = job.config.evaluate
     max_pixels = max(job.config.prepare.max_pixels, prepared.max_pixels)
@@ -319,7 +330,7 @@ def embed_rows(
             text = embed_texts(model, batch, settings.batch, device)
             rows = batch["row"]
             owner = torch.searchsorted(rows, batch["caption_row"])
-            cosines = (image[owner] * text).sum(dim=1).double()
+            cosines = (image[owner] * text.reshape(len(owner), image.shape[1])).sum(dim=1).double()
             sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owner, cosines)
             counts = torch.bincount(owner, minlength=len(rows))
             scores[rows.numpy()] = (sums / counts).numpy()

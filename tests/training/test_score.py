@@ -147,6 +147,26 @@ def test_scores_of_one_column_of_captions(run, tasks, tmp_path):
         api.score(str(folder), str(run), captions="synthetic", reporter=Silent())
 
 
+@pytest.mark.parametrize("number_with_caption", [1, 0])
+def test_rows_without_the_column_have_no_score(run, tasks, tmp_path, number_with_caption):
+    """Not that of another caption; their images still have embeddings."""
+    rows = [row(number, noisy(number), ["a", "b"]) for number in range(4)]
+    for number, each in enumerate(rows):
+        each.text_columns = ["alt", "long" if number < number_with_caption else "alt"]
+    folder = make_set(tmp_path / "set", rows).folder
+    settings = {"columns": ["text=alt,long"]}
+    write_manifest(folder, replace(read_manifest(folder), settings=settings))
+    reporter = Silent()
+    options = {"captions": "long", "embeddings": True}
+    api.score(str(folder), str(run), **options, reporter=reporter)
+    assert [score is not None for score in column(folder)] == [
+        number < number_with_caption for number in range(4)
+    ]
+    assert None not in column(folder, "clip_score_embedding")
+    missing = 4 - number_with_caption
+    assert ("captions", f"{missing} rows have no caption of long and no score") in reporter.notes
+
+
 def test_a_set_without_images_is_refused(run, tmp_path):
     rows = [row(number, noisy(number)) for number in range(2)]
     for each in rows:

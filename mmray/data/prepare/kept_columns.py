@@ -98,7 +98,8 @@ class KeptColumns:
         if kind is None:
             return pa.nulls(len(values))
         if not self._has_types:  # a later chunk may have texts that are no numbers
-            return pa.array(values, pa.string())
+            texts = [None if value is None else str(value) for value in values]
+            return pa.array(texts, pa.string())
         if kind == "double":
             values = [None if value is None else float(value) for value in values]
         return pa.array(values, TYPES["int64" if kind == LARGE else kind])

@@ -41,8 +41,8 @@ from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
-from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS
-from mmray.data.store.row_columns import KEPT, column_file
+from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS, text_columns
+from mmray.data.store.row_columns import KEPT, caption_flag, column_file
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
@@ -380,6 +380,8 @@ class _ChunkPacker:
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
         self.columns = KeptColumns(has_types)
+        self.text_columns = text_columns(job.settings.columns)
+        self.keeps_columns = bool(job.settings.keep or self.text_columns)
         self.bad_rows: list[dict[str, Any]] = []
         self.notices: dict[str, list[Any]] = {}
         # never overwrite a file that an earlier manifest names
@@ -409,8 +411,13 @@ class _ChunkPacker:
                 open_shard(self.out, name, row.split)
             )
         self.writers[row.split].append(row)
-        if self.job.settings.keep:
-            self.columns.append(row.split, row.columns, location)
+        # A conversation, whose texts are of no column, has what each of them asks for.
+        flags = {
+            caption_flag(name): row.text_columns is None or name in row.text_columns
+            for name in self.text_columns
+        }
+        if self.keeps_columns:
+            self.columns.append(row.split, row.columns | flags, location)
         # Pairs of audio and video without captions do not repeat the captions of one another.
         captions = [*row.texts, *(row.messages or [])] or [image_digest]
         text_digest, row_digest = (
@@ -434,7 +441,7 @@ class _ChunkPacker:
             self.notices.setdefault(notice, [0, location])[0] += 1
 
     def write_columns(self) -> None:
-        if self.job.settings.keep:
+        if self.keeps_columns:
             files = {split: writer.name for split, writer in self.writers.items()}
             self.columns.write(self.out, files)
 

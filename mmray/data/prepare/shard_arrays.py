@@ -67,8 +67,9 @@ def shard_arrays(
     done = 0
     total = sum(shard.num_kept for shard in missing)
     on_rows(done, total)
-    # Without a cache, and with the texts of all columns.
-    bare = PreparedSet(prepared.folder, replace(prepared.manifest, shards=()))
+    # Without a cache.
+    manifest = replace(prepared.manifest, shards=())
+    bare = PreparedSet(prepared.folder, manifest, captions=prepared.captions)
     work = partial(_compute_task, prepared=bare, folder=str(folder), compute=compute)
     with closing(map_tasks(work, [dict(vars(shard)) for shard in missing])) as results:
         for result in results:

@@ -1,13 +1,16 @@
-"""Token counts of the rows of a set: 4 bytes a row, computed once for each set and processor.
+"""Token counts of the rows of a set: 4 bytes a row, computed once for each set, columns of captions
+and processor.
 
-Counts are files next to the shards, `tokens/PROCESSOR/SHARD.npy`. Sizes and texts are enough: no
-image is read.
+Counts are files next to the shards, `tokens/DIGEST/SHARD.npy`, of all rows of a shard, whatever a
+run selects. Sizes and texts are enough: no image is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -60,7 +63,7 @@ def token_counts(
     Args:
         prepared: The set, or a mixture, whose rows are numbered set by set.
         counter: Counts the tokens of a row. Counts are stored in the folder of the set, in
-            `tokens/DIGEST`, where DIGEST is the start of its `digest`.
+            `tokens/DIGEST`, where DIGEST depends on its `digest` and the set's columns of captions.
         on_rows: Called with (done, total): numbers of rows counted so far and to count.
 
     Returns:
@@ -73,15 +76,21 @@ def token_counts(
     """
     if isinstance(prepared, PreparedMixture):
         return np.concatenate([token_counts(each, counter, on_rows) for each in prepared.sets])
-    folder = prepared.folder / TOKENS_DIR / counter.digest[:32]
+    digest = counter.digest
+    if prepared.captions is not None:
+        digest = hashlib.sha256(repr((digest, sorted(prepared.captions))).encode()).hexdigest()
+    folder = prepared.folder / TOKENS_DIR / digest[:32]
+    shards = [shard for shard in prepared.shards if shard.num_kept]
+    all_rows = prepared.with_shards(tuple(replace(shard, dropped=()) for shard in shards))
     try:
-        counts = shard_arrays(prepared, folder, partial(_count_rows, counter=counter), on_rows)
+        counts = shard_arrays(all_rows, folder, partial(_count_rows, counter=counter), on_rows)
     except OSError as error:
         raise ResourceError(
             f"cannot write the token counts of {prepared.folder} to {folder}: {error}. Make the "
             "folder of the set writable, or copy the set"
         ) from error
-    return np.concatenate([np.zeros(0, np.uint32), *counts])
+    kept = [np.delete(each, shard.dropped) for each, shard in zip(counts, shards, strict=True)]
+    return np.concatenate([np.zeros(0, np.uint32), *kept])
 
 
 # The counter of this process by its digest: building one takes seconds.

@@ -81,7 +81,7 @@ class PreparedSet:
         self._shard_reader = ShardReader(folder, self.table, cache)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
-        self._captions = captions
+        self.captions = captions
         self._arguments: dict[str, Any] = {
             "folder": folder,
             "manifest": manifest,
@@ -144,12 +144,11 @@ class PreparedSet:
         """Return this set, whose rows have the texts of some columns of the source only.
 
         Args:
-            weights: Relative frequency by column, with which training takes its texts. A row that
-                has none of the columns keeps all of its texts.
+            weights: Relative frequency by column, with which training takes its texts.
 
         Returns:
             A set with the same rows and numbers; `texts` of its rows are limited to these columns,
-            and `text_weights` are their frequencies.
+            maybe to none, and `text_weights` are their frequencies.
         """
         return self._with(captions=weights)
 
@@ -370,7 +369,7 @@ class PreparedSet:
 
     def _to_row(self, values: dict[str, Any]) -> Row:
         row = to_row(values)
-        return row if self._captions is None else row.with_captions(self._captions)
+        return row if self.captions is None else row.with_captions(self.captions)
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
         """Fetch the blocks (ranges of `shuffle_block` adjacent rows) of rows into the cache on the

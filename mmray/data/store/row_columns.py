@@ -47,6 +47,15 @@ def column_file(folder: str, shard_file: str) -> str:
     return f"{COLUMNS_DIR}/{folder}/{PurePosixPath(shard_file).stem}.arrow"
 
 
+def caption_flag(name: str) -> str:
+    """Return the name of the kept column that is true for rows with captions of a text column.
+
+    Args:
+        name: Column of the source, such as `alt`, for which it is `has_caption_alt`.
+    """
+    return "has_caption_" + re.sub(r"\W", "_", name)
+
+
 def value_type(value: Any, is_field: bool = False) -> str:
     """Return the type in which a value of the source is stored: `bool`, `int64` (LARGE if over
     2^53), `double` or `string`.

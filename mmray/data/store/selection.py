@@ -289,6 +289,7 @@ def select_rows(
 
     The columns of its shards (files) are read, several shards at a time, but no images. The result
     refers to the shards of the set; only its list of dropped rows (those left out) is another one.
+    If all rows are selected, it is the set itself.
 
     Args:
         prepared: The set.
@@ -302,6 +303,8 @@ def select_rows(
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
     selected = drop_rows(prepared, where, setting, on_rows)
+    if selected.num_rows == prepared.num_rows:
+        return prepared
     selections = folder / SELECTIONS_DIR
     try:
         selections.mkdir(parents=True, exist_ok=True)

@@ -157,13 +157,12 @@ class Row:
 
         Args:
             weights: Relative frequency by column; the texts of a column in a row divide it equally.
-                A row that has none of the columns, or whose texts have no columns, is returned
-                unchanged.
+                A row whose texts have no columns, such as a conversation, is returned unchanged.
         """
-        columns = self.text_columns or []
-        numbers = [number for number, name in enumerate(columns) if name in weights]
-        if not numbers:
+        columns = self.text_columns
+        if columns is None:
             return self
+        numbers = [number for number, name in enumerate(columns) if name in weights]
         row = self._with_texts(numbers)
         row.text_weights = [weights[columns[n]] / columns.count(columns[n]) for n in numbers]
         return row

@@ -27,8 +27,8 @@ class ProcessorCounter:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         limits: Limits by name, as in `model.inputs`: `max_pixels`, `min_pixels`, `frames`,
             `frame_rate` and `frame_pixels`; `max_tokens` is ignored.
-        question: User message of a row that has only captions. Of several captions the longest
-            counts.
+        question: User message of a row that has only captions. Of several captions that
+            are used the longest counts.
     """
 
     weights: str

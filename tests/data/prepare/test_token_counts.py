@@ -71,12 +71,12 @@ def test_counts_are_stored_and_reused(tmp_path: Path, counted: list[str]) -> Non
     seen: list[tuple[int, int]] = []
     counts = token_counts(prepared, Words(), lambda *rows: seen.append(rows))
     assert np.array_equal(counts, expected(prepared)) and counts.dtype == np.uint32
-    assert seen[-1] == (207, 207) and len(counted) == 3
+    assert seen[-1] == (210, 210) and len(counted) == 3
     assert np.array_equal(token_counts(prepared, Words()), counts) and len(counted) == 3
     token_counts(prepared, Words("another processor"))
     assert len(counted) == 6
     files = list((tmp_path / "tokens" / "words").iterdir())
-    assert sum(file.stat().st_size for file in files) == 4 * 207 + 3 * 128  # heads of the files
+    assert sum(file.stat().st_size for file in files) == 4 * 210 + 3 * 128  # heads of the files
 
 
 def test_killed_job_resumes_with_the_shards_that_are_missing(
@@ -104,14 +104,26 @@ def test_set_without_the_sizes_of_its_images_is_refused(tmp_path: Path, counted:
         token_counts(prepared, Words())
 
 
-def test_stored_counts_are_of_all_captions(tmp_path: Path, counted: list[str]) -> None:
-    """Whatever columns of captions the first run takes, because others read the same counts."""
+def test_counts_are_of_the_captions_that_are_used(tmp_path: Path, counted: list[str]) -> None:
     rows = [row(number, png(number, 10), texts=["one two", "three"]) for number in range(8)]
     for each in rows:
-        each.text_columns = ["alt", "long"]
+        each.text_columns = ["alt", "short"]
     prepared = PreparedSet.open(write_set(tmp_path, [(rows, None, ())]))
-    counts = token_counts(prepared.with_captions({"long": 1.0}), Words())
-    assert np.array_equal(counts, expected(prepared))
+    for captions, words in (({"alt": 1.0}, 2), ({"short": 0.5}, 1), ({"alt": 1, "short": 3}, 3)):
+        counts = token_counts(prepared.with_captions(captions), Words())
+        assert counts.tolist() == [words + 10] * 3 + [NOT_COUNTED] + [words + 10] * 4
+    assert len(counted) == 3
+    token_counts(prepared.with_captions({"short": 7, "alt": 1}), Words())
+    assert len(counted) == 3, "shares do not change counts"
+
+
+def test_selections_of_rows_share_stored_counts(tmp_path: Path, counted: list[str]) -> None:
+    prepared = make(tmp_path)
+    counts = token_counts(prepared, Words())
+    table = prepared.table.with_dropped({0: np.arange(70), 1: np.arange(0, 70, 2)})
+    selected = prepared.with_shards(table)
+    assert np.array_equal(token_counts(selected, Words()), expected(selected))
+    assert selected.num_rows == 104 < len(counts) and len(counted) == 3
 
 
 def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[str]) -> None:

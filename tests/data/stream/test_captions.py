@@ -101,8 +101,8 @@ def test_captions_are_drawn_by_weight_as_a_function_of_seed_pass_and_key(prepare
     assert share / (3 * ROWS) == pytest.approx(0.25, abs=0.06)
     assert [each[7:9] for each in by_row] == taken(weighted, passes=2, start=7)
     assert taken(weighted, seed=2, passes=20) != taken(weighted, passes=20)
-    only = taken(prepared.with_captions({"synthetic": 1.0}), passes=5)
-    assert [set(each) for each in only[3:]] == [{f"synthetic {n}"} for n in (3, 4, 5)]
+    only = prepared.with_captions({"synthetic": 1.0}).read(np.arange(4))
+    assert [each.texts for each in only] == [[], *([f"synthetic {n}"] for n in (1, 2, 3))]
 
 
 def test_run_names_its_captions_and_evaluation_its_column(prepared, tmp_path):
@@ -115,21 +115,58 @@ def test_run_names_its_captions_and_evaluation_its_column(prepared, tmp_path):
     reporter = Silent()
     trained = training_rows(prepared, settings, tmp_path, reporter)
     held_out = held_out_rows(prepared, settings, tmp_path, reporter)
+    left_out = "1 rows without such a caption are left out"
     assert reporter.notes == [
-        ("captions", f"alt 25 %, synthetic 75 % of {address}"),
-        ("captions", f"column synthetic of {address}, for evaluation"),
+        ("captions", f"alt 25 %, synthetic 75 % of {address}, data.captions"),
+        ("captions", f"synthetic 100 % of {address}, data.eval_captions; {left_out}"),
     ]
-    assert trained.read(np.array([3]))[0].text_weights == [1, 3]
-    # a row without the column keeps what it has
-    assert [each.texts for each in held_out.read(np.array([0, 3]))] == [["alt 0"], ["synthetic 3"]]
+    assert trained.num_rows == 6 and trained.read(np.array([3]))[0].text_weights == [1, 3]
+    assert [each.texts for each in held_out.read(np.arange(5))] == [
+        [f"synthetic {number}"] for number in range(1, 6)
+    ]
     default = settings.replace(data=Data(train=address))
-    assert held_out_rows(prepared, default, tmp_path, Silent()).read(np.array([3]))[0].texts == [
-        "alt 3"
-    ]
+    first = held_out_rows(prepared, default, tmp_path, Silent())
+    assert first.keys() == ["k0", "k2", "k3", "k4", "k5"]
+    assert first.read(np.array([1]))[0].texts == ["first", "second"]
     for setting, value in (("captions", "alt, synthtic=2"), ("eval_captions", "synthtic")):
         wrong = settings.replace(data=settings.data.replace(**{setting: value}))
         with pytest.raises(UsageError, match=rf"data\.{setting}: .*did you mean `synthetic`"):
             check_selections(wrong)
+
+
+def test_set_without_the_columns_of_a_mixture_is_refused(prepared, tmp_path):
+    """Otherwise its rows would be trained on captions that nobody named."""
+    settings = config("unused", tmp_path, "r")
+    settings = settings.replace(data=Data(train="unused", captions="other", eval_captions="other"))
+    for rows in (training_rows, held_out_rows):
+        with pytest.raises(UsageError, match="has no captions of other, only of alt, synthetic"):
+            rows(prepared, settings, tmp_path, Silent())
+    plain = make_set(tmp_path / "plain", [row(0), row(1)])
+    reporter = Silent()
+    assert training_rows(plain, settings, tmp_path, reporter).num_rows == 2
+    assert "captions of one column, which are used instead of other" in reporter.notes[0][1]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_rows_with_and_without_captions_are_selected(tmp_path, in_process, name):
+    """Conversations have no columns of captions, so they stay."""
+    (tmp_path / "0.png").write_bytes(color_image(0))
+    rows = [{"alt text": "a", "id": "both", "long": "b"}, {"alt text": "a", "id": "alt"}]
+    if name.endswith("csv"):
+        lines = ["image,id,alt text,long", "0.png,both,a,b", "0.png,alt,a,"]
+        (tmp_path / name).write_text("\n".join(lines))
+    else:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        rows.append({"id": "chat", "messages": messages})
+        lines = [json.dumps({"image": "0.png"} | each) for each in rows]
+        (tmp_path / name).write_text("\n".join(lines))
+    options = LAX.replace(columns=("text=alt text,long",), duplicates="keep")
+    prepare(str(tmp_path / name), str(tmp_path / "set"), options)
+    prepared = PreparedSet.open(str(tmp_path / "set"))
+    settings = config("unused", tmp_path, "r").replace(data=Data(captions="long"))
+    kept = training_rows(prepared, settings, tmp_path, Silent())
+    assert kept.keys() == (["both"] if name.endswith("csv") else ["both", "chat"])
+    assert kept.read(np.array([0]))[0].texts == ["b"]
 
 
 @pytest.mark.parametrize("value", ["alt=0", "alt=x", "alt, alt", "=3"])
