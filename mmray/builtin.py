@@ -105,6 +105,15 @@ REMOVED_KINDS = {
 }
 """Errors for model kinds of earlier versions."""
 
+STRATEGIES = {
+    "ddp": "mmray.engine.parallel.ddp:DDP",
+    "fsdp": "mmray.engine.parallel.fsdp:FSDP",
+    "hsdp": "mmray.engine.parallel.fsdp:HSDP",
+    "branches": "mmray.engine.parallel.branches:Branches",
+    "single": "mmray.engine.parallel.strategy:Strategy",
+}
+"""Parallel strategies (`train.parallel`) by name, whose modules import torch in functions only."""
+
 OBJECTIVES = {
     "contrastive": "mmray.objectives.contrastive:Contrastive",
     "sigmoid": "mmray.objectives.contrastive:Sigmoid",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmray.engine import optimizer as optimizers
 from mmray.engine.collectives import Group
 from mmray.engine.optimizer import lr_at
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel.ddp import DDP
 from mmray.engine.parallel.transforms import (
     RECOMPILE_LIMIT,
 )
@@ -52,7 +52,7 @@ def train_by_hand(
         on_step: Called with the number of steps taken, after each step.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in all loops
+    net = DDP(Group.current(device)).wrap(model.train())  # the same DDP in all loops
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     scaler = precision.scaler()
     for step, batch in enumerate(islice(batches, steps)):

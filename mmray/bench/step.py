@@ -542,7 +542,7 @@ def build_model(
     model = build(config.model, config.model.vocab_size, architecture)
     if double:
         model.double()
-    return config, apply_transforms(model, config.train, config.optimizer, group.device)
+    return config, apply_transforms(model, config.train, config.optimizer, group)
 
 
 def build_bench(

@@ -9,8 +9,10 @@ from typing import Annotated, Literal, Self
 import tyro
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from mmray.builtin import STRATEGIES
 from mmray.config.base import Section
 from mmray.config.prompts import expand_prompts
+from mmray.plugins import load_part
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BUILT_IN = {
@@ -191,10 +193,11 @@ class Train(Section, settings_prefix="train"):
     deterministic: bool = Field(
         False, description="Use torch's deterministic algorithms (slower on a GPU)."
     )
-    parallel: Literal["ddp", "fsdp", "hsdp", "branches", "single"] = Field(
+    parallel: str = Field(
         "ddp",
-        description="DDP; FSDP2 over all workers or (hsdp) within a node; a worker with a GPU per "
-        "branch; one process.",
+        description="`ddp`; FSDP2 over all workers (`fsdp`) or within a node (`hsdp`); `branches`: "
+        "a worker with a GPU per branch; `single`: one process; or your own "
+        "`package.module:Class`.",
     )
     profile: int = Field(
         0, ge=0, description="Steps to record with torch.profiler into the run's folder."
@@ -218,8 +221,8 @@ class Train(Section, settings_prefix="train"):
 
     @property
     def gpus_per_worker(self) -> int:
-        """Number of GPUs of each worker that trains on GPUs: two for `branches`, otherwise one."""
-        return 2 if self.parallel == "branches" else 1
+        """Number of GPUs of each worker that trains on GPUs."""
+        return int(load_part(self.parallel, "train.parallel", STRATEGIES).num_devices)
 
 
 class EvalSettings(Section, settings_prefix="evaluate"):

@@ -30,7 +30,6 @@ from mmray.engine.metrics.meters import (
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.optimizer import ExponentialMovingAverage, lr_at, set_lr
-from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import LocalBatch, Prefetcher, split_micro_batches
 from mmray.engine.run_state import (
@@ -107,7 +106,7 @@ class Trainer:
             Throughput(self.state.timers),
             spec.group,
             self.state.precision,
-            devices=2 if train.parallel == "branches" else 1,
+            devices=self.state.strategy.num_devices,
             compiles=train.compile != "none",
         )
         self.schedule = CheckpointSchedule(train.checkpoint_every, self.progress.step)
@@ -230,7 +229,7 @@ class Trainer:
         result = apply_update(state, cache)
         if self.meter.flops_of_row is None:
             self.meter.flops_of_row = model_flops_of_row(
-                strategy.unwrap(state.model), cache.micro_batches[0], state.precision
+                state.module, cache.micro_batches[0], state.precision
             )
             zero_gradients(state)
         return result
@@ -320,7 +319,7 @@ class Trainer:
         step = self.progress.step
         assert spec.evaluate is not None
         averaged = nullcontext() if self.ema is None else self.ema.swapped()
-        with spec.heartbeat.state("evaluating"), averaged, strategy.freed_afterwards(spec.model):
+        with spec.heartbeat.state("evaluating"), averaged:
             try:
                 scores = spec.evaluate(step, spec.model)
             except (RuntimeError, MemoryError) as error:
@@ -330,6 +329,8 @@ class Trainer:
                     f"out of memory in the evaluation after step {step} ({first_line(error)}): "
                     "lower --evaluate.batch and rerun the same command to resume"
                 ) from error
+            finally:
+                self.state.strategy.free(spec.model)
         spec.model.train()
         metrics = {f"evaluate/{name}": score for name, score in scores.items()}
         return metrics | {"time/evaluate_s": self.meter.rates.lap("evaluate")}

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from mmray.engine.batch import BatchShape, out_of_memory_error
 from mmray.engine.collectives import Group, to_local
 from mmray.engine.optimizer import lr_at
-from mmray.engine.parallel import strategy
-from mmray.engine.parallel.transforms import force_eager
+from mmray.engine.parallel.ddp import BUCKET_MB
+from mmray.engine.parallel.sharding import parameter_storages
+from mmray.engine.parallel.transforms import force_eager, preserve_buffers
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, forward_micro_batch
@@ -87,7 +88,7 @@ def dry_run(
     )
 
     def make_batch(rows: int) -> Batch:
-        return synthetic_rows(strategy.unwrap(model), config.model, rows, device)
+        return synthetic_rows(model, config.model, rows, device)
 
     try:
         return probe_memory(state, make_batch, batch_shape)
@@ -151,7 +152,7 @@ def probe_memory(
     group = state.group
     # A real collective, as large as the ones of DDP: NCCL allocates its buffers (1 GiB and more) in
     # the first.
-    group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
+    group.all_reduce_sum(torch.zeros(int(BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
     probe = MemoryProbe(state, make_batch, batch_shape)
     size, activations = probe.search() if batch_shape.auto else probe.try_given_size()
@@ -196,7 +197,9 @@ class MemoryProbe:
         self._make_batch = make_batch
         self._batch_shape = batch_shape
         self._rows = batch_shape.rank_batch_size
-        self._together = strategy.has_inner_collectives(state.model)
+        self._together = state.strategy.is_sharded or any(
+            isinstance(layer, nn.SyncBatchNorm) for layer in state.model.modules()
+        )
         self._headroom = headroom_bytes(group.device) if batch_shape.auto else 0
         # The largest size that fits so far, the bytes of its activations, and of a further row.
         self._largest = self._activations = self._row_bytes = 0
@@ -336,7 +339,7 @@ class MemoryProbe:
         model = self._state.model
         saved = SavedBytes(model)
         fits = False
-        with strategy.preserve_buffers(model), saved.scope():
+        with preserve_buffers(model), saved.scope():
             try:
                 self._accumulate(size, rows)
                 fits = True
@@ -371,7 +374,7 @@ class MemoryProbe:
                 column.new_empty(2 * self._rows - rows, *column.shape[1:])
                 for column in batch.micro_batches[0].values()
             ]
-        if self._group.world_size > 1 and not strategy.is_sharded(model):
+        if self._group.world_size > 1 and not self._state.strategy.is_sharded:
             # DDP has its buckets before the forward; here gradients are allocated in the backward.
             reserved += [
                 torch.empty_like(weight) for weight in model.parameters() if weight.requires_grad
@@ -479,7 +482,7 @@ class SavedBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = strategy.parameter_storages(model)
+        self._weights = parameter_storages(model)
         self._references = Counter[int]()
         self._bytes = self.peak = 0
 

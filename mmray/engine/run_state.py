@@ -24,7 +24,7 @@ from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import build_optimizer
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel.strategy import Strategy, strategy_class
 from mmray.engine.precision import Precision, select_precision
 from mmray.objectives.protocol import Objective, ObjectiveParts, split_objective
 
@@ -177,7 +177,9 @@ class TrainState:
     `TrainState.build(train, optimizer, model, objective, group)` creates it.
 
     Attributes:
+        module: The model, not wrapped.
         model: The model, wrapped for its ranks (such as in DDP).
+        strategy: How it is distributed over ranks and devices.
         objective: The loss.
         group: All ranks.
         precision: Settings of autocast.
@@ -188,7 +190,9 @@ class TrainState:
         heartbeat: Counts each forward and backward as progress.
     """
 
+    module: nn.Module
     model: nn.Module
+    strategy: Strategy
     objective: Objective
     group: Group
     precision: Precision
@@ -224,14 +228,16 @@ class TrainState:
             The TrainState, with a new optimizer.
         """
         precision = select_precision(train.precision, group.device)
-        if wrap:
-            model = strategy.wrap_model(model, group, train.parallel, shard_dtype=precision.dtype)
+        strategy = strategy_class(train)(group, precision.dtype)
+        wrapped = strategy.wrap(model) if wrap else model
         return cls(
-            model=model,
+            module=model,
+            model=wrapped,
+            strategy=strategy,
             objective=objective,
             group=group,
             precision=precision,
-            optimizer=build_optimizer(strategy.unwrap(model), optimizer),
+            optimizer=build_optimizer(model, optimizer),
             scaler=precision.scaler(),
             timers=PhaseTimers(group.device),
             clip_norm=optimizer.clip_norm,

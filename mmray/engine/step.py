@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.grad_cache import GradCache, build_grad_cache
 from mmray.engine.optimizer import clip_gradients, grad_norm, step_on_device, steps_on_device
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel.transforms import preserve_buffers
 from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
@@ -94,7 +93,7 @@ def accumulate_gradients(
     cache = build_grad_cache(state, batch, embeddings, stop)
     last = len(cache.micro_batches) - 1
     for index, micro_batch in enumerate(cache.micro_batches):
-        with strategy.maybe_no_sync(state.model, last=index == last):
+        with state.strategy.micro_batch(state.model, last=index == last):
             outputs = first_outputs or forward_micro_batch(
                 state, state.model, micro_batch, seed_of(index), batch.is_dummy[index]
             )
@@ -109,7 +108,7 @@ def accumulate_gradients(
         first_outputs = None
         state.heartbeat.count_progress()
     with state.timers("sync"):
-        strategy.average_replicated_gradients(state.model, state.group)
+        state.strategy.end_backward(state.model, state.group)
     return cache
 
 
@@ -139,14 +138,14 @@ def first_pass(
     first: Outputs | None = None
     embedded: list[Outputs] = []
     if parts.mining_loss is None:
-        with strategy.maybe_no_sync(state.model, last=len(micro_batches) == 1):
+        with state.strategy.micro_batch(state.model, last=len(micro_batches) == 1):
             first = forward_micro_batch(
                 state, state.model, micro_batches[0], seed_of(0), batch.is_dummy[0]
             )
         embedded.append({name: first[name].detach() for name in names})
-    model = strategy.unwrap(state.model)
+    model = state.module
     remaining = range(len(embedded), len(micro_batches))
-    with torch.no_grad(), strategy.preserve_buffers(model) if remaining else nullcontext():
+    with torch.no_grad(), preserve_buffers(model) if remaining else nullcontext():
         for index in remaining:
             outputs = forward_micro_batch(
                 state, model, micro_batches[index], seed_of(index), batch.is_dummy[index]
@@ -173,7 +172,7 @@ def forward_micro_batch(
         is_dummy: Whether its only row is invalid (padding or unreadable), kept because every rank
             must run the forward; running statistics of BatchNorm are then unchanged.
     """
-    statistics = strategy.preserve_buffers(strategy.unwrap(model)) if is_dummy else nullcontext()
+    statistics = preserve_buffers(state.module) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)
     with state.timers("forward"), statistics, random_numbers, state.precision.autocast():
         return model(micro_batch)
@@ -216,7 +215,7 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
                     clip_gradients(weights, device_norm, state.clip_norm)
                 state.scaler.step(state.optimizer)
             idle.end_update()
-        clamp_parameters = getattr(strategy.unwrap(state.model), "clamp_parameters", None)
+        clamp_parameters = getattr(state.module, "clamp_parameters", None)
         if math.isfinite(norm) and clamp_parameters is not None:
             clamp_parameters()
         state.scaler.update()
@@ -225,9 +224,5 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
 
 
 def zero_gradients(state: TrainState) -> None:
-    """Zero the gradients; under DDP keep the tensors, which are views of its buckets.
-
-    Args:
-        state: Model and optimizer.
-    """
-    state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))
+    """Zero the gradients; keep the tensors if they are views of the buckets of DDP."""
+    state.optimizer.zero_grad(set_to_none=not state.strategy.keeps_gradients(state.model))

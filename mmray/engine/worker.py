@@ -43,7 +43,6 @@ from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
-from mmray.engine.parallel import strategy
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import (
     capability_of,
@@ -54,6 +53,8 @@ from mmray.engine.parallel.device_defaults import (
     limit_compile_workers,
     resolve_auto,
 )
+from mmray.engine.parallel.strategy import strategy_class
+from mmray.engine.parallel.support import unsupported_reasons
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
     apply_transforms,
@@ -251,6 +252,8 @@ def _build_for_device(
             config = config.replace(train=config.train.replace(compile="none"))
     # after this, so that a short run does not spend seconds to try the compiler
     config = config.replace(train=resolve_auto(config.train, group, driver.notify))
+    if reasons := unsupported_reasons(config):
+        raise UsageError("\n".join(reasons))
     if text := configure_torch(config.train, group.device):
         driver.notify("device", text)
     return config, model, base
@@ -354,7 +357,7 @@ def _earns_compile(
     counted without running it.
     """
     default = device_defaults(capability_of(device)).compile
-    must_compile = config.train.float8 != "none" or config.train.parallel in strategy.SHARDED
+    must_compile = config.train.float8 != "none" or strategy_class(config.train).shards_weights
     if default == "none" or must_compile:
         return True
     without_autocast = precision.Precision("fp32", None, "meta")
@@ -383,13 +386,11 @@ def _prepare_model(
     use_tokenizer: Any = getattr(model, "use_tokenizer", None)
     if use_tokenizer is not None:
         use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
-    model = apply_transforms(model, train, config.optimizer, group.device, driver.notify)
+    model = apply_transforms(model, train, config.optimizer, group, driver.notify)
     if context.eval_sets:
         check_evaluable(config, model)
-    if train.parallel in strategy.SHARDED:
-        dtype = precision.DTYPES[train.precision]
-        model = strategy.wrap_model(model, group, train.parallel, shard_dtype=dtype)
-    return model
+    strategy = strategy_class(train)(group, precision.DTYPES[train.precision])
+    return strategy.wrap(model) if strategy.is_sharded else model
 
 
 def build_model(
@@ -416,7 +417,7 @@ def build_model(
         UsageError: The settings are not supported, or the weights cannot be read; on every rank.
     """
     spec = config.model
-    sharded = config.train.parallel in strategy.SHARDED
+    sharded = strategy_class(config.train).shards_weights
     if not sharded or group.world_size == 1:
         may_read_weights = architecture is None and getattr(spec, "weights", "") != "none"
         # A user's class may compute on the CPU with its weights.
@@ -515,7 +516,7 @@ def _checkpoint_manager(
     its shard.
     """
     config = context.config
-    sharded = config.train.parallel in strategy.SHARDED and group.world_size > 1
+    sharded = strategy_class(config.train)(group).is_sharded
     cpu_group = group.new_cpu_group(config.cluster.state_limits_s["saving"]) if sharded else None
     if group.rank != 0 and not sharded:
         return None

@@ -22,6 +22,7 @@ from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
+from mmray.models.protocol import is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -183,8 +184,7 @@ def in_lockstep(model: nn.Module, group: Group) -> bool:
         model: The unwrapped model.
         group: The ranks.
     """
-    # FSDP2 adds this method.
-    return group.world_size > 1 and hasattr(model, "set_reshard_after_forward")
+    return group.world_size > 1 and is_sharded(model)
 
 
 def steps_in_lockstep(

@@ -142,3 +142,8 @@ def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
             yield from child
         else:
             yield from find_blocks(child)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether FSDP2 shards a module, so that its forwards have collectives."""
+    return hasattr(module, "set_reshard_after_forward")  # FSDP2 adds this method

@@ -26,6 +26,7 @@ from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import check_where
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
+from mmray.engine.parallel import support
 from mmray.errors import UsageError, suggest
 from mmray.storage.paths import to_path
 
@@ -174,9 +175,7 @@ def unsupported_reasons(config: Config) -> list[str]:
         + weights_reasons(config.model)
         + evaluation_reasons(config)
         + objective_reasons(config)
-        + parallel_reasons(config)
-        + batch_norm_reasons(config)
-        + transform_reasons(config)
+        + support.unsupported_reasons(config)
         + token_batch_reasons(config)
     )
 
@@ -191,105 +190,6 @@ def token_batch_reasons(config: Config) -> list[str]:
         f"batch.tokens: the rows of model.kind {config.model.kind} are of equal size; set "
         "--batch.micro"
     ]
-
-
-def parallel_reasons(config: Config) -> list[str]:
-    """Return why `train.parallel` cannot train this model with these workers and settings, as
-    sentences with a fix; [] if it can.
-    """
-    train = config.train
-    model: Any = config.model
-    workers = config.cluster.max_workers
-    reasons = []
-    if train.parallel in ("single", "branches") and workers != 1:
-        reasons.append(
-            f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 "
-            f"(got {workers})"
-        )
-    if train.parallel in ("fsdp", "hsdp"):
-        reasons += _sharding_reasons(config)
-    if train.parallel == "branches":
-        if not model.shares_only_loss:
-            reasons.append(
-                f"train.parallel branches needs an image and a text tower, not `{model.kind}`; "
-                "use `ddp`"
-            )
-        text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
-        if text_dropout or getattr(model, "patch_dropout", 0):
-            problem = "train.parallel branches cannot repeat dropout masks"
-            reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
-    return reasons
-
-
-def _sharding_reasons(config: Config) -> list[str]:
-    train = config.train
-    reasons = []
-    if config.cluster.min_workers < 2:
-        needs = f"train.parallel {train.parallel} shards over workers"
-        reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
-    if train.precision == "fp16":
-        reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
-    if config.optimizer.kind == "adamw8bit":
-        reasons.append(
-            "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
-            "--train.parallel ddp"
-        )
-    return reasons
-
-
-def batch_norm_reasons(config: Config) -> list[str]:
-    """Return why the statistics of BatchNorm cannot be synchronized, as sentences with a fix; [] if
-    they can or need not.
-    """
-    model: Any = config.model
-    if getattr(model, "batch_norm", "frozen") != "synced":
-        return []
-    reasons = []
-    if config.batch.is_searched:
-        reasons.append(
-            "batch.micro auto does not support model.batch_norm synced; set --batch.micro"
-        )
-    if config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
-        reasons.append(
-            "model.batch_norm: `synced` needs GPUs; set `local` or `frozen` with "
-            "--cluster.accelerator cpu"
-        )
-    return reasons
-
-
-def transform_reasons(config: Config) -> list[str]:
-    """Return why the model cannot be trained with `train.deterministic`,
-    `train.activation_checkpointing` or `train.float8`, as sentences with a fix; [] if it can.
-    """
-    train = config.train
-    model: Any = config.model
-    reasons = []
-    has_regions = getattr(model, "regions", False)
-    if train.deterministic and has_regions and config.cluster.accelerator != "cpu":
-        reasons.append(
-            "train.deterministic: on a GPU the gradient of regions (roi_align) is not "
-            "deterministic; set --model.inputs.max-boxes 0, or --cluster.accelerator cpu"
-        )
-    recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
-    unknown = [name for name in recomputed if name not in model.branches]
-    if model.branches and unknown:
-        problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(model.branches)}"
-        reasons.append(f"train.activation_checkpointing: {problem}")
-    if train.float8 == "none":
-        return reasons
-    if config.cluster.accelerator == "cpu":
-        reasons.append(
-            "train.float8 needs GPUs; set --train.float8 none, or --cluster.accelerator gpu"
-        )
-    if train.precision not in ("auto", "bf16"):
-        reasons.append(
-            f"train.float8 needs bf16, not {train.precision}; set --train.precision bf16"
-        )
-    if train.compile == "none":
-        reasons.append(
-            "train.float8 is slower than bf16 without torch.compile; set --train.compile inductor"
-        )
-    return reasons
 
 
 def weights_reasons(model: Any) -> list[str]:

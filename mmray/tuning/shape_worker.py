@@ -120,7 +120,7 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     use_tokenizer: Any = getattr(model, "use_tokenizer", None)
     if use_tokenizer is not None:
         use_tokenizer(SimpleNamespace(encode=_encode_label_names))
-    return apply_transforms(model, config.train, config.optimizer, group.device).train()
+    return apply_transforms(model, config.train, config.optimizer, group).train()
 
 
 def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:

@@ -33,7 +33,8 @@ from mmray.engine import step as engine_step
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import reduce_over_ranks
-from mmray.engine.parallel import device_defaults, strategy
+from mmray.engine.parallel import ddp, device_defaults, sharding
+from mmray.engine.parallel.branches import place_branches
 from mmray.engine.parallel.device_defaults import resolve_auto
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.precision import Precision, micro_seed, select_precision
@@ -393,7 +394,7 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
 
 def timeouts_of_hsdp(group: Group) -> list[float]:
     """Timeout of the collectives within and across nodes, in seconds."""
-    groups: list[Any] = strategy._device_mesh(
+    groups: list[Any] = sharding._device_mesh(
         replace(group, timeout_s=77.0), hybrid=True
     ).get_all_groups()
     return [part._get_backend(group.device).options._timeout.total_seconds() for part in groups]
@@ -438,7 +439,7 @@ def train_strategy(
         num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=8
     )
     if settings.get("parallel") == "branches":
-        strategy.place_branches(model, group.device)
+        place_branches(model, group.device)
 
     def evaluate(step: int, _: Any) -> dict[str, float]:
         """Forwards whose weights must not be left gathered for the next step."""
@@ -464,9 +465,7 @@ def strategies(group: Group) -> dict[str, Any]:
     """Each strategy, and a replicated checkpoint that resumes sharded and the reverse."""
     results = {}
     for name, (objective, settings) in STRATEGIES.items():
-        with patch.object(
-            strategy, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else strategy.BUCKET_MB
-        ):
+        with patch.object(ddp, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else ddp.BUCKET_MB):
             results[name] = train_strategy(group, objective, **settings)
     for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
         state = results[f"{before}, contrastive"]["state"]
@@ -508,7 +507,7 @@ def inductor(group: Group) -> dict[str, Any]:
     `own`: with the random numbers of inductor, which differ from those of eager code.
     """
     results = {}
-    with patch.object(strategy, "BUCKET_MB", 0.001):  # DDP would split the graphs of each block
+    with patch.object(ddp, "BUCKET_MB", 0.001):  # DDP would split the graphs of each block
         for name, backend in (("eager", "none"), ("compiled", "inductor"), ("own", "inductor")):
             torch._dynamo.reset()
             with torch._inductor.config.patch(fallback_random=name == "compiled"):

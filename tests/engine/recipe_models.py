@@ -13,7 +13,7 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.strategy import SHARDED
+from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.transforms import (
     apply_transforms,
     checkpoint_activations,
@@ -152,7 +152,8 @@ def train_kind(
     """
     spec, objective = (MODELS | OTHER_MODELS)[kind]
     torch.manual_seed(3)
-    device = "cpu" if group.rank == 0 or parallel not in SHARDED else "meta"
+    shards = strategy_class(toy.train_settings(parallel=parallel)).shards_weights
+    device = "meta" if shards and group.rank > 0 else "cpu"
     model = build_on(device, spec, VOCAB, ARCHITECTURES.get(kind, {})).double().train()
     for branch in model.branches().values():
         if checkpointing:
@@ -181,7 +182,7 @@ def train_stream(
     train = toy.train_settings(**settings)
     spec, objective = MODELS["clip"]
     torch.manual_seed(3)
-    model = apply_transforms(build(spec, VOCAB).double(), train, toy.OPTIMIZER, group.device)
+    model = apply_transforms(build(spec, VOCAB).double(), train, toy.OPTIMIZER, group)
     options = {
         "objective": toy.objective(objective),
         "train": train,

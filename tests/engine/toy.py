@@ -20,7 +20,7 @@ from mmray.engine import loop, optimizer
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.precision import Precision, fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
@@ -273,8 +273,11 @@ def train_state(
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
+    strategy = strategy_class(train_settings(parallel=parallel))(group)
     return TrainState(
-        model=strategy.wrap_model(model, group, parallel),
+        module=model,
+        model=strategy.wrap(model),
+        strategy=strategy,
         objective=objective or Contrastive(),
         group=group,
         precision=precision,

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from mmray.builtin import BACKENDS
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group, is_dtensor
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel import sharding
+from mmray.engine.parallel.ddp import DDP, replicate
 from mmray.models.synthetic import synthetic_batch
 from tests.gpu import device_checks
 from tests.gpu.device_checks import TOLERANCE, compare
@@ -44,7 +45,7 @@ def nccl(device: torch.device) -> Iterator[Case]:
         `evaluation` returns) and `checkpoint staging` (what `staging` returns).
     """
     yield "process group", partial(process_group, device)
-    yield "ddp", partial(compare_gradients, device, strategy._replicate)
+    yield "ddp", partial(compare_gradients, device, replicate)
     yield "fsdp", partial(compare_gradients, device, partial(shard, device))
     yield "evaluation", partial(evaluation, device)
     yield "checkpoint staging", partial(staging, device)
@@ -110,7 +111,7 @@ def shard(device: torch.device, model: nn.Module) -> nn.Module:
         device: The device of the model.
         model: The model.
     """
-    return strategy.shard(model, Group.current(device), None)
+    return sharding.shard(model, Group.current(device), None)
 
 
 def evaluation(device: torch.device) -> dict[str, float]:
@@ -131,7 +132,7 @@ def evaluation(device: torch.device) -> dict[str, float]:
     batch = synthetic_batch(inputs, device_checks.VOCAB, 4, device)
 
     def embed(model: Any) -> Tensor:
-        with torch.no_grad(), strategy.freed_afterwards(model):
+        with torch.no_grad():
             image = model.embed_image(batch["image"])
             text = model.embed_text(batch["input_ids"], batch["attention_mask"])
         return torch.cat([image, text]).cpu()
@@ -180,7 +181,8 @@ def gradients(device: torch.device, model: nn.Module) -> Tensor:
     for index in range(MICRO_BATCHES):
         inputs = device_checks.MODELS[KIND][0].inputs
         batch = synthetic_batch(inputs, device_checks.VOCAB, 4, device, seed=index)
-        with strategy.maybe_no_sync(model, last=index == MICRO_BATCHES - 1):
+        last = index == MICRO_BATCHES - 1
+        with DDP(Group.current(device)).micro_batch(model, last):
             outputs = model(batch)
             scores = outputs["logit_scale"] * outputs["image_embed"] @ outputs["text_embed"].T
             scores.square().mean().backward()

@@ -30,6 +30,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
+from mmray.engine.parallel.strategy import Strategy
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.training import driver
@@ -86,7 +87,7 @@ VLM = {"recipe": "vlm", "workers": 2}
         ),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
         (float8(precision="fp16"), "float8 needs bf16, not fp16; set --train.precision bf16"),
-        (float8(compile="none"), "set --train.compile inductor"),
+        (float8(compile="none"), "set --train.compile inductor or --train.float8 none"),
         (float8() | {"cluster": {"accelerator": "cpu"}}, "train.float8 needs GPUs"),
         (VLM | {"evaluate": {"classes": ("cat", "dog")}}, "`vlm` has no embeddings"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
@@ -407,3 +408,18 @@ def test_validation_imports_neither_torch_nor_ray():
         "sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_strategy_is_refused_and_an_own_one_is_asked():
+    with pytest.raises(UsageError, match=r"train\.parallel: no `ddpp`; use one of ddp, fsdp"):
+        unsupported_reasons(config(train={"parallel": "ddpp"}))
+    own = config(train={"parallel": f"{__name__}:TwoNodes"})
+    assert unsupported_reasons(own) == ["two nodes only"] and own.train.gpus_per_worker == 4
+
+
+class TwoNodes(Strategy):
+    num_devices = 4
+
+    @classmethod
+    def unsupported_reasons(cls, config):
+        return ["two nodes only"]

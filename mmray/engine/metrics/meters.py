@@ -22,11 +22,11 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.table import METRICS
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.parallel.transforms import (
     disable_recomputation,
     force_eager,
     num_compiled_graphs,
+    preserve_buffers,
 )
 from mmray.engine.precision import Precision
 from mmray.objectives.protocol import Batch

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mmray.engine.batch import BatchShape
+from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.transforms import is_forced_eager, may_draw_random_numbers
 from mmray.errors import first_line
 
@@ -88,8 +89,8 @@ def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
     """
     if train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
-    if train.parallel == "branches":
-        return "train.parallel branches copies between devices in a forward"
+    if strategy_class(train).num_devices > 1:
+        return f"train.parallel {train.parallel} copies between devices in a forward"
     if batch_shape.world_size > 1:
         return f"several workers (train.parallel {train.parallel})"
     if batch_shape.accumulation > 1:

@@ -26,30 +26,22 @@ MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 def check_device(train: Train, capability: Capability | None) -> None:
-    """Check that `train.float8` makes training faster on a device.
+    """Check that a device has kernels for `train.float8`.
 
     Args:
-        train: The `train` section, without `auto` in `precision` and `compile`.
+        train: The `train` section.
         capability: Compute capability of the oldest GPU of the run, such as (9, 0); None: a CPU.
 
     Raises:
-        UsageError: The device has no kernels for it, the precision is not bf16, or nothing is
-            compiled.
+        UsageError: It has none.
     """
-    if train.float8 == "none":
-        return
-    needed = MIN_CAPABILITY[train.float8]
-    if capability is None or capability < needed:
+    needed = MIN_CAPABILITY.get(train.float8)
+    if needed is not None and (capability is None or capability < needed):
         device = "a CPU" if capability is None else f"one of {_version(capability)}"
-        problem = f"needs GPUs of compute capability {_version(needed)} or higher, not {device}"
-    elif train.precision != "bf16":
-        problem = f"needs bf16, not {train.precision}"
-    elif train.compile == "none":
-        # The casts of a product are several kernels then.
-        problem = "is slower than bf16 without torch.compile, which cannot be used here"
-    else:
-        return
-    raise UsageError(f"train.float8 {train.float8} {problem}; set --train.float8 none")
+        raise UsageError(
+            f"train.float8 {train.float8} needs GPUs of compute capability {_version(needed)} or "
+            f"higher, not {device}; set --train.float8 none"
+        )
 
 
 def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:

@@ -23,9 +23,10 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from mmray.engine.collectives import Group
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.float8 import convert_branches
-from mmray.engine.parallel.strategy import SHARDED, place_branches, preserve_buffers
+from mmray.engine.parallel.strategy import strategy_class
 from mmray.errors import UsageError
 from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import find_blocks
@@ -55,7 +56,7 @@ def apply_transforms(
     model: nn.Module,
     train: Train,
     optimizer: Optimizer,
-    device: torch.device,
+    group: Group,
     notify: Callable[[str, str], None] = lambda label, text: None,
 ) -> nn.Module:
     """Move the model to its device, and apply freezing, float8, activation checkpointing and
@@ -65,8 +66,7 @@ def apply_transforms(
         model: The model, not wrapped.
         train: The `train` section, without `auto` in `compile`.
         optimizer: The `optimizer` section, for `freeze`.
-        device: Device of this rank. A model that will be sharded is not moved, because all of it
-            may not fit.
+        group: All ranks, with the device of this one.
         notify: Called with (label, line) if layers compute in float8, where the label is the word
             to print before the line.
 
@@ -77,18 +77,7 @@ def apply_transforms(
         UsageError: A setting does not suit the model or the device; the message names it.
     """
     freeze_parameters(model, optimizer.freeze)
-    if device.type == "cpu" and any(
-        isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()
-    ):
-        raise UsageError("model.batch_norm: `synced` needs GPUs; set `local` or `frozen` on a CPU")
-    # sharding moves the model part by part: all of it may not fit on a GPU
-    if train.parallel not in SHARDED:
-        model.to(device)
-    if train.parallel == "branches":
-        place_branches(model, device)
-    # Tensor cores convolve in this layout; FSDP needs the default one.
-    if device.type == "cuda" and train.parallel not in SHARDED:
-        model.to(memory_format=torch.channels_last)
+    strategy_class(train)(group).place(model)
     branches = branches_of(model)
     if train.float8 != "none":
         notify("device", convert_branches(branches, train.float8))
@@ -161,6 +150,33 @@ def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: 
         if isinstance(value, torch.Tensor):
             torch._dynamo.mark_static(value, list(range(1, value.ndim)))
     return compiled(*args, **kwargs)
+
+
+@contextmanager
+def preserve_buffers(module: nn.Module) -> Iterator[None]:
+    """Context manager in which forwards do not change the buffers (running statistics of
+    BatchNorm).
+
+    Forwards use copies. Restoring the old values in place would invalidate graphs that saved the
+    originals.
+
+    Args:
+        module: The module, with all its submodules.
+    """
+    originals = [
+        (submodule, dict(submodule._buffers))
+        for submodule in module.modules()
+        if submodule._buffers
+    ]
+    for submodule, buffers in originals:
+        submodule._buffers.update(
+            {name: None if value is None else value.clone() for name, value in buffers.items()}
+        )
+    try:
+        yield
+    finally:
+        for submodule, buffers in originals:
+            submodule._buffers.update(buffers)
 
 
 @contextmanager

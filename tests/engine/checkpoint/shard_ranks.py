@@ -26,10 +26,11 @@ from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group, to_local
-from mmray.engine.parallel.strategy import shard
+from mmray.engine.parallel.sharding import shard
 from mmray.engine.run_state import EMA_KEY
 from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
+from mmray.models.protocol import is_sharded
 from mmray.objectives.contrastive import Contrastive
 from mmray.storage import requests
 from mmray.storage.lease import Lease
@@ -163,7 +164,8 @@ def probe(
     None: `batch.micro: auto`.
     """
     inputs = SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0)
-    config = SimpleNamespace(train=toy.TRAIN, optimizer=toy.OPTIMIZER)
+    parallel = "fsdp" if is_sharded(model) else "ddp"
+    config = SimpleNamespace(train=toy.train_settings(parallel=parallel), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=inputs, vocab_size=20)
     shape = BatchShape(12, micro or 6, group.world_size, auto=micro is None)
     return memory_probe.dry_run(config, model, Contrastive(), group, shape, steps=8)

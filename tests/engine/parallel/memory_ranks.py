@@ -16,7 +16,7 @@ from mmray.config import Config, ImageTower, Inputs, TextTower, Train, TwoTower
 from mmray.engine import run_state
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group, to_local
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.worker import build_model
 from mmray.models.protocol import find_blocks
@@ -76,8 +76,8 @@ def build(config: Config, group: Group, checkpoint: Path | None) -> torch.nn.Mod
     model = build_model(
         config, group, None if checkpoint is None else {}, resumes=checkpoint is not None
     )
-    model = apply_transforms(model, config.train, config.optimizer, group.device)
-    return strategy.wrap_model(model, group, config.train.parallel)
+    model = apply_transforms(model, config.train, config.optimizer, group)
+    return strategy_class(config.train)(group).wrap(model)
 
 
 def count_read(reads: list[int], read: Any, *args: Any) -> bytes:

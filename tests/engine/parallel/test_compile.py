@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from mmray.config import Batch, ImageTower, TextTower, recipes
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
+from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
@@ -48,7 +49,10 @@ def no_graphs_of_other_tests():
 def model_of(spec: Any, backend: Any = "none", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return apply_transforms(
-        build(spec, VOCAB, {}), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU
+        build(spec, VOCAB, {}),
+        toy.train_settings(compile=backend, **settings),
+        toy.OPTIMIZER,
+        Group(),
     )
 
 
@@ -144,7 +148,7 @@ def test_pixels_and_first_layers_of_a_resnet_are_one_graph(
     model = build(spec, VOCAB, {"image": {"model_type": "resnet"} | layers}).double()
     model = model.to(memory_format=torch.channels_last).train()
     settings = toy.train_settings(compile=compiler)
-    compiled: Any = apply_transforms(model, settings, toy.OPTIMIZER, CPU).image
+    compiled: Any = apply_transforms(model, settings, toy.OPTIMIZER, Group()).image
     eager: Any = copy.deepcopy(compiled)
     results = []
     for branch in (compiled, eager):

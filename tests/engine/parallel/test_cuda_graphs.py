@@ -21,8 +21,7 @@ from mmray.engine.parallel.cuda_graphs import (
     CudaRecorder,
     graph_branches,
 )
-from mmray.engine.parallel.strategy import preserve_buffers
-from mmray.engine.parallel.transforms import force_eager
+from mmray.engine.parallel.transforms import force_eager, preserve_buffers
 from mmray.models.build import build
 from tests.engine import toy
 from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT

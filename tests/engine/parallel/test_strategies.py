@@ -12,7 +12,7 @@ import torch
 from torchvision import models
 
 from mmray.engine.collectives import Group
-from mmray.engine.parallel import strategy
+from mmray.engine.parallel import sharding
 from mmray.errors import UsageError
 from mmray.models.protocol import find_blocks
 from tests.engine import ranks, toy
@@ -115,18 +115,18 @@ def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
     """As many as divide the number of ranks of every node; one node is sharded as by fsdp."""
     mesh = partial(SimpleNamespace, get_all_groups=list)
     monkeypatch.setattr(
-        strategy, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape)
+        sharding, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape)
     )
     monkeypatch.setattr(Nodes, "ranks", (4, 4, 2))
-    assert strategy._device_mesh(Nodes(0, 10), hybrid=True).shape == (5, 2)
-    assert strategy._device_mesh(Nodes(0, 10), hybrid=False).shape == (10,)
+    assert sharding._device_mesh(Nodes(0, 10), hybrid=True).shape == (5, 2)
+    assert sharding._device_mesh(Nodes(0, 10), hybrid=False).shape == (10,)
     monkeypatch.setattr(Nodes, "ranks", (4,))
-    assert strategy._device_mesh(Nodes(0, 4), hybrid=True).shape == (4,)
+    assert sharding._device_mesh(Nodes(0, 4), hybrid=True).shape == (4,)
     monkeypatch.setattr(Nodes, "ranks", (3, 2))
     with pytest.raises(
         UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"
     ):
-        strategy._device_mesh(Nodes(0, 5), hybrid=True)
+        sharding._device_mesh(Nodes(0, 5), hybrid=True)
 
 
 def test_hsdp_refuses_ranks_that_alternate_between_nodes():
@@ -137,7 +137,7 @@ def test_hsdp_refuses_ranks_that_alternate_between_nodes():
             return [(0, 2), (1, 2), (1, 2), (2, 2)]  # ranks 0 and 2 on one node, 1 and 3 on another
 
     with pytest.raises(UsageError, match="consecutive ranks on each node"):
-        strategy._device_mesh(Alternating(0, 4), hybrid=True)
+        sharding._device_mesh(Alternating(0, 4), hybrid=True)
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("vit_b_16", 12), ("resnet50", 16), ("resnet18", 8)])

@@ -66,7 +66,7 @@ def build_model(
     torch.manual_seed(0)
     train = toy.train_settings(**settings)
     return apply_transforms(
-        build(SPECS[name], VOCAB), train, optimizer or OptimizerSection(), CPU
+        build(SPECS[name], VOCAB), train, optimizer or OptimizerSection(), Group()
     ).double()
 
 
@@ -242,9 +242,6 @@ def test_unsupported_combinations_are_refused() -> None:
     )
     with pytest.raises(UsageError, match=message):
         build_model("clip", activation_checkpointing=("vision",))
-    synced = build(SPECS["resnet18"].model_copy(update={"batch_norm": "synced"}), VOCAB)
-    with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
-        apply_transforms(synced, toy.TRAIN, OptimizerSection(), CPU)
 
 
 def run_probe(spec: Model, kind: str) -> None:

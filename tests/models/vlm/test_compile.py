@@ -52,7 +52,7 @@ def test_layers_share_graphs_for_all_rows_and_give_the_eager_gradients(
             Vlm(all_media(folder_of(family))),
             toy.train_settings(compile=backend, activation_checkpointing=recomputed),
             toy.OPTIMIZER,
-            CPU,
+            Group(),
         )
         for backend in ("none", counter)
     )
