@@ -24,8 +24,7 @@ from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError, encoder_arguments
-from mmray.data.vlm.token_counter import clip_length_s
-from mmray.data.vlm.video import Clip
+from mmray.data.vlm.video import Clip, clip_length_s
 
 if TYPE_CHECKING:
     from mmray.config import Vlm as VlmConfig

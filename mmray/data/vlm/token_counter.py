@@ -12,6 +12,7 @@ from typing import Any
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
+from mmray.data.vlm.video import clip_length_s
 
 # Place of frames in their intervals. Later times have no fewer digits, which some models write.
 LATEST = 0.999
@@ -65,11 +66,6 @@ class ProcessorCounter:
     def _encoder(self, without_torch: bool) -> ProcessorEncoder:
         limits = self.limits | {"max_tokens": sys.maxsize, "without_torch": without_torch}
         return ProcessorEncoder(self.weights, **limits)
-
-
-def clip_length_s(media: Media, span: Sequence[float] | None) -> float:
-    """Return the seconds of a video or audio that a text is about; 0 if they are not known."""
-    return media.duration or 0.0 if span is None else span[1] - span[0]
 
 
 def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mmray.data.media.clips import Window, frame_times
+from mmray.data.store.stored_row import Media
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -183,3 +184,8 @@ class FrameProcessor:
         )
         ordered = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         return ordered.reshape(time * height * width, -1)
+
+
+def clip_length_s(media: Media, span: Sequence[float] | None) -> float:
+    """Return the seconds of a video or audio that a text is about; 0 if they are not known."""
+    return media.duration or 0.0 if span is None else span[1] - span[0]
