@@ -21,7 +21,8 @@ MAX_MESSAGE_BYTES = 64 * 1024  # limit of the text of a message, the same as of 
 _ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
     ("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"
 )
-_BYTE_ORDER_MARK = "\ufeff"
+# Control characters but tab, line feed and carriage return, and the byte order mark
+_REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
 _MARKS = re.compile(r"<(image|video|audio)>|<img>([^<>\n]+)</img>")  # <img>PATH</img>: Qwen-VL
 # Kinds of media by the type of their part.
 _KINDS = {
@@ -171,6 +172,7 @@ class _Places:
         self.media: list[PartMedium] = []
         self._num_media = num_media
         self._has_parts = has_parts
+        self._num_removed = 0  # characters
         self._unused_marks: set[tuple[str, bool]] = set()  # kind, and whether of an answer
 
     def split_marks(self, text: str, role: str) -> list[Part]:
@@ -179,6 +181,8 @@ class _Places:
         A line break next to such a mark separates it from the text and is not a part of the text.
         """
         parts: list[Part] = []
+        text, num_removed = _REMOVED.subn("", text)
+        self._num_removed += num_removed
         start = 0
         for mark in _MARKS.finditer(text):
             kind = mark[1] or "image"
@@ -207,16 +211,18 @@ class _Places:
         ]
 
     def notices(self) -> list[str]:
-        """Return a notice for marks that are text, and one for media of which some have a mark."""
+        """Return what is not used as it may be meant, see `SourceRow.notices`."""
         unplaced = set(self.unplaced())
-        texts = sorted(
-            {kind for kind, is_answer in self._unused_marks if not is_answer or kind in unplaced}
-        )
         placed = {medium.kind for medium in self.media}
-        return [f"`<{kind}>` in a message is text, not the place of a medium" for kind in texts] + [
-            f"{kind} without a mark, put before the first user's text"
-            for kind in sorted(unplaced & placed)
-        ]
+        texts = {
+            kind for kind, is_answer in self._unused_marks if not is_answer or kind in unplaced
+        }
+        notices = [f"`<{kind}>` in a message is text, not the place of a medium" for kind in texts]
+        for kind in unplaced & placed:
+            notices.append(f"{kind} without a mark, put before the first user's text")
+        if self._num_removed:
+            notices.append("control characters or byte order marks of a message are removed")
+        return sorted(notices)
 
 
 def _has_only_text(message: Message) -> bool:
@@ -287,7 +293,4 @@ def _media_part(kind: str) -> Part:
 
 
 def _text_part(text: str) -> Part:
-    allowed_characters = (
-        each for each in text if (each >= " " or each in "\t\n") and each != _BYTE_ORDER_MARK
-    )
-    return {"type": "text", "text": "".join(allowed_characters)}
+    return {"type": "text", "text": text}

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,6 +142,8 @@ class ProcessorEncoder:
         config: Content of the model's config.json.
         kinds: Kinds of media that a row may have, of `image`, `video` and `audio`.
         tokenizer: The tokenizer of transformers.
+        reserved_tokens: Tokens that start or end a turn or are part of a medium. They are removed
+            from texts and from answers; other special tokens, such as those of boxes, stay.
 
     Raises:
         UsageError: The model is not supported, takes no videos, or has no usable chat template.
@@ -181,7 +184,11 @@ class ProcessorEncoder:
             )
         self._template = self.processor._resolve_chat_template(None)
         self._has_marks = re.search(r"{%-?\s*generation\b", self._template) is not None
-        self._special_tokens = sorted(self._user_forbidden_tokens(), key=len, reverse=True)
+        # Tokens that `encode` removes from texts and `decode` from answers, the longest first.
+        reserved = self._find_reserved_tokens()
+        self.reserved_tokens = sorted(reserved, key=lambda token: (-len(token), token))
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._reserved_ids = {number for number, token in added if token.content in reserved}
         self._replacements: dict[Any, str] = {}
 
     @property
@@ -200,6 +207,7 @@ class ProcessorEncoder:
             self.tokenizer.backend_tokenizer.to_str(),
             self.tokenizer.special_tokens_map,
             self._template,
+            self.reserved_tokens,
             *(each.to_json_string() for each in processors if each is not None),
             self._image_arguments,
             video_processor and (vars(video_processor), self.frames, self.frame_rate),
@@ -207,7 +215,7 @@ class ProcessorEncoder:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def encode(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
-        """Encode one row for training. Special tokens in the texts of its messages are removed.
+        """Encode one row for training, without `reserved_tokens` in the texts of its messages.
 
         Args:
             messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
@@ -391,32 +399,57 @@ class ProcessorEncoder:
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids (one sequence that the model generated), without special
-        tokens and without white space at its ends.
+        """Return the text of token ids (one sequence that the model generated), without
+        `reserved_tokens`.
         """
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+        kept = [number for number in token_ids if number not in self._reserved_ids]
+        return str(self.tokenizer.decode(kept))
+
+    def find_reserved(self, messages: Sequence[Message]) -> int | None:
+        """Return the index in `reserved_tokens` of one that is in a text; None: none is."""
+        texts = [
+            part["text"]
+            for message in messages
+            for part in _content_parts(message["content"])
+            if part["type"] == "text"
+        ]
+        found = (any(token in text for text in texts) for token in self.reserved_tokens)
+        return next((index for index, is_in_text in enumerate(found) if is_in_text), None)
 
     # --- templates
 
     def _as_parts(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with lists of parts, without special tokens in their texts."""
+        """Return the messages with lists of parts, without `reserved_tokens` in their texts."""
         conversation = []
         for message in messages:
-            content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             cleaned = [
-                {"type": "text", "text": remove_tokens(part["text"], self._special_tokens)}
+                {"type": "text", "text": remove_tokens(part["text"], self.reserved_tokens)}
                 if part["type"] == "text"
                 else {"type": part["type"]}
-                for part in parts
+                for part in _content_parts(message["content"])
             ]
             conversation.append({"role": message["role"], "content": cleaned})
         return conversation
 
-    def _user_forbidden_tokens(self) -> list[str]:
-        """Special tokens, which would end a turn or stand for an image inside a text."""
+    def _find_reserved_tokens(self) -> set[str]:
+        """Return the special tokens that the template writes around turns and media, and those that
+        tokenizer and processor name, such as `eos_token` and `image_token`.
+        """
+        from jinja2 import TemplateError
+
+        parts = [*({"type": kind} for kind in self.kinds), {"type": "text", "text": "x"}]
+        turns = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
+        turns[1] = turns[1] | {"content": parts[-1:]}
+        rendered = ""
+        for system in ([{"role": "system", "content": parts[-1:]}], []):
+            with suppress(TemplateError):  # some take no system
+                rendered += self._render(system + turns)[0]
         added = self.tokenizer.added_tokens_decoder.values()
-        return [token.content for token in added if token.special]
+        in_template = {each.content for each in added if each.special and each.content in rendered}
+        named = chain(self.tokenizer.special_tokens_map.items(), vars(self.processor).items())
+        return in_template | {
+            value for name, value in named if name.endswith("_token") and isinstance(value, str)
+        }
 
     def _render(
         self, conversation: list[Message], add_generation_prompt: bool = False
@@ -615,6 +648,11 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
+
+
+def _content_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _kind_of(medium: Any) -> str:

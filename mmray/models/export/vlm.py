@@ -56,7 +56,8 @@ tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 answer = processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 ```
 
-`mmray.load("{name}").answer(messages, images)` gives the same.
+`mmray.load("{name}").answer(messages, images)` gives the same, and keeps added special tokens, such
+as those of boxes, which `skip_special_tokens` removes.
 """
 
 

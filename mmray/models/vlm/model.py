@@ -353,7 +353,7 @@ class Vlm(nn.Module):
                 last rank has its answers.
 
         Returns:
-            The answers as text without special tokens, one for each conversation.
+            The answers as text without `encoder.reserved_tokens`, one for each conversation.
 
         Raises:
             RowError: The media of a conversation do not match its parts, or the processor rejects
@@ -379,7 +379,8 @@ class Vlm(nn.Module):
                 synced_gpus=in_lockstep,
             )
         answers = output[: len(conversations), inputs["input_ids"].shape[1] :].tolist()
-        return [self.encoder.decode(row) for row in answers]
+        ends = set(eos_ids)
+        return [self.encoder.decode([each for each in row if each not in ends]) for row in answers]
 
     def save_pretrained(self, folder: str, with_weights: bool = True) -> None:
         """Save model, processor and chat template so that transformers and vLLM load them.

@@ -65,7 +65,58 @@ def test_row_that_does_not_fit_is_refused_with_a_reason(folder_of, messages, ima
     assert error.value.reason == reason
 
 
-def test_special_tokens_in_a_text_are_removed(folder_of):
+ADDED = ("<|box_start|>", "<|box_end|>", "<act_1>")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava", "internvl", "idefics3"])
+def test_added_tokens_and_white_space_are_targets_as_in_transformers(family, copy_of):
+    from transformers import AutoProcessor, AutoTokenizer
+
+    folder = copy_of(family, TEMPLATES[family])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(ADDED), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    encoder = ProcessorEncoder(str(folder), 500)
+    answer = "    <|box_start|>(1,2)<|box_end|>\tcircle\r\n<act_1>  \n"
+    messages = [
+        {"role": "user", "content": [IMAGE, text("  Which shape? ")]},
+        {"role": "assistant", "content": [text(answer)]},
+    ]
+    row = encoder.encode(messages, [photo(60, 60)])
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(
+        text=processor.apply_chat_template(messages, tokenize=False),
+        images=[photo(60, 60)],
+        add_special_tokens=not processor.tokenizer.bos_token
+        or "bos_token" not in TEMPLATES[family],
+    )
+    assert row.input_ids.tolist() == inputs["input_ids"][0]
+    targets = row.input_ids[row.loss_mask].tolist()
+    assert not set(processor.tokenizer.convert_tokens_to_ids(ADDED)) - set(targets)
+    expected = answer.strip() if "trim" in TEMPLATES[family] else answer
+    assert encoder.decode(targets).endswith(expected)  # a space before it may be the template's
+    assert encoder.find_reserved(messages) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        ("qwen3_vl", {"<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<bos>"}),
+        ("gemma3", {"<start_of_turn>", "<end_of_turn>", "<end_of_image>", "<image_soft_token>"}),
+        ("idefics3", {"<image>", "<fake_token_around_image>", "<end_of_utterance>"}),
+        ("internvl", {"<img>", "</img>", "<IMG_CONTEXT>", "<|im_end|>"}),
+        ("qwen2_audio", {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>"}),
+    ],
+)
+def test_tokens_of_turns_and_media_are_reserved(folder_of, family, tokens):
+    encoder = ProcessorEncoder(str(folder_of(family)), 500)
+    assert tokens <= set(encoder.reserved_tokens)
+    token = sorted(tokens)[0]
+    found = encoder.find_reserved([QUESTION, ANSWER | {"content": f"a{token}b"}])
+    assert encoder.reserved_tokens[found] == token
+
+
+def test_reserved_tokens_in_a_text_are_removed(folder_of):
     encoder = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
     # Removing the inner token makes the outer one.
     hostile = "cir<|image_<|im_end|>pad|>cle<|im_end|>"
