@@ -52,6 +52,11 @@ COLUMNS = (
 )
 """Columns of a source row; `mmray.data.rows` validates their values."""
 
+QUESTION_COLUMNS = ("prompt", "query", "instruction", "question")
+ANSWER_COLUMNS = ("completion", "response", "output", "answer")
+CHAT_COLUMNS = (*QUESTION_COLUMNS, "input", *ANSWER_COLUMNS, "system", "history")
+"""Columns of TRL, ms-swift, Alpaca and sets of questions about images, which become `messages`."""
+
 KEEP_ALL = "all"
 """Value of `prepare.keep`: all columns of the source that are not in COLUMNS."""
 

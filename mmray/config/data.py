@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from mmray.builtin import COLUMNS, FORMATS, KEEP_ALL, is_column_name
+from mmray.builtin import CHAT_COLUMNS, COLUMNS, FORMATS, KEEP_ALL, is_column_name
 from mmray.config.base import Section, parse_range, parse_weighted_sum
 from mmray.config.prompts import prompt_sets
 from mmray.errors import UsageError, suggest
@@ -320,9 +320,10 @@ class Prepare(Section, settings_prefix="prepare"):
     def _check_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         for column in columns:
             ours, equals, theirs = column.partition("=")
-            if not equals or not theirs or ours not in COLUMNS:
+            names = (*COLUMNS, *CHAT_COLUMNS)
+            if not equals or not theirs or ours not in names:
                 raise ValueError(
-                    f"must be OURS=THEIRS, with OURS one of {', '.join(COLUMNS)} (got {column!r})"
+                    f"must be OURS=THEIRS, with OURS one of {', '.join(names)} (got {column!r})"
                 )
         return columns
 

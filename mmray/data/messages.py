@@ -32,9 +32,13 @@ _KINDS = {
     "video_url": "video",
     "audio": "audio",
     "audio_url": "audio",
+    "input_image": "image",  # of OpenAI, as the next one
+    "input_audio": "audio",
 }
-# Names under which a part has a medium of its own.
-_MEDIA_FIELDS = (*_KINDS, "url", "path")
+_TEXT_TYPES = ("text", "input_text", "output_text")
+# Names under which a part has a medium of its own; `source` is Anthropic's.
+MEDIA_FIELDS = (*_KINDS, "url", "path", "source")
+_PART_FIELDS = {"type", "text", "index", *MEDIA_FIELDS}
 
 
 class PartMedium(NamedTuple):
@@ -72,11 +76,13 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
 
     Args:
         value: The value of the column: a list of {"role", "content"} or {"from", "value"}. The role
-            is `system`, `user` or `human`, or `assistant`, `gpt`, `chatgpt`, `model` or `bot`. The
-            content is a text, or a list of parts: {"type": "text", "text": "..."}, or a medium of
-            type `image`, `image_url`, `video`, `video_url`, `audio` or `audio_url`, such as
-            {"type": "image", "image": PATH}, also under `url` or `path`; without a URL type it may
-            be missing. Values of keys may be None, as in an Arrow struct.
+            is `system`, `user` or `human`, or `assistant`, `gpt`, `chatgpt`, `model` or `bot`, also
+            in capitals. The content is a text, or a list of parts: {"type": "text", "text": "..."}
+            (or `input_text`, `output_text`), or a medium of type `image`, `image_url`, `video`,
+            `video_url`, `audio`, `audio_url`, `input_image` or `input_audio`, such as {"type":
+            "image", "image": PATH}, also under `url`, `path` or Anthropic's `source`; of the types
+            `image`, `video` and `audio` it may be missing. Values of keys may be None, as in an
+            Arrow struct.
         num_media: Number of media in the columns of the row by kind, such as {"image": 2}. Each
             takes the next place: a part without a medium of its own, or `<image>`, `<video>` or
             `<audio>` in a text of the user or the system, which count only in a row without parts
@@ -84,9 +90,9 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
             the first user's text.
 
     Raises:
-        ValueError: It is not a conversation from which an assistant can learn: it has no message of
-            the assistant, does not start with the user (after a message of the system), or has an
-            empty message, one of over 64 KiB, or one of another form.
+        ValueError: It is not a conversation from which an assistant can learn: it has no text of
+            the assistant, no message of the user or an empty one, one of over 64 KiB, or one of
+            another form.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
@@ -95,21 +101,25 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise ValueError("only the first message may be of the system")
-    if "assistant" not in roles:
-        raise ValueError("no message is the assistant's: there is nothing to learn")
-    if roles[roles[0] == "system"] != "user":
-        raise ValueError("the conversation begins with the assistant; it must begin with the user")
+    if not any(each["role"] == "assistant" and message_text(each).strip() for each in messages):
+        raise ValueError("no message of the assistant has a text: there is nothing to learn")
+    if "user" not in roles:
+        raise ValueError("no message is the user's: there is nothing to answer")
     unplaced = places.unplaced()
     messages = insert_media(messages, unplaced)
+    notices = places.notices()
     for message in messages:
         # A user's turn may consist of media only.
-        text = message_text(message).strip()
-        if not text and (message["role"] != "user" or _has_only_text(message)):
-            raise ValueError(f"a message of the {message['role']} is empty")
+        is_empty = _has_only_text(message) and not message_text(message).strip()
+        if is_empty and message["role"] == "user":
+            raise ValueError("a message of the user is empty")
+        if is_empty and message["role"] == "assistant":
+            notices.append("an empty message of the assistant is a target")
+        message["content"] = message["content"] or [_text_part("")]
     before = [part for each in messages[: roles.index("user")] for part in each["content"]]
     first = sum(part["type"] != "text" for part in before)
     media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
-    return Conversation(messages, media, places.notices())
+    return Conversation(messages, media, notices)
 
 
 def message_text(message: Message) -> str:
@@ -166,6 +176,7 @@ class _Places:
 
     Attributes:
         media: A PartMedium for each place so far.
+        unused_fields: Names of fields of parts that are not used, such as `fps`.
     """
 
     def __init__(self, num_media: Mapping[str, int], has_parts: bool) -> None:
@@ -173,6 +184,7 @@ class _Places:
         self._num_media = num_media
         self._has_parts = has_parts
         self._num_removed = 0  # characters
+        self.unused_fields: set[str] = set()  # of parts
         self._unused_marks: set[tuple[str, bool]] = set()  # kind, and whether of an answer
 
     def split_marks(self, text: str, role: str) -> list[Part]:
@@ -222,6 +234,7 @@ class _Places:
             notices.append(f"{kind} without a mark, put before the first user's text")
         if self._num_removed:
             notices.append("control characters or byte order marks of a message are removed")
+        notices += [f"`{name[:40]}` of a content part is not used" for name in self.unused_fields]
         return sorted(notices)
 
 
@@ -241,7 +254,7 @@ def _parse_message(item: Any, places: _Places) -> Message:
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
     name = item.get("role") or item.get("from")
-    role = _ROLES.get(name) if isinstance(name, str) else None
+    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
@@ -267,18 +280,19 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
     """Return the parts of a message, and add the places of its media. Raises ValueError."""
     parts: list[Part] = []
     for part in content:
-        part_type = part.get("type")
+        names = {str(name) for name, value in part.items() if value is not None}
+        places.unused_fields |= names - _PART_FIELDS
+        fields = ("text", *_KINDS)  # Qwen-VL's parts have no type
+        part_type = part.get("type") or next((name for name in fields if part.get(name)), None)
         kind = _KINDS.get(part_type) if isinstance(part_type, str) else None
         if kind is not None:
-            values = [part[name] for name in _MEDIA_FIELDS if part.get(name) is not None]
-            value = values[0] if values else None
-            if isinstance(value, dict) and value.get("url") is not None:
-                value = value["url"]
+            values = [part[name] for name in MEDIA_FIELDS if part.get(name) is not None]
+            value = _own_medium(values[0], kind) if values else None
             if value is None and part_type != kind:
                 raise ValueError(f"a part of type {part_type} has no url")
             places.media.append(PartMedium(kind, value))
             parts.append(_media_part(kind))
-        elif part_type == "text" and isinstance(part.get("text"), str):
+        elif part_type in _TEXT_TYPES and isinstance(part.get("text"), str):
             parts += places.split_marks(part["text"], role)
         else:
             raise ValueError(
@@ -286,6 +300,17 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
                 f"{str(part)[:80]!r})"
             )
     return parts
+
+
+def _own_medium(value: Any, kind: str) -> Any:
+    """Return the medium of a part as a column has it, of OpenAI's and Anthropic's objects too."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("url") is not None:
+        return value["url"]
+    if isinstance(value.get("data"), str):
+        return f"data:{value.get('media_type') or kind};base64,{value['data']}"
+    return value
 
 
 def _media_part(kind: str) -> Part:

@@ -6,9 +6,10 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
 from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
@@ -18,9 +19,11 @@ from mmray.storage.address import is_url, redact_url, rejection_reason
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
+FOLDER = "folder of paths"  # of all media, in the folder of the source
 NOTICES = "notices of the reader"  # list of SourceRow.notices that a format adds
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
+_FILE_URL = "file://"
 IMAGE_COLUMNS = ("image_path", "image", "images")
 MEDIA_KINDS = {"audio": ("audio", "audios"), "video": ("video", "videos")}  # columns by kind
 MEDIA_COLUMNS = (*MEDIA_KINDS["audio"], *MEDIA_KINDS["video"])
@@ -152,6 +155,7 @@ def parse_row(
         )
     kept = values.pop(KEPT_COLUMNS, {})
     notices = values.pop(NOTICES, [])
+    folder = values.pop(FOLDER, "")
     try:
         row = _parse_columns(key, values, hosts)
     except BadRow as bad:
@@ -159,6 +163,8 @@ def parse_row(
         raise
     row.source = to_utf8(location)
     row.columns = kept
+    if folder:
+        row.images = [_move(image, folder) for image in row.images]
     row.notices += notices
     return row
 
@@ -181,7 +187,8 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     (messages, _, notices), images = _parse_conversation(values, hosts)
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
-    texts: Sequence[Any] = [message_text(each) for each in messages if each["role"] == "assistant"]
+    answers = [message_text(each) for each in messages if each["role"] == "assistant"]
+    texts: Sequence[Any] = [answer for answer in answers if answer.strip()]
     has_texts = not values.keys().isdisjoint(("text", "texts"))
     # Audio and video of one row are a pair without a text.
     has_pair = not any(values.keys().isdisjoint(names) for names in MEDIA_KINDS.values())
@@ -310,6 +317,14 @@ def _parse_conversation(
         parse_image(next(rest[kind]) if value is None else value, hosts, kind)
         for kind, value in conversation.media
     ]
+
+
+def _move(image: ImageRef, folder: str) -> ImageRef:
+    """Return a reference with its path relative to the source instead of a folder in it."""
+    if image.file is None:
+        return image
+    path = f"{folder}/{image.file}"
+    return replace(image, name=path, file=path)
 
 
 def _parse_only_medium(values: dict[str, Any], kind: str, hosts: tuple[str, ...]) -> ImageRef:
@@ -462,6 +477,8 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
                 f"{article} {kind} is an object with {fields}: give it as bytes, as a path or as "
                 "an object with bytes or path",
             )
+    if isinstance(name, str) and name.startswith(_FILE_URL):
+        name = unquote(name.removeprefix(_FILE_URL))
     if isinstance(data, bytes) and data.startswith(_BASE64_BYTES):
         data = data.decode(errors="replace")
     if isinstance(data, str) and data.startswith(_DATA_URI):
@@ -471,6 +488,13 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
     if isinstance(data, bytes):
         name = name if isinstance(name, str) and name else f"the {kind}"
         return ImageRef(name, data=data, kind=kind)
+    if kind == "video" and isinstance(data, list) and data and isinstance(data[0], str):
+        raise BadRow(
+            "columns",
+            kind,
+            f"a video is a list of {len(data)} frames: write them as a video file (`ffmpeg "
+            "-framerate 2 -i %d.jpg OUT.mp4`), or give them as images",
+        )
     if isinstance(data, (list, int, float)):
         file = "PNG or JPEG" if kind == "image" else "WAV, FLAC or MP4"
         raise BadRow(
@@ -491,7 +515,7 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
         hint = ""
         if is_url(name):
             hint = " (--allow-urls names the hosts that files are fetched from)"
-        elif name.startswith(("/", "file://")):
+        elif name.startswith("/"):
             hint = " (write it relative to the file of the rows)"
         raise BadRow(
             "columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}"

@@ -165,6 +165,34 @@ def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
             [IMAGE_PART, IMAGE_PART, IMAGE_PART, text("what")],
             ["a.png", "b.png", "c.png"],
         ),
+        # OpenAI's responses, and Anthropic
+        (
+            {
+                "messages": [
+                    {
+                        "role": "User",
+                        "content": [
+                            {"type": "input_image", "image_url": "a.png"},
+                            {"type": "image", "source": {"type": "url", "url": "b.png"}},
+                            {"type": "input_text", "text": "what"},
+                        ],
+                    },
+                    ANSWER | {"role": "Assistant"},
+                ]
+            },
+            [IMAGE_PART, IMAGE_PART, text("what")],
+            ["a.png", "b.png"],
+        ),
+        # Qwen-VL
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"image": "a.png"}, {"text": "q"}]}, ANSWER
+                ]
+            },
+            [IMAGE_PART, text("q")],
+            ["a.png"],
+        ),
         # text alone
         ({"messages": [{"role": "user", "content": "what"}, ANSWER]}, [text("what")], []),
         (
@@ -176,6 +204,45 @@ def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
 )  # fmt: skip
 def test_conversations_are_converted(values: Any, content: Any, images: Any) -> None:
     assert parsed(values) == (content, images)
+
+
+def test_anthropic_source_becomes_bytes() -> None:
+    data = base64.b64encode(png(3)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    part = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+    row = parse_row({"messages": [{"role": "user", "content": [part]}, ANSWER]}, "made:1")
+    assert [image.data for image in row.images] == [png(3)]
+    assert row.notices == ["`cache_control` of a content part is not used"]
+
+
+def test_assistant_may_begin_and_have_an_empty_turn() -> None:
+    turns = [
+        ("assistant", "Hello."), ("user", "Say nothing."), ("assistant", ""), ("user", "what"),
+        ("assistant", "a"),
+    ]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in turns]
+    row = parse_row({"image": "a.png", "messages": messages}, "made:1")
+    said = [(message["role"], message["content"][-1]["text"]) for message in row.messages]
+    assert said == turns
+    assert row.messages[1]["content"] == [IMAGE_PART, text("Say nothing.")]
+    assert row.texts == ["Hello.", "a"]
+    assert row.notices == ["an empty message of the assistant is a target"]
+
+
+def test_texts_stay_and_removed_characters_are_counted() -> None:
+    content = "\tif x:\r\n\t\treturn\n"
+    messages = [{"role": "user", "content": content}, ANSWER]
+    row = parse_row({"messages": messages}, "made:1")
+    assert (row.messages[0]["content"], row.notices) == ([text(content)], [])
+    row = parse_row({"messages": [messages[0] | {"content": "a\0\ufeffb"}, ANSWER]}, "made:1")
+    assert row.messages[0]["content"] == [text("ab")]
+    assert row.notices == ["control characters or byte order marks of a message are removed"]
+
+
+def test_video_as_a_list_of_frames_is_refused_by_name() -> None:
+    part = {"type": "video", "video": ["0.png", "1.png"]}
+    with pytest.raises(BadRow, match=r"columns video: a video is a list of 2 frames.*ffmpeg"):
+        parse_row({"messages": [{"role": "user", "content": [part]}, ANSWER]}, "made:1")
 
 
 def test_data_uri_becomes_bytes() -> None:
@@ -306,14 +373,14 @@ def test_boxes_need_one_image() -> None:
         ("hello", "must be a list"), ([], "must be a list"), (["hello"], "must be {role, content}"),
         ([{"role": "user", "content": "what"}], "nothing to learn"),
         ([{"role": "teacher", "content": "what"}], "the role of a message"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}], "is empty"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}], "has a text"),
         (
             [{"role": "user", "content": "x"}, {"role": "user", "content": [text(" ")]}, ANSWER],
             "message of the user is empty",
         ),
-        ([{"role": "user", "content": "x"}, ANSWER | {"content": [IMAGE]}], "is empty"),
-        ([ANSWER], "begins with the assistant"),
-        ([{"role": "system", "content": "x"}, ANSWER], "begins with the assistant"),
+        ([{"role": "user", "content": "x"}, ANSWER | {"content": [IMAGE]}], "has a text"),
+        ([ANSWER], "no message is the user's"),
+        ([{"role": "system", "content": "x"}, ANSWER], "no message is the user's"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "has no url"),
         ([{"role": "assistant", "content": [{"type": "file"}]}], "must be of type text"),
         ([{"role": "assistant", "content": 5}], "content must be text"),

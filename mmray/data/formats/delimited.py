@@ -31,7 +31,16 @@ from mmray.storage.paths import open_sequential
 MAX_FIELD_BYTES = 1024 * 1024
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 # JSON lists in a field of a CSV
-_LIST_COLUMNS = ("images", "audios", "videos", "texts", "boxes", "box_labels", *MESSAGE_COLUMNS)
+_LIST_COLUMNS = (
+    "images",
+    "audios",
+    "videos",
+    "texts",
+    "boxes",
+    "box_labels",
+    *MESSAGE_COLUMNS,
+    "history",
+)
 _NO_HEADER = "; if its first line is a row, number them: --columns image=1 text=2"
 _UTF16_ZEROS = {"UTF-16LE": slice(1, None, 2), "UTF-16BE": slice(0, None, 2)}
 _NUM_ZEROS = 8

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mmray.data.formats.listing import ListingSource, Rows
 from mmray.data.formats.source import RawRow, Source
-from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow
+from mmray.data.rows import FOLDER, IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow
 from mmray.errors import DataError
 
 _BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
@@ -79,7 +79,8 @@ class GroupedSource(ListingSource):
             )
         if not images or not row.values.keys().isdisjoint(MESSAGE_COLUMNS):
             return (row.location,), row.values
-        return (row.values.get("split"), repr(images)), row.values
+        place = (row.values.get("split"), row.values.get(FOLDER))
+        return (*place, repr(images)), row.values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a row that the driver has listed.

@@ -24,6 +24,7 @@ from PIL import Image
 
 from mmray.builtin import KEEP_ALL
 from mmray.data.formats.source import check_columns, check_named, known_columns
+from mmray.data.messages import MEDIA_FIELDS
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
@@ -139,7 +140,7 @@ def _encode_value(column: str, value: Any) -> Any:
     if column in (*IMAGE_COLUMNS, *MEDIA_COLUMNS):
         return _encode_image(value)
     if column in MESSAGE_COLUMNS and not isinstance(value, str):
-        return json.dumps(value, default=_json_value)
+        return json.dumps([*map(_with_own_media, value)], default=_json_value)
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
@@ -180,6 +181,29 @@ def _image_of_array(array: np.ndarray) -> Image.Image:
             "[H, W] or [H, W, C], a PIL image, encoded bytes or a path"
         )
     return Image.fromarray(array.squeeze(-1) if array.shape[2:] == (1,) else array)
+
+
+def _with_own_media(message: Any) -> Any:
+    """Return a message with the files of its parts as data URIs, because paths are relative to the
+    working directory.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple, np.ndarray)):
+        return message
+    return {**message, "content": [_with_own_medium(part) for part in content]}
+
+
+def _with_own_medium(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    own = dict(part)
+    for name in MEDIA_FIELDS:
+        value = own.get(name)
+        value = value.get("url") if isinstance(value, Mapping) else value
+        image = _encode_image(value) if isinstance(value, str) else None
+        if image is not None and image["bytes"] is not None:
+            own[name] = _json_value(image["bytes"])
+    return own
 
 
 def _json_value(value: Any) -> Any:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.builtin import COLUMNS, KEEP_ALL
+from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, COLUMNS, KEEP_ALL
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
+    FOLDER,
     IMAGE_COLUMNS,
     IMAGE_SIZE,
     KEPT_COLUMNS,
@@ -338,6 +339,13 @@ class Source(ABC):
             kept = {name: value for name, value in parsed.items() if self.keeps(name)}
             values[KEPT_COLUMNS] = kept
         unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
+        unjoined = (
+            name
+            for ours in CHAT_COLUMNS
+            if ours in values
+            for name in source_columns(self.columns, ours)
+        )
+        unused += [name for name in unjoined if not self.keeps(name)]
         if names := self.unread + unused:
             values[NOTICES] = [*values.get(NOTICES, ()), _format_unused(names)]
         return RawRow(line, location, values)
@@ -354,11 +362,12 @@ class Source(ABC):
         Args:
             name: Name of the column in the source.
         """
-        return name not in self._known if self.keep == (KEEP_ALL,) else name in self.keep
+        is_stored = name in self._known and name not in CHAT_COLUMNS
+        return not is_stored if self.keep == (KEEP_ALL,) else name in self.keep
 
     @cached_property
     def _known(self) -> set[str]:
-        return known_columns(self.columns) | {IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
+        return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
 
 
 def _format_unused(names: Sequence[str]) -> str:
@@ -376,7 +385,8 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
         columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
             {"text": "title"}; a column without an entry has mmray's name.
     """
-    return {theirs for column in COLUMNS for theirs in source_columns(columns, column)}
+    names = (*COLUMNS, *CHAT_COLUMNS)
+    return {theirs for column in names for theirs in source_columns(columns, column)}
 
 
 def check_named(
@@ -425,8 +435,8 @@ def check_columns(
     )
     # The images of a conversation may be in its parts.
     for kind, ours in (
-        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS)),
-        ("text", ("text", "texts", *MESSAGE_COLUMNS, "label")),
+        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS)),
+        ("text", ("text", "texts", *MESSAGE_COLUMNS, *ANSWER_COLUMNS, "label")),
     ):
         theirs = {name for column in ours for name in source_columns(columns, column)}
         if theirs.isdisjoint(names) and not (kind == "text" and has_pairs):

@@ -22,7 +22,7 @@ from mmray.data.formats.source import (
 )
 from mmray.data.formats.splits import splits_of_files, splits_of_paths
 from mmray.data.images.formats import detect_format
-from mmray.data.rows import IMAGE_COLUMNS, MEDIA_COLUMNS, BadRow, is_safe_path
+from mmray.data.rows import FOLDER, BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, open_sequential
 
@@ -302,24 +302,8 @@ class JsonlSource(Source):
         folder = chunk.file.rpartition("/")[0]
         for row in super().read(chunk):
             if folder and not self.name and isinstance(row.values, dict):
-                row.values.update(_move_media(row.values, folder))
+                row.values[FOLDER] = folder
             yield row
-
-
-def _move_media(values: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return the columns of media with paths relative to the source instead of a folder in it."""
-
-    def move(path: Any) -> Any:
-        is_path = isinstance(path, str) and is_safe_path(path)
-        return f"{folder}/{path}" if is_path else path
-
-    return {
-        column: list(map(move, values[column]))
-        if isinstance(values[column], list)
-        else move(values[column])
-        for column in (*IMAGE_COLUMNS, *MEDIA_COLUMNS)
-        if column in values
-    }
 
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:

@@ -9,7 +9,15 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow, to_utf8
+from mmray.builtin import ANSWER_COLUMNS, QUESTION_COLUMNS
+from mmray.data.rows import (
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    TEXT_COLUMNS,
+    BadRow,
+    to_utf8,
+)
 
 
 def normalize_values(
@@ -26,7 +34,8 @@ def normalize_values(
 
     Args:
         values: Values by mmray's column names (COLUMNS in mmray.builtin). Only `image`, `text`,
-            `texts`, `id`, `key`, `label`, `messages` and `conversations` are converted.
+            `texts`, `id`, `key`, `label`, `messages`, `conversations` and CHAT_COLUMNS (such as
+            `prompt` and `completion`) are converted.
         class_names: Names of the labels 0, 1, ...; empty: unknown.
         caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
 
@@ -61,6 +70,7 @@ def normalize_values(
             for turn in values.pop("texts")
             for role in ("user", "assistant")
         ]
+    _join_chat_columns(values)
     label = values.get("label")
     if isinstance(label, bool):
         values["label"] = int(label)
@@ -118,6 +128,51 @@ def _as_identifier(name: str, value: Any) -> Any:
         text = value.decode(errors="replace")
         return text if text.isprintable() and "\ufffd" not in text else value.hex()
     return value
+
+
+def _join_chat_columns(values: dict[str, Any]) -> None:
+    """Replace the columns of a question and its answer by `messages`, and add `system` to them.
+
+    Columns that are not used stay: those of a row with messages, with captions of its media, or
+    with several questions or answers.
+    """
+    questions = [name for name in QUESTION_COLUMNS if name in values] or ["input"]
+    answers = [name for name in ANSWER_COLUMNS if name in values]
+    names = values.keys()
+    has_media = not names.isdisjoint((*IMAGE_COLUMNS, *MEDIA_COLUMNS))
+    is_chat = names.isdisjoint(MESSAGE_COLUMNS) and not (
+        has_media and not names.isdisjoint(TEXT_COLUMNS)
+    )
+    if is_chat and len(questions) == len(answers) == 1 and questions[0] in names:
+        question = values.pop(questions[0])
+        if isinstance(question, str) and isinstance(values.get("input"), str):
+            question = "\n".join(filter(None, (question, values.pop("input"))))  # as ms-swift
+        pairs = [(question, values.pop(answers[0]))]
+        earlier = values.get("history")
+        if isinstance(earlier, list) and all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in earlier
+        ):
+            pairs[:0] = values.pop("history")
+        values["messages"] = [
+            message
+            for pair in pairs
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+            for message in _as_messages(role, content)
+        ]
+    for name in MESSAGE_COLUMNS:
+        turns = values.get(name)
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+            continue
+        if "system" not in (turns[0].get("role"), turns[0].get("from")):
+            system = values.pop("system", None)
+            values[name] = [{"role": "system", "content": system}] * bool(system) + turns
+
+
+def _as_messages(role: str, content: Any) -> list[Any]:
+    """Return a prompt or a completion as messages; TRL's may be messages already."""
+    is_messages = isinstance(content, list) and content and isinstance(content[0], dict)
+    is_messages = is_messages and "role" in content[0]
+    return content if is_messages else [{"role": role, "content": content}]
 
 
 def _drop_blank(captions: list[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.source import (
     RawRow,
     Source,
@@ -57,6 +58,7 @@ _TEXT_COLUMNS = ("text", "texts", "caption")
 _OTHER_COLUMNS = (
     *("label", "split", "language", "boxes", "box_labels", *SPAN_COLUMNS),
     *MESSAGE_COLUMNS,
+    *CHAT_COLUMNS,
 )
 _TEXT_EXTENSIONS = {"txt", *(suffix.removeprefix(".") for suffix in SUBTITLE_SUFFIXES)}
 _NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a sample

@@ -22,6 +22,7 @@ from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
 from mmray.data.rows import (
+    FOLDER,
     KEPT_COLUMNS,
     NOTICES,
     TEXT_COLUMN,
@@ -116,7 +117,9 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
         return
     file = f"{source.folder / source.name} ({source.describe()})"
     names = list(
-        dict.fromkeys(name for row in rows for name in row if name not in (KEPT_COLUMNS, NOTICES))
+        dict.fromkeys(
+            name for row in rows for name in row if name not in (FOLDER, KEPT_COLUMNS, NOTICES)
+        )
     )
     if type(source) in (JsonlSource, JsonArraySource):
         first = {name: rows[0].get(name) for name in names}

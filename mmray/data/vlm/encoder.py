@@ -442,7 +442,7 @@ class ProcessorEncoder:
         turns[1] = turns[1] | {"content": parts[-1:]}
         rendered = ""
         for system in ([{"role": "system", "content": parts[-1:]}], []):
-            with suppress(TemplateError):  # some take no system
+            with suppress(TemplateError, RowError):  # some take no system
                 rendered += self._render(system + turns)[0]
         added = self.tokenizer.added_tokens_decoder.values()
         in_template = {each.content for each in added if each.special and each.content in rendered}

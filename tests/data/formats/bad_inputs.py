@@ -263,12 +263,12 @@ LINES = {
         "decode aspect-ratio",
         "the limit is 1 to 200",
     ),
-    "a conversation that starts with the assistant": (
+    "a conversation of the assistant alone": (
         {"messages": [{"role": "assistant", "content": "x"}]},
         "columns messages",
         "",
     ),
-    "an empty turn": (chat(content=" "), "columns messages", ""),
+    "an empty turn of the user": (chat(content=" "), "columns messages", ""),
     "an image part of an unknown type": (
         chat(content=[{"type": "file", "file": "a.pdf"}]),
         "columns messages",

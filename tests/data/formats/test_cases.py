@@ -115,3 +115,15 @@ def test_tags_in_answers_stay_text_and_pictures_in_questions(shared_cases, tmp_p
         "c": [["image", "What does the tag <image> mean?"], ["A picture."]],
     }
     assert [notice["num_rows"] for notice in manifest.notices.values()] == [5]
+
+
+def test_columns_of_peers_become_conversations(shared_cases, tmp_path):
+    source = shared_cases / "chat-doors/peer-columns.jsonl"
+    manifest, rows, _ = prepared(source, tmp_path / "out")
+    assert {row.key: [*map(parts_of, row.messages)] for row in rows} == {
+        "p": [["image", "Name it."], ["A square."]],
+        "q": [["image", "Name it."], ["A square."]],
+        "s": [["Answer briefly."], ["image", "Name it."], ["Square."]],
+        "v": [["image", "What color?"], ["Red."]],
+    }
+    assert not manifest.notices

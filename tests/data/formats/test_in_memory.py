@@ -124,6 +124,21 @@ def test_bad_images_are_quarantined_and_messages_kept(tmp_path):
     assert (manifest.num_rows, manifest.reasons) == (3, {"missing-image": 1})
 
 
+def test_paths_in_content_parts_are_relative_to_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(noisy(number))
+        value = f"{number}.png" if number else {"url": f"{number}.png"}
+        part = {"type": "image_url", "image_url": value}
+        said = {"role": "assistant", "content": TEXTS[number]}
+        rows.append({"messages": [{"role": "user", "content": [part]}, said]})
+    source = store_rows(rows, tmp_path / "rows", {})
+    prepare(source, str(tmp_path / "set"), Prepare())
+    stored = PreparedSet.open(str(tmp_path / "set")).read(np.arange(3))
+    assert [row.media[0].data for row in stored] == [noisy(number) for number in range(3)]
+
+
 def test_equal_rows_are_stored_once(tmp_path):
     rows = [{"img": noisy(1), "text": "a"}]
     stored = {store_rows(rows, tmp_path, {"image": "img"}) for _ in range(2)}

@@ -17,6 +17,14 @@ from tests.data.prepare.test_pipeline import color_image
 from tests.made import encode
 
 CHAT = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A color."}]
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def pair(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+QA = pair("q", "a")
 TURN = {"user": "What?", "assistant": "A color.", "source": "x"}
 
 
@@ -45,6 +53,34 @@ def normalized(**values):
         ({"text": "x", "texts": None}, {"text": "x"}),
         ({"messages": json.dumps(CHAT)}, {"messages": CHAT}),
         ({"conversations": "[broken"}, {"conversations": "[broken"}),
+        # TRL, ms-swift, Alpaca, and questions about images
+        ({"prompt": "q", "completion": "a"}, {"messages": QA}),
+        (
+            {"prompt": QA[:1], "completion": QA[1:], "image": "a.png"},
+            {"messages": QA, "image": "a.png"},
+        ),
+        (
+            {"query": "q", "response": "a", "history": [["b", "c"]], "system": "s"},
+            {"messages": [SYSTEM, *pair("b", "c"), *QA]},
+        ),
+        ({"instruction": "q", "input": "x", "output": "a"}, {"messages": pair("q\nx", "a")}),
+        (
+            {"instruction": "q", "input": "", "output": "a", "text": "t"},
+            {"messages": QA, "text": "t"},
+        ),
+        ({"input": "q", "output": "a"}, {"messages": QA}),
+        ({"image": "a.png", "question": "q", "answer": "a"}, {"messages": QA, "image": "a.png"}),
+        ({"system": "s", "conversations": QA}, {"conversations": [SYSTEM, *QA]}),
+        # columns that are not used stay
+        ({"system": "s", "messages": [SYSTEM, *QA]}, {"system": "s", "messages": [SYSTEM, *QA]}),
+        *(
+            (values, values)
+            for values in (
+                {"image": "a.png", "text": "t", "question": "q"},
+                {"image": "a.png", "text": "t", "question": "q", "answer": "a"},
+                {"question": "q", "prompt": "p", "answer": "a"},
+            )
+        ),
         (
             {"texts": [TURN]},
             {
@@ -163,3 +199,42 @@ def test_repeated_ids_are_kept_on_request(tmp_path, in_process):
         prepared(folder / "rows.jsonl", tmp_path / "none", max_bad_fraction=0.1)
     _, rows, _ = prepared(folder / "rows.jsonl", tmp_path / "out", duplicates="keep")
     assert [row.key for row in rows] == ["same"] * 3
+
+
+def test_question_of_a_parquet_set_is_kept(tmp_path, in_process):
+    folder = images(tmp_path / "raw", 3)
+    columns = {name: [f"{name} {number}" for number in range(3)] for name in ("question", "answer")}
+    columns |= {"image": [f"{number}.png" for number in range(3)], "prompt": [None, None, "p"]}
+    pq.write_table(pa.table(columns), folder / "vqa.parquet")
+    manifest, rows, _ = prepared(folder / "vqa.parquet", tmp_path / "all", max_bad_fraction=0.5)
+    said = [[part["text"] for each in row.messages for part in each["content"]] for row in rows]
+    assert said == [[None, f"question {number}", f"answer {number}"] for number in range(2)]
+    assert manifest.reasons == {"no-text": 1}  # it has two questions
+    manifest, rows, _ = prepared(
+        folder / "vqa.parquet", tmp_path / "text", columns=("text=answer",)
+    )
+    assert [row.texts for row in rows] == [[f"answer {number}"] for number in range(3)]
+    assert {text: notice["num_rows"] for text, notice in manifest.notices.items()} == {
+        "column `question` is not used": 2,
+        "columns `prompt`, `question` are not used": 1,
+    }
+
+
+def test_paths_in_parts_are_relative_to_the_file_of_a_folder(tmp_path, in_process):
+    for split in ("train", "val"):
+        folder = images(tmp_path / "raw" / split, COUNT)
+        parts = [{"type": "image", "image": "1.png"}, {"type": "image"}]
+        user = {"role": "user", "content": parts}
+        lines = [
+            {"id": f"{split} {number}", "image": f"{number}.png", "messages": [user, QA[1]]}
+            for number in range(2)
+        ]
+        lines.append({"messages": pair("<img>0.png</img>", "a"), "id": split})
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (folder / "rows.jsonl").write_text(text)
+        (folder / "1.png").write_bytes(encode(Image.new("RGB", (9, 8), len(split))))
+    _, rows, _ = prepared(tmp_path / "raw", tmp_path / "out")
+    for row in rows:
+        folder = tmp_path / "raw" / row.split
+        names = [f"1.png {row.key[-1]}.png", "0.png"][row.key == row.split].split()
+        assert [each.data for each in row.media] == [(folder / name).read_bytes() for name in names]
