@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +37,7 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import find_family, is_packable, read_config
 from mmray.data.vlm.sample import generate_model
-from mmray.data.vlm.token_counter import ProcessorCounter
+from mmray.data.vlm.token_counter import ProcessorCounter, TokenSearch
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
@@ -330,9 +330,26 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
     if unknown := int((lengths == NOT_COUNTED).sum()):
         text += f"; {unknown:,} rows cannot be used, for reasons that quarantine.jsonl will state"
     reporter.log(text, "tokens")
+    for line in describe_removed_tokens(resolved.train_set, counter.reserved_tokens):
+        reporter.log(line, "notice")
     config = read_config(model.weights)
     packed = is_packable(config, find_family(config, model.weights))
     return replace(resolved, token_lengths=lengths, is_packed=packed)
+
+
+def describe_removed_tokens(
+    train_set: PreparedSet | PreparedMixture, tokens: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield a line for each of the tokens that is in a text, with its number of rows and one."""
+    places = token_counts(train_set, TokenSearch(tokens))
+    for place in np.unique(places[places > 0]).tolist():
+        numbers = np.flatnonzero(places == place)
+        [row] = train_set.read(numbers[:1])
+        yield (
+            f"{len(numbers):,} row{'s' * (len(numbers) > 1)}: `{tokens[place - 1]}` in a text is "
+            "removed, because it stands for a medium, or for a start or an end of a turn, for "
+            f"example {row.source}"
+        )
 
 
 def with_sample_weights(config: Config) -> Config:

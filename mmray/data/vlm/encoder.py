@@ -405,17 +405,6 @@ class ProcessorEncoder:
         kept = [number for number in token_ids if number not in self._reserved_ids]
         return str(self.tokenizer.decode(kept))
 
-    def find_reserved(self, messages: Sequence[Message]) -> int | None:
-        """Return the index in `reserved_tokens` of one that is in a text; None: none is."""
-        texts = [
-            part["text"]
-            for message in messages
-            for part in _content_parts(message["content"])
-            if part["type"] == "text"
-        ]
-        found = (any(token in text for text in texts) for token in self.reserved_tokens)
-        return next((index for index, is_in_text in enumerate(found) if is_in_text), None)
-
     # --- templates
 
     def _as_parts(self, messages: Sequence[Message]) -> list[Message]:

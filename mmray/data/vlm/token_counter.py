@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import orjson
+
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
@@ -36,14 +38,23 @@ class ProcessorCounter:
     limits: dict[str, Any] = field(default_factory=dict)
     question: str = ""
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 as hex of what determines the counts: the processor and `question`.
 
         Loads the processor on first use.
         """
-        digest = self._encoder(without_torch=False).digest
-        return hashlib.sha256(f"{digest} {self.question}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._processor[0]} {self.question}".encode()).hexdigest()
+
+    @property
+    def reserved_tokens(self) -> tuple[str, ...]:
+        """Tokens that the processor removes from texts; it is loaded on first use."""
+        return self._processor[1]
+
+    @cached_property
+    def _processor(self) -> tuple[str, tuple[str, ...]]:
+        encoder = self._encoder(without_torch=False)
+        return encoder.digest, tuple(encoder.reserved_tokens)
 
     def build(self) -> RowCounter:
         """Load the processor, and return the function that counts the tokens of a stored row.
@@ -66,6 +77,27 @@ class ProcessorCounter:
     def _encoder(self, without_torch: bool) -> ProcessorEncoder:
         limits = self.limits | {"max_tokens": sys.maxsize, "without_torch": without_torch}
         return ProcessorEncoder(self.weights, **limits)
+
+
+@dataclass(frozen=True)
+class TokenSearch:
+    """Searches the texts of rows for tokens, as a TokenCounter: what it counts for a row is the
+    place in `tokens`, from 1, of the first one that is in the row; 0: none is.
+    """
+
+    tokens: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(("tokens in texts", self.tokens)).encode()).hexdigest()
+
+    def build(self) -> RowCounter:
+        def find(row: Row) -> int:
+            text = orjson.dumps(row.conversations("")).decode()
+            found = (place for place, token in enumerate(self.tokens, 1) if token in text)
+            return next(found, 0)
+
+        return find
 
 
 def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,9 @@ from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.models.vlm.model import Vlm
+from mmray.training.resolve import describe_removed_tokens
 from tests.made import make_set
-from tests.models.vlm.rows import stored_rows
+from tests.models.vlm.rows import stored_rows, text
 
 WORLD = 2
 STEP_ROWS = 7
@@ -71,3 +74,20 @@ def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, mon
     assert (by_rows[:, 1] > 0).all() and max(max(each) for each in sizes) <= limit
     # Both ranks have equally many micro-batches in each step.
     assert [len(each) for each in sizes[:3]] == [len(each) for each in sizes[3:]]
+
+
+def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
+    )
+    tokens = ProcessorCounter(str(folder_of("qwen3_vl"))).reserved_tokens
+    rows = stored_rows(6)
+    answers = {2: "see <|image_pad|>, <act_1>", 4: "a<|im_end|>", 5: "<|im_end|>\n", 3: "<act_1>"}
+    for number, answer in answers.items():
+        last = {"role": "assistant", "content": [text(answer)]}
+        rows[number] = replace(rows[number], messages=[*rows[number].messages[:-1], last])
+    lines = list(describe_removed_tokens(make_set(tmp_path, rows), tokens))
+    assert [line.partition(" in a text")[0] for line in lines] == [
+        "1 row: `<|image_pad|>`",
+        "2 rows: `<|im_end|>`",
+    ]
