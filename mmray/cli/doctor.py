@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from rich.text import Text
@@ -13,6 +14,7 @@ from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import Finding, ResourceError, UsageError
 
+DECODE_S = 1.0  # of --cluster, on each node
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
@@ -99,9 +101,12 @@ def _checks(command: DoctorCommand) -> Iterator[Finding]:
 
     yield from run_checks(command.address, command.storage)
     if command.cluster:
-        from mmray.bench.preflight import check_cluster
+        from mmray.bench.synthetic_images import photos_per_s
+        from mmray.cluster.node_checks import check_cluster
+        from mmray.data.images.decode import decode
 
-        yield from check_cluster(command.address, command.storage)
+        decodes_per_s = partial(photos_per_s, decode, DECODE_S)
+        yield from check_cluster(command.address, command.storage, decodes_per_s)
 
 
 def _print_data_nodes(command: DoctorCommand, name: str, console: ConsoleReporter) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.bench import preflight
-from mmray.cluster import doctor
+from mmray.cluster import doctor, node_checks
 from tests.test_cli import typed  # noqa: F401 - a fixture
 
 
@@ -95,12 +94,12 @@ def test_doctor_on_this_machine(local_ray, typed, tmp_path):  # noqa: F811
 
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
-def test_preflight_measures_each_node_and_the_links(nodes, tmp_path, monkeypatch):
+def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeypatch):
     """Two nodes and the head: figures of each, and of what is between them."""
     nodes.reset([(1, 0)])
-    monkeypatch.setattr(preflight, "COLLECTIVE_MB", 8)
-    monkeypatch.setattr(preflight, "TRANSFER_MB", 8)
-    found = list(preflight.check_cluster(nodes.address, str(tmp_path)))
+    monkeypatch.setattr(node_checks, "COLLECTIVE_MB", 8)
+    monkeypatch.setattr(node_checks, "TRANSFER_MB", 8)
+    found = list(node_checks.check_cluster(nodes.address, str(tmp_path), lambda: 400.0))
     levels = {each.name: each.level for each in found}
     assert levels["versions"] == levels["run.storage"] == "ok"
     names = [name.partition(" ")[2].partition(" ")[2] for name in levels if name[:5] == "node "]
@@ -110,31 +109,24 @@ def test_preflight_measures_each_node_and_the_links(nodes, tmp_path, monkeypatch
     assert "MB/s" in collective.observed
 
 
-REPORT = preflight.NodeReport(
-    "v1", 2, 2, 24.0, 64.0, doctor.Finding("ok", "disk", ""), 0.2, 8, 0.01, 400.0
-)
-
-
 @pytest.mark.parametrize(
-    ("changed", "name", "level"),
+    ("finding", "level"),
     [
-        ({}, "", ""),
-        ({"gpus_of_torch": 1}, "GPUs", "error"),
-        ({"busy_cores": 5.0}, "load", "warning"),
-        ({"clock_s": -1.0}, "clock", "warning"),
-        ({"clock_s": 7.0}, "clock", "error"),
-        ({"decodes_per_s": 150.0}, "decoding", "warning"),
-        ({"decodes_per_s": 50.0}, "decoding", "error"),
+        (node_checks.check_load(0.2, 8), "ok"),
+        (node_checks.check_load(5.0, 8), "warning"),
+        (node_checks.check_clock(0.01), "ok"),
+        (node_checks.check_clock(-1.0), "warning"),
+        (node_checks.check_clock(7.0), "error"),
+        (node_checks.check_decoding(400.0), "ok"),
+        (node_checks.check_decoding(150.0), "warning"),
+        (node_checks.check_decoding(50.0), "error"),
     ],
 )
-def test_measurements_of_a_node_are_rated(changed, name, level):
-    found = preflight.rate_node("ab" * 28, REPORT._replace(**changed))
-    problems = [(each.name.split(" ", 2)[2], each.level) for each in found if each.level != "ok"]
-    assert problems == [(name, level)] * bool(name)
+def test_measurements_of_a_node_are_rated(finding, level):
+    assert finding.level == level and bool(finding.fix) == (level != "ok")
 
 
 def test_versions_must_be_equal():
-    reports = {"a" * 56: REPORT, "b" * 56: REPORT._replace(versions="v2")}
-    finding = preflight.compare_versions(reports)
+    finding = node_checks.compare_versions({"a" * 56: "v1", "b" * 56: "v2"})
     assert finding.level == "error"
     assert "v1 on node aaaaaaaa; v2 on node bbbbbbbb" in finding.observed
