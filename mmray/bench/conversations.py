@@ -174,11 +174,11 @@ class _Bench:
             max_tokens=self.max_tokens,
             padded=not model.packed,
         )
-        timer = StepTimer((self.group.device,), total_until=steps)
+        timer = StepTimer(self.group.device, until=steps)
         shape = BatchShape(self.global_batch_size, self.micro, 1, micro_tokens=self.max_tokens)
         spec = synthetic_run(self.config, self.group, model, tokens, shape, callbacks=(timer,))
         result = loop.train_loop(spec, self._packed(tokens, model.collator()))
-        return sum(timer.times_s), float(result.metrics["train/loss"])
+        return timer.took_s, float(result.metrics["train/loss"])
 
     def _packed(self, plan: TokenPlan, collate: Any) -> Iterator[list[Batch]]:
         for step in range(plan.steps):
@@ -209,7 +209,7 @@ class _Bench:
         collate = model.collator()
         precision = select_precision(self.config.train.precision, self.group.device)
         optimizer = optimizers.build_optimizer(model, self.config.optimizer)
-        timer = StepTimer((self.group.device,), total_until=steps)
+        timer = StepTimer(self.group.device, until=steps)
         loss = 0.0
         for step in range(steps):
             optimizers.set_lr(optimizer, optimizers.lr_at(step, self.config.optimizer, steps))
@@ -229,7 +229,7 @@ class _Bench:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             timer.on_step(step + 1)
-        return sum(timer.times_s), loss
+        return timer.took_s, loss
 
 
 def _loss_of_transformers(model: Any, batch: Batch, num_targets: torch.Tensor) -> torch.Tensor:

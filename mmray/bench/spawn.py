@@ -57,7 +57,7 @@ def select_device(cluster: Cluster) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:
+def spawn_workers(measure: Measure, config: Config) -> Any:
     """Run a function in `cluster.workers` new processes of this machine, joined by
     torch.distributed.
 
@@ -65,7 +65,6 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
         measure: Module-level function, called in each process with (config, group, folder): its
             Group of ranks, and a temporary folder that all processes share.
         config: Passed to `measure`; gives the number of processes.
-        device_type: `cuda` (process i has GPU i) or `cpu`; empty: as a run would choose.
 
     Returns:
         What `measure` returned in the process of rank 0, unchanged.
@@ -74,7 +73,7 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
         WorkerFailed: A process died, or `measure` raised an error in it.
         ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
     """
-    device_type = device_type or select_device(config.cluster).type
+    device_type = select_device(config.cluster).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         workers = [
             ChildProcess("worker", _run_worker, rank, measure, config, device_type, Path(folder))

@@ -10,11 +10,10 @@ one step ahead. What mmray's defaults leave unused shows there.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -39,7 +38,6 @@ from mmray.engine import loop
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
-from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.cuda_graphs import graph_branches
@@ -76,12 +74,10 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         window_s: Approximate seconds of each timing.
 
     Returns:
-        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
-        `torch`), `batch` (text), `ratios` (samples/s of mmray's loop relative to the others:
+        `machine`, `batch` (text), `ratios` (samples/s of mmray's loop relative to the others:
         `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` (by ratio `min` and `max`
         over the rounds, and `pairs`, their number), and `rows`: a dict per loop with its name as
-        `arm`, medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`,
-        `tflops` (model TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
+        `arm`, and medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`.
 
     Raises:
         UsageError: The objective or the settings are not supported.
@@ -140,8 +136,7 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
         `micro` (rows of a micro-batch), `ratios` (samples/s of mmray's loop relative to the others:
         `loop_vs_bare`, `loop_vs_best`; medians over the rounds), `spread` (by ratio `min` and `max`
         over the rounds, and `pairs`, their number), and `rows`: a dict per loop with its name as
-        `arm`, medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`,
-        `tflops` (model TFLOP/s per device), and `mfu` (its share of the peak, if that is known).
+        `arm`, and medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`.
     """
     group = bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
@@ -172,58 +167,32 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
         arms["accumulated"] = partial(measure, whole, bench.rank_rows, whole_steps)
         ratios["loop_vs_best"] = ("accumulated", "best")
     bench.loop_window(steps)  # the first window imports TensorBoard
-    result = compare(arms, pairs, "samples_per_s", ratios)
-    flops_of_row = bench.flops_of_row()
-    peak = bench.peak_flops()
-    for row in result["rows"]:
-        flops = row["samples_per_s"] * flops_of_row / group.world_size
-        row["tflops"] = flops / 1e12
-        if peak is not None:
-            row["mfu"] = flops / peak
-    return {"micro": bench.micro} | result
+    return {"micro": bench.micro} | compare(arms, pairs, "samples_per_s", ratios)
 
 
 @dataclass
 class StepTimer:
-    """Callback of a training loop that records the seconds of steps after the warm-up.
-
-    The loop calls `on_step(step, metrics)`, which appends to `times_s`.
+    """Callback of a training loop that measures the seconds of the steps after the warm-up.
 
     Args:
-        devices: Devices whose kernels must have finished before a time is taken.
-        total_until: Record only one time, of all steps from the end of the warm-up to this one;
-            None: record each step.
-        warmup_steps: Number of first steps that are not recorded.
-        times_s: Filled with the seconds of each recorded step, or with the one total.
-        metrics: Replaced by the newest logged metrics, by name such as `train/loss`.
+        device: Its kernels must have finished before a time is taken.
+        until: Last step that is measured.
+        took_s: Filled after the last step.
     """
 
-    devices: tuple[torch.device, ...]
-    total_until: int | None = None
-    warmup_steps: int = WARMUP_STEPS
-    times_s: list[float] = field(default_factory=list)
-    metrics: Metrics = field(default_factory=dict)
-    _last_s: float = 0.0
+    device: torch.device
+    until: int
+    took_s: float = 0.0
+    _start_s: float = 0.0
 
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
-        """Record the time since the last recorded step, after the device has finished all kernels.
-
-        With `total_until` only the total from the end of the warm-up to that step is recorded.
-
-        Args:
-            step: Number of steps taken; a call with 0 starts the clock if there is no warm-up.
-            metrics: Metrics of the step; None if the step was not logged.
-        """
-        self.metrics = metrics or self.metrics
-        if self.total_until is not None and step not in (self.warmup_steps, self.total_until):
+        if step not in (WARMUP_STEPS, self.until):
             return
-        for device in self.devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # wait for queued kernels
-        now_s = time.perf_counter()
-        if step > self.warmup_steps:
-            self.times_s.append(now_s - self._last_s)
-        self._last_s = now_s
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # wait for queued kernels
+        self.took_s = time.perf_counter() - self._start_s
+        if step == WARMUP_STEPS:
+            self._start_s = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -329,14 +298,14 @@ class Bench:
         world = self.group.world_size
         rows = self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, world)
-        timer = StepTimer((self.group.device,), total_until=steps)
+        timer = StepTimer(self.group.device, until=steps)
         model = self.copy_of_model(shape)
         metrics = self.train(model, shape, steps, callbacks=(timer,), log=self.log).metrics
         # the other loops have not changed theirs
         if (micro := metrics["batch/micro"]) < self.micro:
             problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
             raise OutOfMemoryError(f"{problem}: lower batch.micro in the recipe")
-        return sum(timer.times_s), metrics["train/loss"]
+        return timer.took_s, metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
         """Time the loop written by hand with the settings of the config, on a copy of the model.
@@ -399,35 +368,14 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def flops_of_row(self) -> float:
-        """Return the FLOPs of the model for a forward and a backward pass of one row."""
-        batch = next(copy_to(self.group.device, self._rows(self.micro)))
-        precision = select_precision(self.config.train.precision, self.group.device)
-        flops = model_flops_of_row(self.model.to(self.group.device), batch, precision)
-        self.model.zero_grad()
-        return flops
-
-    def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of the device, in the precision that a run uses on it by default.
-
-        None for a CPU and an unknown GPU.
-        """
-        device = self.group.device
-        peak = (
-            peak_flops(device, select_precision("auto", device))
-            if device.type == "cuda"
-            else math.nan
-        )
-        return None if math.isnan(peak) else peak
-
     def _window_by_hand(
         self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int
     ) -> tuple[float, float]:
-        timer = StepTimer((self.group.device,), total_until=steps)
+        timer = StepTimer(self.group.device, until=steps)
         loss = train_by_hand(
             model, batches, self.config, precision, self.group.device, steps, timer.on_step
         )
-        return sum(timer.times_s), loss
+        return timer.took_s, loss
 
     def _rows(self, rows: int) -> Iterator[Batch]:
         """Yield the first `rows` rows of each batch, in rotation."""

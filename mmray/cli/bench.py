@@ -16,9 +16,6 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
 
-# Formats of values in a table; others have about three digits.
-STYLES = {"mfu": ".1%", "loss": ".4f"}
-
 
 @dataclass(frozen=True)
 class StepCommand:
@@ -110,7 +107,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     values = {name: value for row in rows for name, value in row.items()}
     columns = {}
     for name, value in values.items():
-        style = "" if isinstance(value, str) else STYLES.get(name, COMPACT)
+        number = ".4f" if name == "loss" else COMPACT
+        style = "" if isinstance(value, str) else number
         columns[name] = (title_of(name), style)
     return rows_table(rows, columns)
 

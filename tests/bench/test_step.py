@@ -207,8 +207,6 @@ def test_two_workers_end_to_end() -> None:
         assert result["ratios"][f"loop_vs_{base}"] == ratio
         assert result["spread"][f"loop_vs_{base}"] == {"min": ratio, "max": ratio, "pairs": 1}
     assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
-    # a CPU's peak is unknown
-    assert rows["best"]["tflops"] > 0 and "mfu" not in rows["best"]
     # over the rows of both ranks
     assert rows["loop"]["loss"] == pytest.approx(rows["bare"]["loss"], rel=1e-4)
     assert result["machine"]["cores"] > 0

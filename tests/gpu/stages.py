@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mmray.bench.results import compare, describe_machine
-from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
+from mmray.bench.step import WARMUP_STEPS, Bench, build_bench, measure_loops
 from mmray.config import Batch, recipes
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
@@ -176,21 +176,21 @@ def models(device: torch.device) -> Iterator[Case]:
         settings = {"precision": precision, "compile": backend, "log_every": 1}
         rows = 16 if device.type == "cuda" else 4
         bench = build_bench(recipe(name, device, **settings), Group(device=device), rows)
-        log = StepTimer((device,), warmup_steps=0)
-        log.on_step(0)
-        bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, callbacks=(log,))
-        first_s, second_s = log.times_s[-2:]
-        loss = log.metrics["train/loss"]
-        peak_gib = log.metrics["memory/peak_gib"]
+        steps = StepEnds(device)
+        steps.on_step(0)
+        shape = BatchShape(rows, rows, world_size=1)
+        metrics = bench.train(bench.model, shape, 2, callbacks=(steps,)).metrics
+        start_s, first_s, second_s = steps.at_s[-3:]
+        loss = metrics["train/loss"]
         assert math.isfinite(loss), f"the loss is {loss}"
         if (precision, backend) == ("fp32", "none"):
             eager_losses[name] = loss
         row = {
             "rows": rows,
-            "first_step_s": first_s,
-            "step_s": second_s,
+            "first_step_s": first_s - start_s,
+            "step_s": second_s - first_s,
             "loss": loss,
-            "peak_gib": peak_gib,
+            "peak_gib": metrics["memory/peak_gib"],
         }
         return row | (
             {"loss_vs_fp32_eager": loss / eager_losses[name] - 1} if name in eager_losses else {}
@@ -203,6 +203,19 @@ def models(device: torch.device) -> Iterator[Case]:
         for name in names:
             label = f"{name} {precision} {'eager' if backend == 'none' else backend}"
             yield label, partial(two_steps, name, precision, backend)
+
+
+class StepEnds:
+    """Callback of a training loop that records when the device has finished each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.at_s: list[float] = []
+
+    def on_step(self, step: int, metrics: Any = None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.at_s.append(time.perf_counter())
 
 
 def memory(device: torch.device) -> Iterator[Case]:
@@ -235,11 +248,11 @@ def memory(device: torch.device) -> Iterator[Case]:
     def run(name: str) -> dict[str, Any]:
         bench = build(name)
         micro = micros[name]
-        log = StepTimer((device,), warmup_steps=0)
-        bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, callbacks=(log,))
+        shape = BatchShape(rows, micro, world_size=1)
+        metrics = bench.train(bench.model, shape, 3).metrics
         row = {
-            "micro_after": log.metrics["batch/micro"],
-            "peak_gib": log.metrics["memory/peak_gib"],
+            "micro_after": metrics["batch/micro"],
+            "peak_gib": metrics["memory/peak_gib"],
         }
         if device.type == "cuda":
             row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
@@ -296,7 +309,7 @@ def measure_step(device: torch.device, name: str, rows: int) -> list[dict[str, A
         `loop_vs_best`, each also as NAME_lowest and NAME_highest of the rounds. Then follows one
         per loop, mmray's (`loop`) and those by hand, with the settings of the recipe (`bare`) and
         with the fastest ones (`best`): `samples_per_s` with its `lowest` and `highest`, the last
-        `loss`, `tflops`, and `mfu` if the peak of the device is known.
+        `loss`.
     """
     bench = build_bench(recipe(name, device), Group(device=device), rows)
     result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
