@@ -321,7 +321,7 @@ def _parse_conversation(
 
 def _move(image: ImageRef, folder: str) -> ImageRef:
     """Return a reference with its path relative to the source instead of a folder in it."""
-    if image.file is None:
+    if image.file is None or image.file.startswith("/") or "://" in image.file:
         return image
     path = f"{folder}/{image.file}"
     return replace(image, name=path, file=path)

@@ -169,10 +169,19 @@ def _join_chat_columns(values: dict[str, Any]) -> None:
 
 
 def _as_messages(role: str, content: Any) -> list[Any]:
-    """Return a prompt or a completion as messages; TRL's may be messages already."""
-    is_messages = isinstance(content, list) and content and isinstance(content[0], dict)
-    is_messages = is_messages and "role" in content[0]
-    return content if is_messages else [{"role": role, "content": content}]
+    """Return a prompt or a completion as messages; TRL's may be messages already.
+
+    As in TRL, the answers in a prompt are no targets.
+    """
+    if not (isinstance(content, list) and all(isinstance(each, dict) for each in content)):
+        return [{"role": role, "content": content}]
+    if not any("role" in each for each in content):  # parts
+        return [{"role": role, "content": content}]
+    is_prompt = role == "user"
+    return [
+        each | {"loss": False} if is_prompt and each.get("role") == "assistant" else each
+        for each in content
+    ]
 
 
 def _drop_blank(captions: list[Any]) -> list[Any]:

@@ -60,6 +60,10 @@ def normalized(**values):
             {"messages": QA, "image": "a.png"},
         ),
         (
+            {"prompt": [*pair("b", "c"), QA[0]], "completion": QA[1:]},
+            {"messages": [pair("b", "c")[0], pair("b", "c")[1] | {"loss": False}, *QA]},
+        ),
+        (
             {"query": "q", "response": "a", "history": [["b", "c"]], "system": "s"},
             {"messages": [SYSTEM, *pair("b", "c"), *QA]},
         ),
