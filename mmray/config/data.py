@@ -16,7 +16,6 @@ from mmray.builtin import CHAT_COLUMNS, COLUMNS, FORMATS, KEEP_ALL, is_column_na
 from mmray.config.base import Section, parse_range, parse_weighted_sum
 from mmray.config.prompts import prompt_sets
 from mmray.errors import UsageError, suggest
-from mmray.storage.address import parse_host
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FULL_SHUFFLE = "1x1"  # value of data.shuffle_blocks in the config.yaml of a run
@@ -267,11 +266,6 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Columns of the source (numbers, booleans, texts) to store, such as "
         "similarity,width, for data.where; all: all that mmray does not read.",
     )
-    allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
-        (),
-        description="Hosts for image downloads over https, as host or host:8443; empty: quarantine "
-        "rows with URLs.",
-    )
     caption: str = Field(
         "a photo of a {}", description="Caption of a class, for sources with classes and no text."
     )
@@ -349,11 +343,6 @@ class Prepare(Section, settings_prefix="prepare"):
         if folders is None:
             return None
         return tuple(str(Path(each).expanduser().absolute()) for each in folders)
-
-    @field_validator("allow_urls")
-    @classmethod
-    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted({parse_host(host) for host in hosts}))
 
     @model_validator(mode="after")
     def _check_index_only(self) -> Prepare:

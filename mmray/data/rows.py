@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from mmray.data.images.formats import UNREAD_SUFFIXES
 from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
 from mmray.data.store.stored_row import Row
-from mmray.storage.address import is_url, redact_url, rejection_reason
+from mmray.storage.address import is_url, redact_url
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
@@ -72,16 +72,14 @@ class BadRow(ValueError):
 @dataclass(frozen=True)
 class ImageRef:
     """Reference to an image, audio or video: a file of the source folder, a byte range of one,
-    inline bytes, or an allowed URL.
+    or inline bytes.
 
     Attributes:
         name: Name for messages, which contains no secret.
-        file: Path of the file, relative to the folder of the source; None for inline bytes and for
-            a URL.
+        file: Path of the file, relative to the folder of the source; None for inline bytes.
         offset: First byte of the medium in the file.
         length: Number of bytes; None: the complete file.
         data: Inline encoded bytes; None: none.
-        url: Address from which it is fetched; it may contain a secret (a signature). None: none.
         kind: `image`, `audio` or `video`.
     """
 
@@ -90,7 +88,6 @@ class ImageRef:
     offset: int = 0
     length: int | None = None
     data: bytes | None = None
-    url: str | None = None
     kind: str = "image"
 
 
@@ -119,9 +116,7 @@ class SourceRow(Row):
     notices: list[str] = field(default_factory=list)
 
 
-def parse_row(
-    values: dict[str, Any] | BadRow, location: str, hosts: tuple[str, ...] = ()
-) -> SourceRow:
+def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
     """Validate the values of a source row, and convert them to a SourceRow.
 
     Args:
@@ -134,7 +129,6 @@ def parse_row(
             columns`, a dict of those of `prepare.keep`. Others are ignored. None is the same as a
             missing column. A BadRow is raised.
         location: Location of the row, such as `captions.jsonl:12`; also its key if it has none.
-        hosts: Hosts from which files may be fetched by URL, such as `images.example.org`.
 
     Returns:
         A SourceRow; what the row lacks is None or empty.
@@ -157,7 +151,7 @@ def parse_row(
     notices = values.pop(NOTICES, [])
     folder = values.pop(FOLDER, "")
     try:
-        row = _parse_columns(key, values, hosts)
+        row = _parse_columns(key, values)
     except BadRow as bad:
         bad.key = key
         raise
@@ -169,7 +163,7 @@ def parse_row(
     return row
 
 
-def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> SourceRow:
+def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     boxes = values.get("boxes", [])
     box_labels = values.get("box_labels", [])
     label = values.get("label")
@@ -184,7 +178,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         raise BadRow(
             "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
         )
-    (messages, _, notices), images = _parse_conversation(values, hosts)
+    (messages, _, notices), images = _parse_conversation(values)
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
     answers = [message_text(each) for each in messages if each["role"] == "assistant"]
@@ -279,9 +273,7 @@ def _as_seconds(value: Any) -> float | None:
     return seconds if abs(seconds) < MAX_TIME_S else None
 
 
-def _parse_conversation(
-    values: dict[str, Any], hosts: tuple[str, ...]
-) -> tuple[Conversation, list[ImageRef]]:
+def _parse_conversation(values: dict[str, Any]) -> tuple[Conversation, list[ImageRef]]:
     """Return the messages of a row, if it has any, and its media in the order of their parts.
 
     Without messages, audio and video follow the images. Raises BadRow.
@@ -292,8 +284,8 @@ def _parse_conversation(
         images: tuple[Any, ...] = ()
         if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
-        media = [_parse_only_medium(values, kind, hosts) for kind in kinds]
-        return Conversation(), [parse_image(image, hosts) for image in images] + media
+        media = [_parse_only_medium(values, kind) for kind in kinds]
+        return Conversation(), [parse_image(image) for image in images] + media
     in_columns = {"image": _as_items(_single_value(values, IMAGE_COLUMNS)) if has_images else ()}
     in_columns |= {kind: _as_items(_single_value(values, MEDIA_KINDS[kind])) for kind in kinds}
     num_given = {kind: len(items) for kind, items in in_columns.items()}
@@ -314,7 +306,7 @@ def _parse_conversation(
             )
     rest = {kind: iter(items) for kind, items in in_columns.items()}
     return conversation, [
-        parse_image(next(rest[kind]) if value is None else value, hosts, kind)
+        parse_image(next(rest[kind]) if value is None else value, kind)
         for kind, value in conversation.media
     ]
 
@@ -327,18 +319,18 @@ def _move(image: ImageRef, folder: str) -> ImageRef:
     return replace(image, name=path, file=path)
 
 
-def _parse_only_medium(values: dict[str, Any], kind: str, hosts: tuple[str, ...]) -> ImageRef:
+def _parse_only_medium(values: dict[str, Any], kind: str) -> ImageRef:
     """Return the audio or video of a row without messages. Raises BadRow if it has several."""
     items = _single_column(values, MEDIA_KINDS[kind], f"no-{kind}")
     if isinstance(items[0], (int, float, list)):  # samples or frames, which are refused
-        return parse_image(list(items), hosts, kind)
+        return parse_image(list(items), kind)
     if len(items) > 1:
         raise BadRow(
             "columns",
             f"{kind}-count",
             f"the row has {len(items)} of {kind}; a row without messages has at most one",
         )
-    return parse_image(items[0], hosts, kind)
+    return parse_image(items[0], kind)
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -444,14 +436,13 @@ def is_valid_name(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> ImageRef:
+def parse_image(value: Any, kind: str = "image") -> ImageRef:
     """Parse one value of a column of images, audio or video.
 
     Args:
         value: A path relative to the folder of the source, a URL, a data URI, encoded bytes, an
             image in base64, or a dict {"bytes": ..., "path": ...} of Hugging Face `datasets`, one
             of which may be None. An ImageRef is returned unchanged.
-        hosts: Hosts from which files may be fetched by URL; (): a URL is a BadRow.
         kind: `image`, `audio` or `video`.
 
     Returns:
@@ -506,15 +497,11 @@ def parse_image(value: Any, hosts: tuple[str, ...], kind: str = "image") -> Imag
     if isinstance(value, (list, tuple)) or not isinstance(name, str) or not name.strip():
         shown = str(name)[:80]
         raise BadRow("columns", kind, f"{article} {kind} must be a path (got {shown!r})")
-    if hosts and is_url(name) and is_valid_name(name):
-        if reason := rejection_reason(name, hosts):
-            raise BadRow("columns", "url", f"{redact_url(name)}: {reason}")
-        return ImageRef(redact_url(name), url=name, kind=kind)
     if not is_safe_path(name):
         shown = redact_url(name) if "://" in name else name[:200]
         hint = ""
         if is_url(name):
-            hint = " (--allow-urls names the hosts that files are fetched from)"
+            hint = " (to download images, use img2dataset, and prepare its tars)"
         elif name.startswith("/"):
             hint = " (write it relative to the file of the rows)"
         raise BadRow(

@@ -165,7 +165,7 @@ def _encode_image(value: Any) -> dict[str, Any] | None:
     path = str(value)
     data = None
     with suppress(BadRow):  # the text of an image, in base64 or as a data URI
-        data = parse_image(path, ()).data
+        data = parse_image(path).data
     if data is None and not is_url(path):
         with suppress(OSError, UsageError):
             data = to_path(path).read_bytes()

@@ -73,7 +73,6 @@ _PACK_SETTINGS = (
     "check",
     "repair_text",
     "index_only",
-    "allow_urls",
     "follow_links",
 )
 
@@ -205,7 +204,7 @@ def pack_chunk(
         items = source.read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
-            for item, row, images in prefetch_rows(items, job.settings.allow_urls, fetch):
+            for item, row, images in prefetch_rows(items, fetch):
                 packer.pack(item, row, images, exit_stack)
         # The shard files are closed now.
         packer.write_columns()
@@ -216,31 +215,23 @@ def pack_chunk(
 
 
 def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
-    """Return a function that starts to read an image by URL or on an object store; for other images
-    it returns None.
-    """
+    """Return a function that starts to read an image on an object store; for others None."""
     settings = job.settings
     folder = to_path(job.source.address)
-    fetch_url = pool = None
-    if settings.allow_urls and not settings.index_only:
-        from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
-
-        fetch_url = exit_stack.enter_context(Fetcher(settings.allow_urls)).fetch
+    pool = None
     is_read = not (settings.index_only and settings.check == "none")
     if is_read and isinstance(folder, RemotePath):
         pool = ThreadPoolExecutor(READ_THREADS, "read")
         exit_stack.callback(pool.shutdown, cancel_futures=True)
 
     def fetch(image: ImageRef) -> Future[bytes] | None:
-        if image.url:
-            return fetch_url(image.url) if fetch_url else None
         return pool.submit(_read, folder, image) if pool and image.data is None else None
 
     return fetch
 
 
 def prefetch_rows(
-    items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Fetch
+    items: Iterable[RawRow], fetch: Fetch
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
     """Validate rows and request their images ahead, and yield them in order.
 
@@ -248,8 +239,7 @@ def prefetch_rows(
 
     Args:
         items: Parsed rows of the source, in order.
-        hosts: Hosts from which images may be fetched by URL, such as `images.example.org`.
-        fetch: Called with an ImageRef (bytes, file or URL of an image, audio or video); starts to
+        fetch: Called with an ImageRef (bytes or file of an image, audio or video); starts to
             read it and returns a concurrent.futures.Future of its bytes, or None if it is not
             requested ahead, such as one on a local disk.
 
@@ -264,7 +254,7 @@ def prefetch_rows(
         if item is not None:
             row: SourceRow | BadRow
             try:
-                row = parse_row(item.values, item.location, hosts)
+                row = parse_row(item.values, item.location)
             except BadRow as bad:
                 row = bad
             images = [*map(fetch, row.images)] if isinstance(row, SourceRow) else []
@@ -517,7 +507,7 @@ class RowBuilder:
         if row.boxes:
             orientation = 1
             # The document states the size before the rotation, so its boxes are those before it.
-            if row.image_size == size[::-1] != size and not row.images[0].url:
+            if row.image_size == size[::-1] != size:
                 data = self._read(row.images[0])
                 orientation = exif_orientation(data, settings.max_pixels)
             row.boxes = relative_boxes(row.boxes, row.image_size or size, size, orientation)
@@ -607,10 +597,11 @@ class RowBuilder:
         BadRow.
         """
         index_only = self._settings.index_only
-        if index_only and (image.url or image.file is None):
-            what = "a URL" if image.url else "inside the row"
+        if index_only and image.file is None:
             raise BadRow(
-                "read", "no-reference", f"the {image.kind} is {what}: prepare without --index-only"
+                "read",
+                "no-reference",
+                f"the {image.kind} is inside the row: prepare without --index-only",
             )
         if image.data is None and image.file is not None:
             self.signatures.append(stat_signature(self._source, str(image.file)))

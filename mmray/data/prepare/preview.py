@@ -216,8 +216,6 @@ def describe_source(
         if isinstance(row.values, dict):
             yield _format_example(row), "example"
             break
-    if job.settings.allow_urls:
-        yield f"images by URL, only from {', '.join(job.settings.allow_urls)}", "download"
 
 
 def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
@@ -279,9 +277,8 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
             builder = RowBuilder(job, decoder)
             for row in _read_first_rows(source, chunks):
                 try:
-                    parsed = parse_row(row.values, row.location, job.settings.allow_urls)
-                    if not any(image.url for image in parsed.images):
-                        builder.build(parsed)
+                    parsed = parse_row(row.values, row.location)
+                    builder.build(parsed)
                     notices.update(dict.fromkeys(parsed.notices, 1))
                 except BadRow as bad:
                     problems[bad.reason] += 1

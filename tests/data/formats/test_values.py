@@ -242,3 +242,18 @@ def test_paths_in_parts_are_relative_to_the_file_of_a_folder(tmp_path, in_proces
         folder = tmp_path / "raw" / row.split
         names = [f"1.png {row.key[-1]}.png", "0.png"][row.key == row.split].split()
         assert [each.data for each in row.media] == [(folder / name).read_bytes() for name in names]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://a.b/x.png?sig=hush",
+        "http://a.b/x.png#hush",
+        "HTTPS://me:hush@a.b/x.png?hush",
+    ],
+)
+def test_url_of_an_image_names_img2dataset_and_no_secret(address):
+    with pytest.raises(BadRow) as bad:
+        parse_row({"image": address, "text": "x"}, "o")
+    assert bad.value.reason == "path" and "img2dataset" in bad.value.detail
+    assert "hush" not in bad.value.detail and "a.b/x.png" in bad.value.detail
