@@ -321,6 +321,7 @@ def show(
     rows: int = 24,
     seed: int = 0,
     tokenizer: str | None = None,
+    root: Sequence[str] = (),
     reporter: RunReporter | None = None,
 ) -> SetRecord:
     """Write an HTML page about a prepared set: random rows, histograms, repeats and quarantine.
@@ -336,6 +337,8 @@ def show(
         seed: seed of the choice of rows.
         tokenizer: file, folder or hub name of the tokenizer that counts tokens; None: the one that
             was trained on the set, if there is one.
+        root: folders whose images are read if the set refers to them, such as the folder of its
+            source; otherwise only images in the set are shown.
         reporter: receives messages by its method `log(text, label)`; None: they are shown.
 
     Returns:
@@ -351,7 +354,7 @@ def show(
     _check_positive("rows", rows)
     with _shown(reporter, "reading") as shown:
         from mmray.data.store.prepared_set import PreparedSet
-        from mmray.report.prepared import describe_basis
+        from mmray.report.prepared import describe_basis, describe_unread
         from mmray.report.write import write_set_page  # importing Plotly takes a second
 
         opened = PreparedSet.open(str(prepared), split)
@@ -361,7 +364,9 @@ def show(
 
             tokenizer_json = load_tokenizer(tokenizer, tokenizer_json)
         file = None if out is None else to_path(out)
-        record = write_set_page(opened, file, rows, seed, tokenizer_json)
+        record = write_set_page(opened, file, rows, seed, tokenizer_json, root)
+        if unread := describe_unread(record):
+            shown.log(unread, "images")
         shown.log(describe_basis(record), "charts")
         shown.log(f"{record.page} (self-contained)", "page")
         return record

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import UseAppendAction
 
 from mmray import api
 from mmray.cli.args import SetPath, parse_args
@@ -31,6 +34,8 @@ class ShowCommand:
     """Split of the set; None: all rows."""
     tokenizer: str | None = None
     """File, folder or hub name of the tokenizer that counts tokens; None: the one of the set."""
+    root: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """Folder whose images are read if the set refers to them, such as the folder of its source."""
 
 
 def show(argv: Sequence[str], console: ConsoleReporter) -> int:

@@ -277,10 +277,10 @@ class Prepare(Section, settings_prefix="prepare"):
     check: Literal["full", "header", "none"] = Field(
         "full", description="Validate images fully, by header, or not."
     )
-    follow_links: tuple[str, ...] | None = Field(
-        None,
-        description="Read images behind symbolic links that leave the folder of the source, to "
-        "these folders only; without a folder, to all of the file system of the source.",
+    root: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
+        (),
+        description="Another folder whose files rows may name besides that of the source, by "
+        "absolute paths, paths with `..`, or symbolic links.",
     )
     index_only: bool = Field(
         False, description="Index the images in the source, which must stay, instead of copying."
@@ -337,12 +337,12 @@ class Prepare(Section, settings_prefix="prepare"):
                 raise ValueError(f"`{name}` must be the only value (got {','.join(names)})")
         return names
 
-    @field_validator("follow_links")
+    @field_validator("root")
     @classmethod
-    def _make_absolute(cls, folders: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if folders is None:
-            return None
-        return tuple(str(Path(each).expanduser().absolute()) for each in folders)
+    def _make_absolute(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            each if "://" in each else str(Path(each).expanduser().absolute()) for each in folders
+        )
 
     @model_validator(mode="after")
     def _check_index_only(self) -> Prepare:
@@ -351,10 +351,10 @@ class Prepare(Section, settings_prefix="prepare"):
                 "prepare.index_only does not copy images and audio, so prepare.image_side and "
                 "prepare.audio_rate must be 0, and prepare.pages `first`"
             )
-        if self.index_only and self.follow_links is not None:
+        if self.index_only and self.root:
             raise UsageError(
                 "prepare.index_only refers to images in the folder of the source only: leave out "
-                "prepare.follow_links, or copy the images"
+                "prepare.root, or copy the images"
             )
         return self
 

@@ -76,11 +76,13 @@ class ImageRef:
 
     Attributes:
         name: Name for messages, which contains no secret.
-        file: Path of the file, relative to the folder of the source; None for inline bytes.
+        file: Path of the file, relative to the folder of the source. From `parse_image` it may be
+            any path, also an absolute one, which `locate_file` checks. None for inline bytes.
         offset: First byte of the medium in the file.
         length: Number of bytes; None: the complete file.
         data: Inline encoded bytes; None: none.
         kind: `image`, `audio` or `video`.
+        root: Folder of `prepare.root` that `file` is relative to; None: the folder of the source.
     """
 
     name: str
@@ -89,6 +91,12 @@ class ImageRef:
     length: int | None = None
     data: bytes | None = None
     kind: str = "image"
+    root: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Path of the file: relative to the folder of the source, or absolute."""
+        return str(self.file) if self.root is None else f"{self.root}/{self.file}"
 
 
 @dataclass
@@ -440,9 +448,9 @@ def parse_image(value: Any, kind: str = "image") -> ImageRef:
     """Parse one value of a column of images, audio or video.
 
     Args:
-        value: A path relative to the folder of the source, a URL, a data URI, encoded bytes, an
-            image in base64, or a dict {"bytes": ..., "path": ...} of Hugging Face `datasets`, one
-            of which may be None. An ImageRef is returned unchanged.
+        value: A path, absolute or relative to the folder of the source, a URL, a data URI, encoded
+            bytes, an image in base64, or a dict {"bytes": ..., "path": ...} of Hugging Face
+            `datasets`, one of which may be None. An ImageRef is returned unchanged.
         kind: `image`, `audio` or `video`.
 
     Returns:
@@ -497,13 +505,11 @@ def parse_image(value: Any, kind: str = "image") -> ImageRef:
     if isinstance(value, (list, tuple)) or not isinstance(name, str) or not name.strip():
         shown = str(name)[:80]
         raise BadRow("columns", kind, f"{article} {kind} must be a path (got {shown!r})")
-    if not is_safe_path(name):
+    if is_url(name) or not is_valid_name(name):
         shown = redact_url(name) if "://" in name else name[:200]
         hint = ""
         if is_url(name):
             hint = " (to download images, use img2dataset, and prepare its tars)"
-        elif name.startswith("/"):
-            hint = " (write it relative to the file of the rows)"
         raise BadRow(
             "columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}"
         )

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from mmray.data.images.decode import BadImage
-from mmray.data.images.read import read_image
+from mmray.data.images.read import is_inside, locate_file, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
 from mmray.data.messages import message_text
 from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
-from mmray.data.store.mixture import read_each
+from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.errors import DataError, MmrayError
+from mmray.errors import DataError, MmrayError, UsageError
 from mmray.report.summary import quarantine_summary
 from mmray.storage.paths import AnyPath, to_path
 
@@ -88,6 +88,8 @@ class SetRecord:
         quarantine: Counts and examples of quarantined rows: `num_read`, `num_rows`, `reasons`
             (pairs of reason and count), `shown` (examples as {reason, key, source, detail, image},
             with a thumbnail or None as image), and the other keys of `quarantine_summary`.
+        unread_folder: Folder of the source, if it has images that were not read because it is in
+            none of the folders that the user named; otherwise "".
         page: The HTML file; None before it is written.
     """
 
@@ -96,6 +98,7 @@ class SetRecord:
     statistics: SetStatistics
     repeats: list[dict[str, Any]]
     quarantine: dict[str, Any]
+    unread_folder: str = ""
     page: AnyPath | None = None
 
     @property
@@ -108,7 +111,12 @@ class SetRecord:
 
     @classmethod
     def read(
-        cls, prepared: PreparedSet, num_rows: int, seed: int, tokenizer_json: str | None
+        cls,
+        prepared: PreparedSet,
+        num_rows: int,
+        seed: int,
+        tokenizer_json: str | None,
+        roots: Sequence[str] = (),
     ) -> SetRecord:
         """Read a random sample of a set, and statistics of at most MAX_ROWS (10,000) rows.
 
@@ -118,6 +126,8 @@ class SetRecord:
             seed: Seed of the choice of rows.
             tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they
                 are not counted.
+            roots: Folders whose images may be read if the set refers to them, because the set and
+                the folder that it names may be somebody else's.
 
         Returns:
             A SetRecord: `rows` (the sampled rows as dicts), `statistics` (widths, durations, text
@@ -132,29 +142,41 @@ class SetRecord:
         row_numbers = np.sort(draw.choice(total, min(num_rows, total), replace=False))
         encoder = TextEncoder(tokenizer_json, MAX_TOKENS) if tokenizer_json else None
         with closing(SubprocessDecoder()) as decoder:
-            viewer = _RowViewer(prepared, encoder, decoder)
+            viewer = _RowViewer(prepared, encoder, decoder, roots)
             columns = prepared.columns(row_numbers)
-            read = zip(row_numbers.tolist(), read_each(prepared, row_numbers), columns, strict=True)
+            read = zip(row_numbers.tolist(), viewer.read(row_numbers), columns, strict=True)
             rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
             groups = list(statistics.repeats.items())[:MAX_REPEATS]
             repeats = [viewer.view_repeat(digest, numbers) for digest, numbers in groups]
             quarantine = quarantine_summary([prepared.folder])
-            for row in quarantine["shown"]:
-                data = _read_quarantined(prepared, row.pop("file"))
+            locations = [row.pop("file") for row in quarantine["shown"]]
+            folder = _source_folder(prepared, "folder", roots)
+            for row, location in zip(quarantine["shown"], locations, strict=True):
+                data = None if folder is None else _read_quarantined(folder, location, roots)
                 row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
-        return cls(prepared, rows, statistics, repeats, quarantine)
+        is_unread = viewer.has_unread or (folder is None and any(locations))
+        unread = str(prepared.manifest.source.get("folder")) if is_unread else ""
+        return cls(prepared, rows, statistics, repeats, quarantine, unread)
 
 
-def _read_quarantined(prepared: PreparedSet, location: dict[str, Any] | None) -> bytes | None:
+def _source_folder(prepared: PreparedSet, name: str, roots: Sequence[str]) -> AnyPath | None:
+    """Return the folder of the source of a set, its `folder` or `address` in the manifest, if it is
+    in one of `roots` or in the set; otherwise None.
+    """
+    with suppress(UsageError, KeyError):
+        folder = to_path(prepared.manifest.source[name])
+        return folder if is_inside(folder, [prepared.folder, *map(to_path, roots)]) else None
+    return None
+
+
+def _read_quarantined(folder: AnyPath, location: Any, roots: Sequence[str]) -> bytes | None:
     """Return an image of the source of a set by its `location`; None if it cannot be read."""
-    source = prepared.manifest.source
-    links = prepared.manifest.settings.get("follow_links")
-    if location is not None:
-        with suppress(OSError, BadRow, MmrayError):
-            return read_image(
-                to_path(source["folder"]), ImageRef(location["file"], **location), links
-            )
+    # The location is from a file of the set, which may be somebody else's.
+    with suppress(OSError, BadRow, MmrayError, TypeError, KeyError):
+        file = str(location["file"])
+        image = ImageRef(file, file, location["offset"], location["length"])
+        return read_image(folder, locate_file(folder, image, roots), roots)
     return None
 
 
@@ -209,6 +231,15 @@ def describe_sizes(record: SetRecord) -> str:
         f"The sizes of {unsized:,} images are not known, because the set was prepared with "
         "--check none; the charts leave them out."
     )
+
+
+def describe_unread(record: SetRecord) -> str:
+    """Return a sentence about images of the source that the page does not have; "" if there are
+    none.
+    """
+    if not (folder := record.unread_folder):
+        return ""
+    return f"Images in the folder of the source are not read; --root {folder} shows them."
 
 
 def describe_repeats(record: SetRecord) -> str:
@@ -328,14 +359,37 @@ class _RowViewer:
         prepared: The set.
         encoder: Counts tokens; None: they are not counted.
         decoder: The child process.
+        roots: Folders in which images of the source may be read.
+
+    Attributes:
+        has_unread: Whether the rows so far refer to images that were not read.
     """
 
     def __init__(
-        self, prepared: PreparedSet, encoder: TextEncoder | None, decoder: SubprocessDecoder
+        self,
+        prepared: PreparedSet,
+        encoder: TextEncoder | None,
+        decoder: SubprocessDecoder,
+        roots: Sequence[str],
     ) -> None:
         self._prepared = prepared
         self._encoder = encoder
         self._decoder = decoder
+        self._reads_source = _source_folder(prepared, "address", roots) is not None
+        self.has_unread = False
+
+    def read(self, numbers: np.ndarray) -> list[Row | Exception]:
+        """Return rows by their numbers, or the errors of those that cannot be read."""
+        if self._reads_source:
+            return read_each(self._prepared, numbers)
+        try:
+            rows = self._prepared.read_without_references(numbers)
+        except ROW_ERRORS as error:
+            if len(numbers) == 1:
+                return [error]
+            return [row for number in numbers for row in self.read(np.array([number]))]
+        self.has_unread |= any(media.ref for row in rows for media in row.media)
+        return list(rows)
 
     def view(self, number: int, row: Row | Exception, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a row.
@@ -401,7 +455,7 @@ class _RowViewer:
             thumbnail as data URI or None.
         """
         keys = self._prepared.keys(np.array(numbers[:MAX_KEYS]))
-        [row] = read_each(self._prepared, np.array(numbers[:1]))
+        [row] = self.read(np.array(numbers[:1]))
         media = [] if isinstance(row, Exception) else row.media
         same = next((each for each in media if each.sha256 == digest), None)
         image = None

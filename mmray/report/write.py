@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -28,6 +28,7 @@ from mmray.report.prepared import (
     describe_basis,
     describe_repeats,
     describe_sizes,
+    describe_unread,
     set_key_figures,
 )
 from mmray.report.prepared_figures import set_figures
@@ -100,6 +101,7 @@ def write_set_page(
     num_rows: int = 24,
     seed: int = 0,
     tokenizer_json: str | None = None,
+    roots: Sequence[str] = (),
 ) -> SetRecord:
     """Write a page about a prepared set: a sample of its rows, histograms, repeated images, and
     quarantined rows.
@@ -111,6 +113,7 @@ def write_set_page(
         seed: Seed of the choice of rows.
         tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they are
             not counted.
+        roots: Folders whose images may be read if the set refers to them.
 
     Returns:
         A SetRecord: `page` (path of the HTML file), `rows` (the sampled rows as dicts),
@@ -122,7 +125,7 @@ def write_set_page(
         OSError: The set cannot be read.
     """
     out = to_path(out or prepared.folder / SET_PAGE)
-    record = SetRecord.read(prepared, num_rows, seed, tokenizer_json)
+    record = SetRecord.read(prepared, num_rows, seed, tokenizer_json, roots)
     page = _render(
         "set.html",
         record=record,
@@ -134,6 +137,7 @@ def write_set_page(
         key_figures=set_key_figures(record),
         basis=describe_basis(record),
         sizes_text=describe_sizes(record),
+        unread_text=describe_unread(record),
         repeats_text=describe_repeats(record),
         figures=set_figures(record.statistics),
     )

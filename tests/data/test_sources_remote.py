@@ -165,7 +165,8 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
         seen[-1].set_result(bytes(100 if len(seen) > 40 else 1))
         return seen[-1]
 
-    ahead = [len(seen) - number for number, _ in enumerate(pack.prefetch_rows(items, fetch), 1)]
+    rows = pack.prefetch_rows(items, lambda item: parse_row(item.values, item.location), fetch)
+    ahead = [len(seen) - number for number, _ in enumerate(rows, 1)]
     assert ahead[0] == pack.MIN_PREFETCH_ROWS and max(ahead) == pack.PREFETCH_ROWS
     assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.media.decode import read_audio
 from mmray.data.prepare import pipeline
+from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.stored_row import Media, Row
 from mmray.errors import DataError, UsageError
 from mmray.report import prepared as prepared_module
@@ -68,7 +70,7 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
     out = tmp_path / "set"
     settings = Prepare(max_bad_fraction=1.0, vocab_size=60, keep=("similarity", "source_url"))
     pipeline.prepare(str(source / "rows.jsonl"), str(out), settings)
-    shown = mmray.show(out)
+    shown = mmray.show(out, root=[str(source)])
     page = text_of(shown.page)
     assert shown.page == out / "show.html" and shown.page.stat().st_size < MAX_BYTES
     assert plots(page) == ["sizes", "ratios", "lengths", "tokens"]
@@ -85,11 +87,45 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
     # The upper half of the truncated image is there.
     thumbnail = np.asarray(Image.open(io.BytesIO(decoded(images["truncated"]))).convert("RGB"))
     assert thumbnail[: len(thumbnail) // 4].std() > 30 and thumbnail[-3:].std() < 10
+    unread = mmray.show(out, rows=2)
+    assert all(each["image"] is None for each in unread.quarantine["shown"])
+    assert f"not read; --root {source} shows them" in text_of(unread.page)
     shutil.rmtree(source)
-    assert mmray.show(out, rows=2).quarantine["shown"][0]["image"] is None
+    assert mmray.show(out, rows=2, root=[str(source)]).quarantine["shown"][0]["image"] is None
     shutil.rmtree(out / "columns")
     with pytest.raises(DataError, match="columns"):
         mmray.show(out, rows=2)
+
+
+@pytest.mark.parametrize("root", [None, "elsewhere", "private"])
+def test_images_of_a_foreign_set_are_read_from_named_folders_only(tmp_path, root):
+    """Its manifest, shards and quarantine name a file of the user."""
+    private, folder = tmp_path / "private", tmp_path / "set"
+    private.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    data = noisy(1)
+    (private / "passport.png").write_bytes(data)
+    reference = {"file": "passport.png", "offset": 0, "length": None}
+    rows = [row(0), Row("row-1", [Media("image", b"", reference)], ["text"], source="a:1")]
+    make_set(folder, rows)
+    (folder / "link").symlink_to(private)
+    files = [reference, reference | {"file": str(private / "passport.png")}]
+    files += [reference | {"root": str(private)}, reference | {"file": "link/passport.png"}]
+    lines = [
+        {"key": "k", "reason": str(number), "image": file} for number, file in enumerate(files)
+    ]
+    (folder / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for source in (private, folder / "link", folder):
+        manifest = read_manifest(folder)
+        places = {"folder": str(source), "address": str(source)}
+        write_manifest(folder, replace(manifest, source=places))
+        shown = mmray.show(folder, root=[] if root is None else [str(tmp_path / root)])
+        images = [image for each in shown.rows for image in each.get("images", [])]
+        images += [each["image"] for each in shown.quarantine["shown"]]
+        if root != "private":
+            assert sum(image is not None for image in images) == 1, "that in the set"
+        elif source == private:
+            assert None not in images[:3]
 
 
 def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):

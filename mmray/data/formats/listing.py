@@ -113,7 +113,7 @@ class ListingSource(Source):
         if not is_valid_name(name):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         with os_error_as_bad_row(name):
-            data = read_file(self.folder, name, self.links)
+            data = read_file(self.folder, name, self.roots)
         if name.lower().endswith(SUBTITLE_SUFFIXES):
             return record | {"texts": parse_subtitles(decode_text(data, name), name)}
         lines = decode_text(data, name).splitlines()

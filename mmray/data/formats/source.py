@@ -125,8 +125,7 @@ class Source(ABC):
         ignored: Counter of the files that are no part of a row, by suffix.
         unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
         keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
-        links: `prepare.follow_links`, folders to which symbolic links out of `folder` are followed;
-            (): any folder on the same file system. None, until the caller sets it: not followed.
+        roots: `prepare.root`, further folders in which files may be; () until the caller sets it.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
         reads_folder: Whether it may be a folder.
@@ -168,7 +167,7 @@ class Source(ABC):
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
         self.keep: tuple[str, ...] = ()  # `prepare.keep`
-        self.links: tuple[str, ...] | None = None  # followed out of the folder, see images/read.py
+        self.roots: tuple[str, ...] = ()  # `prepare.root`
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.unread: list[str] = []

@@ -1,4 +1,5 @@
-"""Read the image files that rows refer to, from the folder of the source only.
+"""Read the image files that rows refer to, from the folder of the source and the folders that the
+user names (`prepare.root`).
 
 An invalid file raises BadRow, which quarantines its row. A failing disk raises OSError, and an
 object store that still fails after retries TransientStorageError.
@@ -12,31 +13,37 @@ import stat
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 from mmray.data.rows import BadRow, ImageRef, is_safe_path
-from mmray.storage.paths import AnyPath, open_input, open_sequential, retry_if_remote
+from mmray.storage.address import redact_url
+from mmray.storage.paths import (
+    AnyPath,
+    RemotePath,
+    open_input,
+    open_sequential,
+    retry_if_remote,
+    to_path,
+)
 from mmray.storage.ranges import ByteRange, RangeReader, coalesce_ranges
 from mmray.storage.requests import TransientStorageError, parallel_map
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
-Links = tuple[str, ...] | None
-"""Folders to which symbolic links out of the folder of the source may lead. Empty: all folders of
-the file system of the source; None: links are not followed."""
+Roots = Sequence[str]  # folders in which files are read, too; also behind symbolic links
 _MAX_COMPARED_NAMES = 100_000  # names of a folder that are compared, to explain a missing file
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
+def read_image(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> bytes:
     """Return the encoded bytes of an image.
 
     Args:
         folder: Folder of the source, which paths of images are relative to.
         image: Inline bytes, a file, or a byte range of a file. It must have no URL.
-        links: Paths of folders to which symbolic links out of `folder` are followed; (): any folder
-            on the same file system; None: such links are not followed.
+        roots: Folders to which symbolic links out of `folder` are followed.
 
     Returns:
         The bytes; fewer than `image.length` if the file ends before.
@@ -49,10 +56,12 @@ def read_image(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
     if image.data is not None:
         return image.data
     _check_reference(image)
+    if image.root is not None:
+        folder = to_path(image.root)
     if image.length is None:
-        return read_file(folder, str(image.file), links)
+        return read_file(folder, str(image.file), roots)
     if isinstance(folder, Path):
-        _check_regular_file(folder, str(image.file), links)
+        _check_regular_file(folder, str(image.file), roots)
     with open_sequential(folder / str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
@@ -107,7 +116,7 @@ def read_images(folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader
     return out
 
 
-def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
+def read_file(folder: AnyPath, name: str, roots: Roots = ()) -> bytes:
     """Return the bytes of a file in the folder of the source.
 
     A local file whose name differs only in the Unicode normalization (NFC or NFD) is found.
@@ -115,8 +124,7 @@ def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
     Args:
         folder: Folder of the source.
         name: Path of the file, relative to the folder.
-        links: Paths of folders to which symbolic links out of `folder` are followed; (): any folder
-            on the same file system; None: such links are not followed.
+        roots: Folders to which symbolic links out of `folder` are followed.
 
     Raises:
         BadRow: With stage `read` and reason `missing-image`, `too-large` (over 256 MiB), `path`,
@@ -135,7 +143,7 @@ def read_file(folder: AnyPath, name: str, links: Links = None) -> bytes:
     try:
         if isinstance(folder, Path):
             name = _find_normalized(folder, name)
-            _check_regular_file(folder, name, links)
+            _check_regular_file(folder, name, roots)
         return retry_if_remote(folder, read)
     except (FileNotFoundError, NotADirectoryError):
         hint = _hint_at_missing(folder, name) if isinstance(folder, Path) else ""
@@ -235,7 +243,7 @@ def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | N
 
     Args:
         folder: Folder of the source.
-        name: Path of the file, relative to the folder.
+        name: Path of the file, relative to the folder or absolute.
 
     Returns:
         The name, the size in bytes and the modification time in ns. Size and time are None for a
@@ -244,15 +252,66 @@ def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | N
     with suppress(OSError):
         if isinstance(folder, Path):
             # Called for each image of the set: faster than Path.stat.
-            info = os.stat(f"{folder}/{name}")  # noqa: PTH116
+            info = os.stat(os.path.join(folder, name))  # noqa: PTH116, PTH118
             return (name, info.st_size, info.st_mtime_ns)
     return (name, None, None)
 
 
+def locate_file(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> ImageRef:
+    """Return a reference whose file is relative to the folder of the source, or to one of `roots`.
+
+    Args:
+        folder: Folder of the source.
+        image: From `parse_image`; its file may be an absolute path, an address on an object store,
+            or a path with `..`.
+        roots: Further folders in which files may be; their symbolic links are not followed here.
+
+    Raises:
+        BadRow: With stage `columns` and reason `path`, if the file is in none of the folders.
+    """
+    file = image.file
+    if file is None or is_safe_path(file):
+        return image
+    paths = [file]
+    if "://" not in file and isinstance(folder, Path):
+        path = os.path.normpath(folder / file)
+        parent, name = os.path.split(path)
+        paths = [path, os.path.join(_real_path(parent), name)]  # noqa: PTH118
+    for base in (folder, *map(to_path, roots)):
+        for prefix in _prefixes(base):
+            for path in paths:
+                relative = path.removeprefix(prefix)
+                if relative != path and is_safe_path(relative):
+                    root = None if base is folder else str(base)
+                    return replace(image, file=relative, root=root)
+    shown = redact_url(paths[0]) if "://" in file else paths[0][:200]
+    hint = f"--root {shown.rpartition('/')[0] or '/'} reads files of that folder"
+    if isinstance(folder, Path) and not os.path.exists(paths[0]):  # noqa: PTH110
+        tails = (file.split("/", count)[-1] for count in range(1, file.count("/") + 1))
+        moved = next((tail for tail in tails if tail and (folder / tail).is_file()), None)
+        hint = hint if moved is None else f"{moved} exists: write it relative to {folder}"
+    raise BadRow("columns", "path", f"{shown} is outside the folder of the source; {hint}")
+
+
+def is_inside(path: AnyPath, folders: Sequence[AnyPath]) -> bool:
+    """Return whether a folder is one of some folders, or in one of them."""
+    prefixes = [
+        _prefixes(folder)[-1]
+        for folder in folders
+        if getattr(folder, "options", "") == getattr(path, "options", "")
+    ]
+    return _prefixes(path)[-1].startswith(tuple(prefixes))
+
+
+_real_path = lru_cache(maxsize=1024)(os.path.realpath)
+
+
 @lru_cache
-def _real_prefix(folder: Path) -> str:
-    """Return the prefix of the real path of every file inside this folder."""
-    return os.path.realpath(folder).rstrip("/") + "/"
+def _prefixes(folder: AnyPath) -> tuple[str, ...]:
+    """Return how paths of files in a folder start: as it is written, and at last without links."""
+    if isinstance(folder, RemotePath):
+        return (f"{folder.root}/{folder.key}".rstrip("/") + "/",)
+    return tuple(f"{each}".rstrip("/") + "/" for each in (folder, os.path.realpath(folder)))
 
 
 def _find_normalized(folder: Path, name: str) -> str:
@@ -263,26 +322,17 @@ def _find_normalized(folder: Path, name: str) -> str:
     return next((form for form in forms if (folder / form).exists()), name)
 
 
-def _check_regular_file(folder: Path, name: str, links: Links) -> None:
+def _check_regular_file(folder: Path, name: str, roots: Roots) -> None:
     """Raise BadRow if a local file is a link that is not followed, or no regular file."""
     real = os.path.realpath(f"{folder}/{name}")
-    if not real.startswith(_real_prefix(folder)):
-        _check_link(folder, name, real, links)
+    if not real.startswith(_prefixes(folder)[-1]) and not any(
+        real.startswith(_prefixes(to_path(root))[-1]) for root in roots
+    ):
+        raise BadRow(
+            "read",
+            "path",
+            f"{name} is a symbolic link to {real}, outside the folder of the source; --root "
+            f"{os.path.dirname(real)} reads files of that folder",  # noqa: PTH120
+        )
     if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")
-
-
-def _check_link(folder: Path, name: str, target: str, links: Links) -> None:
-    """Raise BadRow if a symbolic link to a file out of the folder is not followed."""
-    if links is None:
-        problem = "out of the folder of the source; --follow-links reads it"
-    elif links and not any(target.startswith(_real_prefix(Path(each))) for each in links):
-        problem = f"to {target}, which is in none of the folders of --follow-links"
-    elif not links and Path(target).stat().st_dev != folder.stat().st_dev:
-        problem = (
-            f"to {target}, on another file system than the source; --follow-links "
-            f"{os.path.dirname(target)} reads it"  # noqa: PTH120
-        )
-    else:
-        return
-    raise BadRow("read", "path", f"{name} is a symbolic link {problem}")

@@ -33,7 +33,13 @@ from mmray.data.images.decode import (
     split_pages,
     verify_image,
 )
-from mmray.data.images.read import Links, os_error_as_bad_row, read_image, stat_signature
+from mmray.data.images.read import (
+    Roots,
+    locate_file,
+    os_error_as_bad_row,
+    read_image,
+    stat_signature,
+)
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
@@ -73,7 +79,7 @@ _PACK_SETTINGS = (
     "check",
     "repair_text",
     "index_only",
-    "follow_links",
+    "root",
 )
 
 
@@ -132,12 +138,23 @@ class PrepareJob:
         source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
-        source.links = self.settings.follow_links
+        source.roots = self.settings.root
         source.keep = self.settings.keep
         if self.settings.group == "image":
             source = GroupedSource(source)
         source.class_names = self.class_names
         return source
+
+    def parse_row(self, item: RawRow) -> SourceRow:
+        """Validate the values of a row of the source, and where its files are. Raises BadRow."""
+        row = parse_row(item.values, item.location)
+        folder = to_path(self.source.address)
+        try:
+            row.images = [locate_file(folder, image, self.settings.root) for image in row.images]
+        except BadRow as bad:
+            bad.key = row.key
+            raise
+        return row
 
 
 # Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index, `kinds`
@@ -204,7 +221,7 @@ def pack_chunk(
         items = source.read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
-            for item, row, images in prefetch_rows(items, fetch):
+            for item, row, images in prefetch_rows(items, job.parse_row, fetch):
                 packer.pack(item, row, images, exit_stack)
         # The shard files are closed now.
         packer.write_columns()
@@ -225,13 +242,15 @@ def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
         exit_stack.callback(pool.shutdown, cancel_futures=True)
 
     def fetch(image: ImageRef) -> Future[bytes] | None:
-        return pool.submit(_read, folder, image) if pool and image.data is None else None
+        if pool and image.data is None:
+            return pool.submit(_read, folder, image, settings.root)
+        return None
 
     return fetch
 
 
 def prefetch_rows(
-    items: Iterable[RawRow], fetch: Fetch
+    items: Iterable[RawRow], parse: Callable[[RawRow], SourceRow], fetch: Fetch
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
     """Validate rows and request their images ahead, and yield them in order.
 
@@ -239,6 +258,7 @@ def prefetch_rows(
 
     Args:
         items: Parsed rows of the source, in order.
+        parse: Called with an item, returns its SourceRow; raises BadRow.
         fetch: Called with an ImageRef (bytes or file of an image, audio or video); starts to
             read it and returns a concurrent.futures.Future of its bytes, or None if it is not
             requested ahead, such as one on a local disk.
@@ -254,7 +274,7 @@ def prefetch_rows(
         if item is not None:
             row: SourceRow | BadRow
             try:
-                row = parse_row(item.values, item.location)
+                row = parse(item)
             except BadRow as bad:
                 row = bad
             images = [*map(fetch, row.images)] if isinstance(row, SourceRow) else []
@@ -272,9 +292,9 @@ def prefetch_rows(
                     )
 
 
-def _read(folder: AnyPath, image: ImageRef, links: Links = None) -> bytes:
+def _read(folder: AnyPath, image: ImageRef, roots: Roots) -> bytes:
     with os_error_as_bad_row(image.name):
-        return read_image(folder, image, links)
+        return read_image(folder, image, roots)
 
 
 def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
@@ -286,7 +306,7 @@ def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
     first = next((image for image in images if image.kind == "image"), None)
     if first is None or first.file is None:
         return {}
-    return {"image": {"file": first.file, "offset": first.offset, "length": first.length}}
+    return {"image": {"file": first.path, "offset": first.offset, "length": first.length}}
 
 
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
@@ -604,7 +624,7 @@ class RowBuilder:
                 f"the {image.kind} is inside the row: prepare without --index-only",
             )
         if image.data is None and image.file is not None:
-            self.signatures.append(stat_signature(self._source, str(image.file)))
+            self.signatures.append(stat_signature(self._source, image.path))
         return (
             {"file": image.file, "offset": image.offset, "length": image.length}
             if index_only
@@ -612,7 +632,7 @@ class RowBuilder:
         )
 
     def _read(self, image: ImageRef) -> bytes:
-        return _read(self._source, image, self._settings.follow_links)
+        return _read(self._source, image, self._settings.root)
 
     def _check_image(self, media: Media) -> tuple[int, int]:
         """Check an image as completely as `check` requires, and reduce it to `image_side`; return

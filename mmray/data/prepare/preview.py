@@ -28,7 +28,6 @@ from mmray.data.rows import (
     TEXT_COLUMN,
     BadRow,
     ImageRef,
-    parse_row,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
@@ -277,7 +276,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
             builder = RowBuilder(job, decoder)
             for row in _read_first_rows(source, chunks):
                 try:
-                    parsed = parse_row(row.values, row.location)
+                    parsed = job.parse_row(row)
                     builder.build(parsed)
                     notices.update(dict.fromkeys(parsed.notices, 1))
                 except BadRow as bad:

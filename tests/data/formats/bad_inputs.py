@@ -167,8 +167,8 @@ FIRST = {
 LINES = {
     "a missing image": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
     "a symbolic link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
-    "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
-    "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
+    "a path with ../ out of the folder": (GOOD | {"image": "../secret.png"}, "columns path", ""),
+    "an absolute path out of the folder": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
     "a URL": (
         GOOD | {"image": "https://example.org/a.png"},
         "columns path",

@@ -127,7 +127,8 @@ def test_refusal_names_what_was_found_and_the_fix(write, tmp_path, data, message
         ("photos/a", "photos/a.png exists"),
         (" photos/a.png", "photos/a.png exists"),
         ("a.png", "photos/a.png exists: put the file of the rows into "),
-        ("/data/photos/a.png", "write it relative to the file of the rows"),
+        ("/data/photos/a.png", "photos/a.png exists: write it relative to"),
+        ("/data/photos/b.png", "--root /data/photos reads files of that folder"),
     ],
 )
 def test_missing_image_names_the_file_that_exists(write, tmp_path, path, hint):
