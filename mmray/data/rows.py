@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
 from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
+from mmray.data.store.row_columns import is_integer
 from mmray.data.store.stored_row import Row
 from mmray.storage.address import is_url, redact_url
 
@@ -47,6 +48,7 @@ _BASE64_IMAGES = ("/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkq", "TU0
 _MIN_BASE64_LENGTH = 64
 _BASE64_BYTES = tuple(each.encode() for each in (*_BASE64_IMAGES, _DATA_URI))
 _URL_SAFE = str.maketrans("-_", "+/")  # variant of base64 for addresses
+_MAX_DIGITS = 20  # of a number of 64 bits
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -200,11 +202,14 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     plain, spans = _split_spans(values, texts)
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
+    if isinstance(label, str) and (number := label_number(label)) is not None:
+        label = number
     if label is not None and not _is_label(label):
         raise BadRow(
             "columns",
             "label",
-            f"label must be an integer; number your classes (got {str(label)[:40]!r})",
+            "label must be an integer, unless all labels are names; number your classes, or name "
+            f"all (got {str(label)[:40]!r})",
         )
     # short plain words, because they become parts of file names
     for column in ("split", "language"):
@@ -590,6 +595,14 @@ def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
 
 def _as_items(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def label_number(label: str) -> int | None:
+    """Return the number that a text label is, also if pandas wrote it as `3.0`; None for the name
+    of a class, such as `03` and `3.7`.
+    """
+    number = label.strip().removesuffix(".0")
+    return int(number) if is_integer(number) and len(number) < _MAX_DIGITS else None
 
 
 def _is_label(value: Any) -> bool:

@@ -284,12 +284,25 @@ class CsvSource(JsonlSource):
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
 
+    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[str]:
+        theirs = self.columns.get("label", "label")
+        for chunk in chunks:
+            names = self._layout(chunk.file).names
+            if theirs not in names:
+                continue
+            number = names.index(theirs)
+            for _, _, (_, record) in self.records(chunk):
+                with suppress(BadRow):
+                    fields = _decode_fields(record)
+                    if len(fields) == len(names) and fields[number]:
+                        yield fields[number]
+
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
         """Return the values of a row by column name, without empty fields.
 
         The columns `images`, `audios`, `videos`, `texts`, `boxes`, `box_labels`, `messages` and
-        `conversations` are parsed as lists in JSON's or Python's notation. A numeric `label`
-        becomes a number. Other values are texts.
+        `conversations` are parsed as lists in JSON's or Python's notation. Other values are
+        texts.
 
         Args:
             record: (layout, fields), as `records` yields it: the layout of the file (names of its
@@ -325,11 +338,6 @@ class CsvSource(JsonlSource):
             theirs = self.columns.get(column, column)
             if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):
                 values[theirs] = numbered[1]
-        theirs = self.columns.get("label", "label")
-        if theirs in values:
-            with suppress(ValueError):  # a name of a class
-                values[theirs] = float(values[theirs])
-                values[theirs] = int(values[theirs])
         return values
 
 

@@ -20,11 +20,12 @@ import orjson
 from mmray.data.formats.source import RawRow, Source, SourceChunk, is_about_the_data, read_head
 from mmray.data.formats.splits import split_of_folder, splits_of_files, splits_of_folders
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource, decode_text
+from mmray.data.formats.values import order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
-from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name, to_utf8
+from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -62,7 +63,7 @@ class ListingSource(Source):
         Yields:
             A dict with `origin`, the location of the row for messages, and the columns that the row
             has: `id`; `image`, `audio` or `video`, a path relative to the folder of the source;
-            `text` or `texts`; `label`, a class number; `split`; `boxes`, lists [x, y, width,
+            `text` or `texts`; `label`, the name of a class; `split`; `boxes`, lists [x, y, width,
             height] in pixels, `box_labels`, their category numbers, and `image_size of COCO`, the
             (width, height) in pixels that the document states; or, instead of texts, `text_file`:
             (path, size in bytes, modification time in ns) of a file with the captions. A JSON array
@@ -190,9 +191,8 @@ def _skip_repeated(folder: list[str]) -> list[str]:
 class ClassFolders(ListingSource):
     """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image.
 
-    The label is the number of the class in sorted order, from 0, and the caption is
-    `caption_template` with the name of the class in place of `{}`. An image outside the folders of
-    classes has neither, so it is an incomplete row.
+    The label is the name of the class, which `normalize_values` numbers and gives a caption. An
+    image outside the folders of classes has neither, so it is an incomplete row.
 
     `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
     `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
@@ -215,19 +215,12 @@ class ClassFolders(ListingSource):
         folders = split_and_class_of(names)
         if all(each is None for _, each in folders):  # the user sets this format, so it has classes
             folders = [(None, name.split("/")[0] if "/" in name else None) for name in names]
-        labels = {
-            name: label
-            for label, name in enumerate(sorted({each for _, each in folders if each is not None}))
-        }
-        captions = {name: name.replace("_", " ") for name in labels}
-        self.class_names = tuple(map(to_utf8, captions.values()))
-        for name, (split, class_name) in zip(names, folders, strict=True):
+        self.class_names = order_classes(each for _, each in folders if each is not None)
+        for name, (split, class_folder) in zip(names, folders, strict=True):
             row: dict[str, Any] = {"origin": name, "id": name, "image": name}
             row |= {"split": split} if split else {}
             # an image outside the class folders has no caption, so it is quarantined
-            if class_name is not None:
-                caption = self.caption_template.replace("{}", captions[class_name])
-                row |= {"text": caption, "label": labels[class_name]}
+            row |= {"label": class_folder} if class_folder is not None else {}
             yield row
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any
@@ -16,8 +17,11 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     TEXT_COLUMNS,
     BadRow,
+    label_number,
     to_utf8,
 )
+
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 def normalize_values(
@@ -74,17 +78,30 @@ def normalize_values(
     label = values.get("label")
     if isinstance(label, bool):
         values["label"] = int(label)
-    elif isinstance(label, str) and class_name(label) in class_names:
-        values["label"] = class_names.index(class_name(label))
-    elif isinstance(label, str) and not is_class(label):
-        values["label"] = int(label)
+    elif isinstance(label, str) and class_names:
+        values["label"] = _class_number(label, class_names)
     return _with_class_caption(values, class_names, caption_template)
 
 
-def is_class(label: str) -> bool:
-    """Return whether a label is the name of a class: any text but an integer such as `-1`."""
-    digits = label.strip().removeprefix("-")
-    return not (digits.isascii() and digits.isdigit())
+def order_classes(labels: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the classes 0, 1, ... in the order that they have in every format: by
+    value if all are integers, otherwise as texts.
+    """
+    texts = {label.strip() for label in labels}
+    if all(_INTEGER.fullmatch(each) for each in texts):
+        ordered = sorted(texts, key=lambda each: (int(each), each))
+    else:
+        ordered = sorted(texts)
+    return tuple(dict.fromkeys(map(class_name, ordered)))
+
+
+def _class_number(label: str, class_names: Sequence[str]) -> int | str:
+    """Return the number of a class, given by its name or as a text; the text if it is neither."""
+    name = class_name(label)
+    if name in class_names:
+        return class_names.index(name)
+    number = label_number(label)
+    return label if number is None else number
 
 
 def class_name(label: str) -> str:

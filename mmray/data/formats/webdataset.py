@@ -14,9 +14,8 @@ import io
 import re
 import tarfile
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -46,6 +45,7 @@ from mmray.data.rows import (
     ImageRef,
     check_suffix,
     is_safe_path,
+    label_number,
     source_columns,
 )
 from mmray.errors import DataError
@@ -111,14 +111,20 @@ class WebDatasetSource(Source):
             DataError: A tar is compressed or cannot be read.
         """
         names = self.files_with_suffix(self.suffixes)
-        for path in (self.folder / each for each in _CLASS_FILES):
-            if path.is_file():
-                lines = path.read_bytes().decode("utf-8-sig").splitlines()
-                self.class_names = tuple(class_name(line) for line in lines if line.strip())
+        self.class_names = self._listed_classes
         splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             name = names[index]
             yield SourceChunk(index, name, 0, size, 1, None, signature, splits[name])
+
+    @cached_property
+    def _listed_classes(self) -> tuple[str, ...]:
+        """The names of the classes 0, 1, ... in a file next to the tars; () without one."""
+        for path in (self.folder / each for each in _CLASS_FILES):
+            if path.is_file():
+                lines = path.read_bytes().decode("utf-8-sig").splitlines()
+                return tuple(class_name(line) for line in lines if line.strip())
+        return ()
 
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
@@ -238,9 +244,10 @@ class WebDatasetSource(Source):
             if kind is not None:
                 values[kind] = replace(member, kind=kind)
         if "cls" in members:
-            values["label"] = decode_text(members["cls"].data or b"", "the cls")
-            with suppress(ValueError):  # parse_row rejects a text
-                values["label"] = int(values["label"])
+            values["label"] = text = decode_text(members["cls"].data or b"", "the cls")
+            number = label_number(text)
+            if number is not None and self._listed_classes:  # not the name of a class, as `1` is
+                values["label"] = number
         for extension in members:
             check_suffix(f"KEY.{extension}")
         if images := _image_members(members):

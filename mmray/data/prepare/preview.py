@@ -17,7 +17,7 @@ from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
-from mmray.data.formats.values import class_name, is_class
+from mmray.data.formats.values import order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
@@ -28,12 +28,14 @@ from mmray.data.rows import (
     TEXT_COLUMN,
     BadRow,
     ImageRef,
+    label_number,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import to_path
 
 NUM_FIRST_ROWS = 100
 MAX_CLASSES = 100_000
+_NUM_SHOWN_CLASSES = 12
 _SPLIT_HINTS = {
     "auto": "(by the names of files and folders; --split none ignores them)",
     "none": "are ignored (--split none)",
@@ -159,26 +161,34 @@ def _find_items(values: dict[str, Any]) -> str:
 def _find_class_names(
     source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
 ) -> tuple[str, ...]:
-    """Return the sorted names of the labels 0, 1, ... in some chunks; () if no label is a name, or
-    one is a number.
+    """Return the names of the labels 0, 1, ... in some chunks; () if all are numbers or texts of
+    numbers.
 
-    All rows are read only if a label of the first rows is a name. Raises DataError for more than
-    MAX_CLASSES (100,000) names, because the labels are then no classes.
+    All rows are read if a label of the first rows is a text; of tars only if one is a name, because
+    reading them takes long. Raises DataError for more than MAX_CLASSES (100,000) names, because the
+    labels are then no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
-    if not any(isinstance(label, str) for label in first):
+    texts = [label for label in first if isinstance(label, str)]
+    is_slow = any(chunk.num_rows is None for chunk in chunks)
+    if not texts or (is_slow and all(label_number(label) is not None for label in texts)):
         return ()
-    names: set[str] = set()
+    labels: set[str] = set()
+    has_names = False
     for label in source.labels(chunks):
-        if not isinstance(label, str) or not is_class(label):
+        if not isinstance(label, str):
             return ()  # the names are bad rows, because their numbers would be the labels of others
-        names.add(class_name(label))
-        if len(names) > MAX_CLASSES:
+        if label in labels:
+            continue
+        has_names |= label_number(label) is None
+        if len(labels) < MAX_CLASSES:
+            labels.add(label)
+        elif has_names:
             raise DataError(
                 f"{source.folder}: the column label has over {MAX_CLASSES:,} different texts, so "
                 "they are no classes: rename it"
             )
-    return tuple(sorted(names))
+    return order_classes(labels) if has_names else ()
 
 
 def describe_source(
@@ -194,8 +204,8 @@ def describe_source(
 
     Yields:
         (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The
-        other headings, each at most once, are `splits`, `ignored` (files), `columns`, `kept`
-        (columns of `prepare.keep`), `example` (values of a row) and `download`.
+        other headings, each at most once, are `splits`, `ignored` (files), `columns`, `classes`,
+        `kept` (columns of `prepare.keep`), `example` (values of a row) and `download`.
     """
     total = sum(chunk.num_rows or 0 for chunk in chunks)
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
@@ -209,6 +219,9 @@ def describe_source(
         yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
     if columns := _format_columns(source, first_rows):
         yield columns, "columns"
+    if names := source.class_names:
+        more = ", ..." if len(names) > _NUM_SHOWN_CLASSES else ""
+        yield f"{len(names):,}: {', '.join(names[:_NUM_SHOWN_CLASSES])[:200]}{more}", "classes"
     if kept := _kept_names(first_rows):
         yield ", ".join(kept), "kept"
     for row in first_rows:

@@ -16,6 +16,7 @@ KEPT = {
     "class-folders/deep": (39, {"train": 30, "val": 9}, {}),
     "class-folders/hidden": (30, {}, {}),
     "class-folders/vehicles": (30, {}, {}),
+    "csv-labels/ids.csv": (40, {}, {"keep": ("post",)}),
     "csv-spreadsheets/bom.csv": (30, {}, {}),
     "csv-spreadsheets/index.csv": (30, {}, {}),
     "csv-spreadsheets/jsonlist.csv": (30, {}, {}),
@@ -83,6 +84,20 @@ def test_input_is_read(shared_cases, tmp_path, case):
     manifest, read, _ = prepared(shared_cases / case, tmp_path / "out", **settings)
     assert (manifest.num_rows, manifest.splits) == (rows, splits)
     assert not any("\ufeff" in text for row in read for text in row.texts)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("csv-labels/words.csv", ("3.7", "infinity", "naan", "nan")),
+        ("csv-labels/zeros.csv", ("0", "00", "01", "1")),
+        ("folders-numbered/set", tuple(map(str, range(12)))),
+    ],
+)
+def test_classes_keep_their_names_and_order(shared_cases, tmp_path, case, names):
+    manifest, rows, faults = prepared(shared_cases / case, tmp_path / "out", duplicates="keep")
+    assert (manifest.class_names, faults) == (names, {})
+    assert {row.label for row in rows} == set(range(len(names)))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -298,17 +298,16 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     (folder / "a.csv").write_bytes(
         b'\xef\xbb\xbfimage,text,label\r\n\r\n0.png,"two\r\nlines, ""quoted""",3\r\n'
         b"1.png\r\n2.png,caf\xe9,1\r\n"
-        b'3.png,x,cat\r\n4.png,"open,1\r\n5.png,y,\r\n'
+        b'3.png,x,-1\r\n4.png,"open,1\r\n5.png,y,\r\n'
     )
     _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
     assert (rows[0].texts, rows[0].label, rows[0].source) == (['two lines, "quoted"'], 3, "a.csv:3")
     assert faults == {
         "a.csv:5": "columns",
         "a.csv:6": "encoding",
-        "a.csv:7": "label",
         "a.csv:8": "csv",
     }
-    assert rows[1].source == "a.csv:9"
+    assert [(row.label, row.source) for row in rows[1:]] == [(-1, "a.csv:7"), (None, "a.csv:9")]
 
 
 def test_csv_list_is_one_json_value(tmp_path):

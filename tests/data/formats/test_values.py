@@ -2,6 +2,7 @@
 
 import base64
 import json
+import tarfile
 from decimal import Decimal
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from PIL import Image
 from mmray.data.formats.values import normalize_values
 from mmray.data.rows import BadRow, parse_row, rename_columns
 from mmray.errors import DataError
-from tests.data.formats.test_formats import COUNT, images, prepared
+from tests.data.formats.test_formats import COUNT, add, images, prepared
 from tests.data.prepare.test_pipeline import color_image
 from tests.made import encode
 
@@ -167,12 +168,78 @@ def test_names_of_classes_are_numbered_and_stored(tmp_path, in_process):
     assert [row.label for row in rows] == [0, 1, 1, 2, 1, 2, 3]
 
 
-def test_names_next_to_numbers_are_no_classes(tmp_path, in_process):
+@pytest.mark.parametrize(
+    ("labels", "names", "numbers"),
+    [
+        (["3", "-1", "12"], (), [3, -1, 12]),
+        (["3.0", "", "1.0"], (), [3, None, 1]),  # of pandas, which has no missing integers
+        (["00", "0", "01", "1"], ("0", "00", "01", "1"), [1, 0, 2, 3]),
+        (["nan", "infinity", "3.7", "inf"], ("3.7", "inf", "infinity", "nan"), [3, 2, 0, 1]),
+        (["10", "9", "cat", ""], ("10", "9", "cat"), [0, 1, 2, None]),
+        (["02", "10", "1"], ("1", "02", "10"), [1, 2, 0]),
+        (["99999999999999999999", "1"], ("1", "99999999999999999999"), [1, 0]),
+        (["red_fox", "red fox", " Cat"], ("Cat", "red fox"), [1, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "tar", "grouped", "parquet"])
+def test_labels_are_numbers_only_if_all_are(tmp_path, in_process, kind, labels, names, numbers):
+    folder = images(tmp_path / "raw", len(labels))
+    lines = [f"{number}.png,x,{label}" for number, label in enumerate(labels)]
+    source = folder / "a.csv"
+    source.write_text("\n".join(["image,text,label", *lines]))
+    if kind == "tar":
+        source = folder / "a.tar"
+        with tarfile.open(source, "w") as tar:
+            for number, label in enumerate(labels):
+                add(tar, f"{number}.png", color_image(number))
+                add(tar, f"{number}.txt", b"x")
+                if label:
+                    add(tar, f"{number}.cls", f"{label}\n".encode())
+    if kind == "parquet":
+        source = folder / "a.parquet"
+        paths = [f"{number}.png" for number in range(len(labels))]
+        table = {"image": paths, "text": ["x"] * len(labels), "label": [x or None for x in labels]}
+        pq.write_table(pa.table(table), source)
+    group = "image" if kind == "grouped" else None
+    manifest, rows, faults = prepared(source, tmp_path / "out", group=group)
+    assert (manifest.class_names, faults) == (names, {})
+    assert [row.label for row in rows] == numbers
+
+
+def test_names_next_to_typed_numbers_are_no_classes(tmp_path, in_process):
     folder = images(tmp_path / "raw", 3)
-    (folder / "a.csv").write_text("image,text,label\n0.png,x,3\n1.png,y,cat\n2.png,z,\n")
-    manifest, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
-    assert [row.label for row in rows] == [3, None] and manifest.class_names == ()
-    assert faults == {"a.csv:3": "label"}
+    rows = [
+        {"image": f"{n}.png", "text": "x", "label": label} for n, label in enumerate([3, "cat"])
+    ]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    manifest, read, faults = prepared(folder / "a.jsonl", tmp_path / "out")
+    assert [row.label for row in read] == [3] and manifest.class_names == ()
+    assert faults == {"a.jsonl:2": "label"}
+
+
+def test_numbers_in_a_tar_are_those_of_its_list_of_classes(tmp_path, in_process):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "classes.txt").write_text("1\n2\n3\n")
+    with tarfile.open(tmp_path / "raw" / "a.tar", "w") as tar:
+        add(tar, "a.png", color_image(0))
+        add(tar, "a.cls", b"1")
+    _, rows, _ = prepared(tmp_path / "raw", tmp_path / "out", caption="number {}")
+    assert [(row.label, row.texts) for row in rows] == [(1, ["number 2"])]
+
+
+def test_folders_of_numbers_are_in_their_order(tmp_path, in_process):
+    for number in range(12):
+        (tmp_path / "raw" / str(number)).mkdir(parents=True)
+        (tmp_path / "raw" / str(number) / "a.png").write_bytes(color_image(number))
+    logs = []
+    manifest, rows, _ = prepared(
+        tmp_path / "raw", tmp_path / "out", lambda text, heading: logs.append((heading, text))
+    )
+    assert manifest.class_names == tuple(map(str, range(12)))
+    assert ("classes", "12: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11") in logs
+    assert {row.key: (row.label, row.texts) for row in rows} == {
+        f"{number}/a.png": (number, [f"a photo of a {number}"]) for number in range(12)
+    }
 
 
 def test_class_labels_of_datasets_give_captions(tmp_path, in_process):
