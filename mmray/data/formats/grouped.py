@@ -46,18 +46,18 @@ class GroupedSource(ListingSource):
         return f"{self._source.describe()}, grouped by image"
 
     def list_rows(self) -> Rows:
-        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # with their locations
         captions: dict[tuple[Any, ...], dict[str, Any]] = {}  # captions by key and notation
         for row in self._read_source():
             key, values = self._group(row)
             texts = _as_list(values.pop("texts", values.pop("text", [])))
-            rows.setdefault(key, {"origin": row.location} | values)
+            rows.setdefault(key, (row.location, values))
             captions.setdefault(key, {}).update({repr(text): text for text in texts})
         self.box_names = self._source.box_names
         self.class_names = self._source.class_names
         self.ignored = self._source.ignored
-        for key, values in rows.items():
-            yield values | ({"texts": list(captions[key].values())} if captions[key] else {})
+        for key, (location, values) in rows.items():
+            yield location, values | ({"texts": [*captions[key].values()]} if captions[key] else {})
 
     def _read_source(self) -> Iterator[RawRow]:
         for chunk in self._source.scan(1 << 16, ()):

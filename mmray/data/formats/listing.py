@@ -34,16 +34,16 @@ from mmray.storage.requests import iter_parallel
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
-Rows = Iterator[dict[str, Any]]
+Rows = Iterator[tuple[str, dict[str, Any]]]  # location of a row, and its columns
 
 
 class ListingSource(Source):
     """Base of the sources whose rows the driver lists once in a file, from which tasks read them.
 
-    Each subclass implements `list_rows` for one layout of files: it yields each row as a dict of
-    `origin` (its location, for messages) and the columns that it has: `id`, `image`, `audio` and
-    `video` (paths relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes`
-    ([x, y, width, height] in pixels) and `box_labels`.
+    Each subclass implements `list_rows` for one layout of files: it yields the location of a row,
+    for messages, and a dict of the columns that it has: `id`, `image`, `audio` and `video` (paths
+    relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes` ([x, y, width,
+    height] in pixels) and `box_labels`.
 
     `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
     `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
@@ -61,13 +61,13 @@ class ListingSource(Source):
         them.
 
         Yields:
-            A dict with `origin`, the location of the row for messages, and the columns that the row
-            has: `id`; `image`, `audio` or `video`, a path relative to the folder of the source;
-            `text` or `texts`; `label`, the name of a class; `split`; `boxes`, lists [x, y, width,
-            height] in pixels, `box_labels`, their category numbers, and `image_size of COCO`, the
-            (width, height) in pixels that the document states; or, instead of texts, `text_file`:
-            (path, size in bytes, modification time in ns) of a file with the captions. A JSON array
-            gives the columns of its objects.
+            The location of the row, for messages, and a dict of the columns that the row has: `id`;
+            `image`, `audio` or `video`, a path relative to the folder of the source; `text` or
+            `texts`; `label`, the name of a class; `split`; `boxes`, lists [x, y, width, height] in
+            pixels, `box_labels`, their category numbers, and `image_size of COCO`, the (width,
+            height) in pixels that the document states; or, instead of texts, `text_file`: (path,
+            size in bytes, modification time in ns) of a file with the captions. A JSON array gives
+            the columns of its objects.
 
         Raises:
             DataError: The source cannot be listed.
@@ -77,11 +77,11 @@ class ListingSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / self.listing) as file:
-            for row in self.list_rows():
+            for location, row in self.list_rows():
                 if split := row.get("split"):
                     self.split_rows[split] += 1
                 # JSON in ASCII, because names may contain lone surrogates.
-                file.write(json.dumps(row).encode() + b"\n")
+                file.write(json.dumps([location, row]).encode() + b"\n")
         if (self.prepared_folder / self.listing).stat().st_size:
             yield from JsonlSource(self.prepared_folder, self.listing, {}).scan(
                 rows_per_chunk, previous_chunk_ends
@@ -89,14 +89,14 @@ class ListingSource(Source):
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for line, _, data in JsonlSource(self.prepared_folder, self.listing, {}).records(chunk):
-            values = json.loads(data)
-            yield line, values.pop("origin"), values
+            location, values = json.loads(data)
+            yield line, location, values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a listed row, with the captions of its caption file if it has one.
 
         Args:
-            record: Values of the row by column name, as `list_rows` yields them, without `origin`.
+            record: Values of the row by column name, as `list_rows` yields them.
                 `text_file`, if the row has a caption file, is [path, size in bytes, modification
                 time in ns]; only the path is used. It is removed from `record`.
 
@@ -217,11 +217,11 @@ class ClassFolders(ListingSource):
             folders = [(None, name.split("/")[0] if "/" in name else None) for name in names]
         self.class_names = order_classes(each for _, each in folders if each is not None)
         for name, (split, class_folder) in zip(names, folders, strict=True):
-            row: dict[str, Any] = {"origin": name, "id": name, "image": name}
+            row: dict[str, Any] = {"id": name, "image": name}
             row |= {"split": split} if split else {}
             # an image outside the class folders has no caption, so it is quarantined
             row |= {"label": class_folder} if class_folder is not None else {}
-            yield row
+            yield name, row
 
 
 def _is_medium(name: str) -> bool:
@@ -275,9 +275,9 @@ class ImageTextPairs(ListingSource):
             if split := splits[f"{stem.rpartition('/')[0]}/"]:
                 row["split"] = split
             for name in media.get(stem, []):
-                yield {"origin": name, "id": name, media_kind(name) or "image": name} | row
+                yield name, {"id": name, media_kind(name) or "image": name} | row
             if stem not in media:
-                yield {"origin": texts[stem], "id": texts[stem]} | row
+                yield texts[stem], {"id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk, a range of the pairs that the driver has listed.
@@ -331,8 +331,7 @@ class JsonArraySource(ListingSource):
 
     def list_rows(self) -> Rows:
         for number, item in enumerate(self._items(), 1):
-            values = item if isinstance(item, dict) else {}
-            yield values | {"origin": f"{self.name}:item {number}"}
+            yield f"{self.name}:item {number}", item if isinstance(item, dict) else {}
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         return record  # an item may have any column, also `text_file`
@@ -453,7 +452,7 @@ class CocoSource(ListingSource):
         self.box_names = categories
         folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
         for image_id, (name, file) in images.items():
-            row = {"origin": f"{name}:image {image_id}", "id": image_id, "image": f"{folder}{file}"}
+            row: dict[str, Any] = {"id": image_id, "image": f"{folder}{file}"}
             labels = [label for _, label in boxes[image_id]]
             if labels:
                 row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
@@ -466,7 +465,7 @@ class CocoSource(ListingSource):
                 row["texts"] = [
                     self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))
                 ]
-            yield row
+            yield f"{name}:image {image_id}", row
 
     def _list_split_rows(self, name: str, images: list[dict[str, Any]]) -> Rows:
         """Yield the rows of a document of Karpathy: images with sentences and a split."""
@@ -476,13 +475,13 @@ class CocoSource(ListingSource):
         folder = self._images_folder(name, files[:16])
         for number, (image, file) in enumerate(zip(images, files, strict=True)):
             split = str(image.get("split") or "train")
-            yield {
-                "origin": f"{name}:image {number}",
+            row = {
                 "id": image.get("imgid", image.get("cocoid", number)),
                 "image": f"{folder}{file}",
                 "texts": [sentence["raw"] for sentence in image["sentences"]],
                 "split": "train" if split == "restval" else split,
             }
+            yield f"{name}:image {number}", row
 
     def _images_folder(self, name: str, files: list[str]) -> str:
         """Find the folder of the images: next to the document, in `images/`, or named by the suffix

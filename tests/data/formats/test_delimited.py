@@ -6,6 +6,8 @@ import pytest
 
 from mmray.data.formats import listing
 from mmray.data.formats.detect import detect_source
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import read_columns
 from mmray.errors import DataError
 from tests.data.formats.test_formats import prepared
 from tests.data.prepare.test_pipeline import color_image
@@ -183,6 +185,18 @@ def test_json_array_is_streamed(write, tmp_path, monkeypatch):
     assert prepared(write(text, "lines.jsonl"), tmp_path / "lines")[0].num_rows == 2
     with pytest.raises(DataError, match="item 3 of the array is not JSON"):
         prepared(write(text[:-2] + ", {broken", "bad.json"), tmp_path / "bad")
+
+
+@pytest.mark.parametrize("settings", [{}, {"group": "image"}])
+def test_listed_rows_keep_a_column_origin(write, tmp_path, settings):
+    """The location of a listed row is stored next to its columns, not as one of them."""
+    items = [{"image": f"{n}.png", "text": "x", "origin": f"laion {n}"} for n in range(2)]
+    source = write(json.dumps(items), "rows.json")
+    manifest, rows, _ = prepared(source, tmp_path / "out", keep=("all",), **settings)
+    shard = PreparedSet.open(str(tmp_path / "out")).shards[0].file
+    columns = read_columns(tmp_path / "out", manifest.columns, shard, ["origin"])
+    assert columns["origin"].to_pylist() == ["laion 0", "laion 1"]
+    assert [row.source for row in rows] == ["rows.json:item 1", "rows.json:item 2"]
 
 
 def test_folder_of_text_files_with_splits_is_one_source(tmp_path):
