@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +146,18 @@ class PrepareJob:
         source.class_names = self.class_names
         return source
 
+    @cached_property
+    def folder(self) -> AnyPath:
+        """Folder of the source, which paths of media are relative to."""
+        return to_path(self.source.address)
+
     def parse_row(self, item: RawRow) -> SourceRow:
         """Validate the values of a row of the source, and where its files are. Raises BadRow."""
         row = parse_row(item.values, item.location)
-        folder = to_path(self.source.address)
         try:
-            row.images = [locate_file(folder, image, self.settings.root) for image in row.images]
+            row.images = [
+                locate_file(self.folder, image, self.settings.root) for image in row.images
+            ]
         except BadRow as bad:
             bad.key = row.key
             raise
