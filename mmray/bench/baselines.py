@@ -1,12 +1,10 @@
-"""What `bench loader` compares: two PyTorch baseline datasets, and the actor that runs every
-loader.
-"""
+"""What `bench loader` compares: two PyTorch baseline datasets, and the process of a consumer."""
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTen
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.collate import iter_micro_batches
-from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
 
@@ -197,127 +195,72 @@ class TunedDataset(CaptionDataset):
 
 @ray.remote(num_cpus=0)
 class LoaderWorker:
-    """A Ray actor, made with `LoaderWorker.remote(rank)`, that receives rows for the duration of a
-    method call and drops them.
+    """A process that receives rows and drops them."""
 
-    Each method returns a list of Arrival: the wall time in seconds, and the number of rows, of each
-    block (rows read together) or batch that it received, also of the first ones (warm-up).
-
-    Args:
-        rank: Number of the process, from 0.
-    """
-
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.rank = rank
 
-    def stream(
-        self,
-        reader: RowReader,
-        start: ResumePoint,
-        consumers: int,
-        block_mb: float,
-        limits: DecoderLimits,
-    ) -> list[Arrival]:
-        """Receive this rank's rows of mmray's stream to its end, and drop them.
-
-        Args:
-            reader: Reads and decodes the rows of a prepared set.
-            start: A ResumePoint: `plan`, order and number of the rows, and `step`, the first step.
-            consumers: Number of ranks on this node.
-            block_mb: Largest size in MB of a block, the rows that are read together.
-            limits: Number of decode actors (processes that read and decode rows) of the rank.
-
-        Returns:
-            For each block that was received an Arrival: `at_s`, the wall time in seconds, and
-            `rows`, its number of valid rows.
-        """
-        arrivals = []
-        rows = start.plan.rank_rows
-        blocks = rank_blocks(reader, start, self.rank, consumers, block_mb, limits, print)
-        with closing(blocks):
-            for block in blocks:
-                arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
-                for _ in iter_micro_batches([block], rows, rows, extra=reader.extra_columns):
-                    pass
-        return arrivals
-
-    def loader(
-        self, dataset: Dataset[Any], batch: int, workers: int, window_s: float
-    ) -> list[Arrival]:
-        """Receive batches of random rows from a PyTorch DataLoader for a time, and drop them.
-
-        Args:
-            dataset: A baseline dataset with `__len__` and `__getitem__`, such as TextbookDataset,
-                TunedDataset or PlainClips.
-            batch: Rows of a batch.
-            workers: Processes of the DataLoader.
-            window_s: Seconds to receive batches, after the first WARMUP_ARRIVALS (6), the warm-up.
-
-        Returns:
-            For each batch, also of the warm-up, an Arrival: `at_s`, the wall time in seconds, and
-            `rows`, its number of rows.
-        """
-        seed = torch.Generator().manual_seed(self.rank)
-        sized: Any = dataset
-        batches = DataLoader(
-            dataset,
-            batch_size=batch,
-            sampler=RandomSampler(
-                sized, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed
-            ),
-            num_workers=workers,
-            collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
-            pin_memory=torch.cuda.is_available(),
-        )
-        return collect_arrivals(
-            (Arrival(time.time(), len(each["input_ids"])) for each in batches), window_s
-        )
-
-    def reader(
-        self, world: int, reader: RowReader, plan: SamplePlan, window_s: float
-    ) -> list[Arrival]:
-        """Read, decode and tokenize rows as the stream does, but in this process and without Ray.
-
-        Its rate is the upper limit of that of the stream.
-
-        Args:
-            world: Number of processes that do the same, each with every `world`-th chunk:
-                consecutive rows of the order, as many as a rank of the stream has in a step.
-            reader: Reads and decodes the rows of a prepared set.
-            plan: Order of the rows.
-            window_s: Seconds to receive chunks, after the first WARMUP_ARRIVALS (6), the warm-up.
-
-        Returns:
-            For each chunk, also of the warm-up, an Arrival: `at_s`, the wall time in seconds, and
-            `rows`, its number of rows.
-        """
-        rows = plan.rank_rows
-        starts = range(self.rank * rows, plan.steps * plan.global_batch_size, world * rows)
-        blocks = (reader.read_block(plan, np.arange(start, start + rows)) for start in starts)
-        return collect_arrivals(
-            (Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s
-        )
+    def run(self, receive: Callable[..., list[Arrival]], *arguments: Any) -> list[Arrival]:
+        return receive(*arguments)
 
 
-def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
-    """Return the arrivals of the warm-up, the first WARMUP_ARRIVALS (6), and of `window_s` seconds
-    after it.
+def receive_stream(
+    rank: int, reader: RowReader, start: ResumePoint, block_mb: float, decoders: int
+) -> list[Arrival]:
+    """Receive the rows of a rank of mmray's stream to its end.
 
     Args:
-        arrivals: Arrivals, each with `at_s` (wall time in seconds) and `rows` (number of rows of a
-            block), as they arrive; not read further afterwards.
-        window_s: Seconds to collect, from the first arrival after the warm-up.
+        rank: The rank; all ranks are on this node.
+        reader: Reads and decodes the rows of a prepared set.
+        start: Order and number of the rows.
+        block_mb: Largest size of a block in MB.
+        decoders: Decode actors of the rank.
 
     Returns:
-        The same Arrivals until then.
+        The arrival of each block.
     """
-    seen: list[Arrival] = []
-    for arrival in arrivals:
-        seen.append(arrival)
-        if (
-            len(seen) > WARMUP_ARRIVALS + 1
-            and arrival.at_s - seen[WARMUP_ARRIVALS].at_s >= window_s
-        ):
+    arrivals = []
+    limits = DecoderLimits(decoders, decoders, decoders)
+    rows = start.plan.rank_rows
+    world_size = start.plan.world_size
+    blocks = rank_blocks(reader, start, rank, world_size, block_mb, limits, print)
+    with closing(blocks):
+        for block in blocks:
+            arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
+            for _ in iter_micro_batches([block], rows, rows, extra=reader.extra_columns):
+                pass
+    return arrivals
+
+
+def receive_batches(
+    rank: int, dataset: Dataset[Any], batch: int, workers: int, window_s: float
+) -> list[Arrival]:
+    """Receive batches of random rows from a PyTorch DataLoader for some seconds.
+
+    Args:
+        rank: Seed of the rows.
+        dataset: A baseline with `__len__` and `__getitem__`, such as TextbookDataset.
+        batch: Rows of a batch.
+        workers: Processes of the DataLoader.
+        window_s: Seconds after the warm-up.
+
+    Returns:
+        The arrival of each batch, also of the warm-up.
+    """
+    seed = torch.Generator().manual_seed(rank)
+    sized: Any = dataset
+    batches = DataLoader(
+        dataset,
+        batch_size=batch,
+        sampler=RandomSampler(sized, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed),
+        num_workers=workers,
+        collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+    arrivals: list[Arrival] = []
+    for each in batches:
+        arrivals.append(Arrival(time.time(), len(each["input_ids"])))
+        is_warm = len(arrivals) > WARMUP_ARRIVALS + 1
+        if is_warm and arrivals[-1].at_s - arrivals[WARMUP_ARRIVALS].at_s >= window_s:
             break
-    return seen
+    return arrivals

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from mmray.bench.baselines import (
     LoaderWorker,
     TextbookDataset,
     TunedDataset,
+    receive_batches,
+    receive_stream,
     rows_per_s,
 )
 from mmray.bench.results import compare, describe_machine
@@ -28,7 +29,6 @@ from mmray.config import Cluster, Data, Inputs, Prepare
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
-from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
@@ -40,17 +40,13 @@ SIDE = 224
 BLOCK_MB = Data().block_mb
 PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
-ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
 # The first blocks of a stream arrive while other actors start, so its windows last longer.
 STREAM_WINDOW_FACTOR = 2
-# below this share of the slowest stage, the stream itself is the bottleneck
-MIN_STREAM_SHARE = 0.75
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
     "stream_vs_tuned": ("stream prepared", "tuned prepared"),
-    "stream_vs_reader": ("stream prepared", "reader prepared"),
 }
 Notify = Callable[[str], None]
 # Measures one loader, and returns the arrivals of each consumer.
@@ -78,7 +74,7 @@ def bench_loader(
         gpu_rate: Images/s that a device consumes, for `notes`; None: unknown.
 
     Returns:
-        What `compare_loaders` returns for the RATIOS, and `notes` (texts about the bottleneck).
+        What `compare_loaders` returns for the RATIOS, and `notes` (texts).
 
     Raises:
         UsageError: There are too few images or blocks, or an argument is invalid.
@@ -96,7 +92,8 @@ def bench_loader(
 
     result = compare_loaders(build, actors, rounds, RATIOS, notify)
     rates = {row["arm"]: row["images_per_s"] for row in result["rows"]}
-    return result | {"notes": bottlenecks(rates, gpu_rate, actors)}
+    notes = [] if gpu_rate is None else format_needs(rates, gpu_rate, actors)
+    return result | {"notes": notes}
 
 
 def compare_loaders(
@@ -119,7 +116,7 @@ def compare_loaders(
 
     Returns:
         `machine` (with `data_workers`, the number of actors), and the `ratios`, `spread` and `rows`
-        of `compare`. A row has the rate and `first_batch_s` (none for readers).
+        of `compare`. A row has the rate and `first_batch_s`.
 
     Raises:
         UsageError: A measurement had too few blocks.
@@ -131,8 +128,7 @@ def compare_loaders(
         values = {rate: rows_per_s(arrivals)}
         if values[rate] == 0:
             raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s")
-        if not name.startswith("reader"):
-            values["first_batch_s"] = max(each[0].at_s for each in arrivals) - start_s
+        values["first_batch_s"] = max(each[0].at_s for each in arrivals) - start_s
         return values
 
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
@@ -170,8 +166,6 @@ def _build_loaders(
     textbook = TextbookDataset(files, tokenizer_json, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer_json, SIDE, inputs.max_tokens)
     return {
-        "reader original": runs.reader(row_readers["original"]),
-        "reader prepared": runs.reader(row_readers["prepared"]),
         "textbook original": runs.loader(textbook),
         "stream original": runs.stream(row_readers["original"]),
         "tuned prepared": runs.loader(tuned),
@@ -203,43 +197,36 @@ class LoaderRuns:
         window_s: float,
         actors: int,
     ) -> None:
-        self.workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
+        self.workers = [LoaderWorker.remote() for _ in range(CONSUMERS)]  # type: ignore[attr-defined]
         ray.get([actor.__ray_ready__.remote() for actor in self.workers])
+        expected = STREAM_WINDOW_FACTOR * window_s * rate * actors / global_batch_size
         self.plan = SamplePlan(
             num_rows=num_rows,
             global_batch_size=global_batch_size,
             world_size=CONSUMERS,
             seed=0,
-            steps=ENDLESS,
-        )
-        self.steps = max(
-            MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * rate * actors / global_batch_size)
+            steps=max(MIN_STEPS, round(expected)),
         )
         self.window_s = window_s
-        self.actors = actors
         self.workers_per_consumer = max(1, actors // CONSUMERS)
-
-    def reader(self, reader: RowReader) -> RunWindow:
-        """Return a function that reads rows in processes of their own, without the stream."""
-        return partial(
-            self._run, self.actors, "reader", self.actors, reader, self.plan, self.window_s
-        )
 
     def loader(self, dataset: Any) -> RunWindow:
         """Return a function that reads batches of a DataLoader in each consumer."""
         batch = self.plan.global_batch_size // CONSUMERS
         num_workers = self.workers_per_consumer
-        return partial(self._run, CONSUMERS, "loader", dataset, batch, num_workers, self.window_s)
+        return partial(self._run, receive_batches, dataset, batch, num_workers, self.window_s)
 
     def stream(self, reader: RowReader) -> RunWindow:
         """Return a function that receives a window of the stream as training workers do."""
-        start = ResumePoint(replace(self.plan, steps=self.steps), 0)  # it ends with the window
-        decoders = self.workers_per_consumer
-        limits = DecoderLimits(decoders, decoders, decoders)
-        return partial(self._run, CONSUMERS, "stream", reader, start, CONSUMERS, BLOCK_MB, limits)
+        start = ResumePoint(self.plan, 0)
+        return partial(
+            self._run, receive_stream, reader, start, BLOCK_MB, self.workers_per_consumer
+        )
 
-    def _run(self, processes: int, method: str, *arguments: Any) -> list[list[Arrival]]:
-        calls = [getattr(each, method).remote(*arguments) for each in self.workers[:processes]]
+    def _run(self, receive: Callable[..., list[Arrival]], *arguments: Any) -> list[list[Arrival]]:
+        calls = [
+            worker.run.remote(receive, rank, *arguments) for rank, worker in enumerate(self.workers)
+        ]
         return list(ray.get(calls))
 
 
@@ -272,29 +259,16 @@ def prepare_in(source: str, cache: Path, settings: Prepare) -> PreparedSet:
     )
 
 
-def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int) -> list[str]:
-    """Return sentences about the slowest stage of the stream.
+def format_needs(rates: Mapping[str, float], gpu_rate: float, actors: int) -> list[str]:
+    """Return how many decode actors a device needs.
 
     Args:
-        rates: Images/s by loader, under the keys `stream original`, `reader original`, `stream
-            prepared` and `reader prepared`.
-        gpu_rate: Images/s that a device consumes; the sentences then have the number of decode
-            actors (processes that read and decode rows) that it needs. None: unknown.
+        rates: Images/s of `stream original` and `stream prepared`.
+        gpu_rate: Images/s that the device consumes.
         actors: Decode actors of the measured stream.
     """
     lines = []
     for name in ("original", "prepared"):
-        stream = rates[f"stream {name}"]
-        limits = {"reading and decoding on the CPU": rates[f"reader {name}"]}
-        if gpu_rate is not None:
-            limits["the device"] = gpu_rate
-        slowest = min(limits, key=lambda stage: limits[stage])
-        if stream < MIN_STREAM_SHARE * limits[slowest]:
-            slowest = "the stream itself (Ray, and copies of blocks)"
-        lines.append(f"{name}: the bottleneck is {slowest}")
-        if gpu_rate is not None:
-            needed = math.ceil(gpu_rate / (stream / actors))
-            lines.append(
-                f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors"
-            )
+        needed = math.ceil(gpu_rate / (rates[f"stream {name}"] / actors))
+        lines.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors")
     return lines

@@ -126,7 +126,7 @@ def _step(command: StepCommand, console: ConsoleReporter) -> dict[str, Any]:
 
 
 def _loader(command: LoaderCommand, console: ConsoleReporter) -> dict[str, Any]:
-    """compare the stream with PyTorch DataLoaders and report the bottleneck"""
+    """compare the stream with PyTorch DataLoaders"""
     from mmray.bench.loader import bench_loader
 
     arguments = {name: value for name, value in vars(command).items() if name != "json"}

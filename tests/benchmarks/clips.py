@@ -56,7 +56,6 @@ EXPECTED_RATE = {"audio": 100, "video": 60}  # clips/s per actor
 RATIOS = {
     "stream_vs_plain": ("stream clips", "plain clips"),
     "stream_prepared_vs_plain": ("stream prepared", "plain clips"),  # audio only
-    "stream_vs_reader": ("stream clips", "reader clips"),
 }
 
 
@@ -259,7 +258,6 @@ def build_loaders(
     }
     plain = PlainClips(read_rows(folder, modality), modality, tokenizer_json)
     return {
-        **{f"reader {name}": runs.reader(reader) for name, reader in readers.items()},
         "plain clips": runs.loader(plain),
         **{f"stream {name}": runs.stream(reader) for name, reader in readers.items()},
     }
