@@ -12,6 +12,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,14 @@ import torch
 from torch import nn
 
 from mmray.bench.results import compare, describe_machine
-from mmray.bench.spawn import select_device, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, StepTimer, build_model, synthetic_run
+from mmray.bench.step import (
+    WARMUP_STEPS,
+    StepTimer,
+    build_model,
+    measure_in_worker,
+    select_device,
+    synthetic_run,
+)
 from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
@@ -66,7 +73,7 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
         WorkerFailed: The worker process failed.
     """
     config = with_sample_weights(config.with_cluster(workers=1))
-    measured = spawn_workers(partial(_measure, pairs=pairs, window_s=window_s), config)
+    measured = measure_in_worker(partial(_measure, pairs=pairs, window_s=window_s), config)
     return {"machine": describe_machine(select_device(config.cluster))} | measured
 
 
@@ -138,27 +145,23 @@ def _measure(
     }
 
 
+@dataclass(frozen=True)
 class _Bench:
     """Model and rows of the benchmark."""
 
-    def __init__(
-        self,
-        config: Config,
-        group: Group,
-        model: nn.Module,
-        rows: Sequence[EncodedRow],
-        global_batch_size: int,
-        micro: int,
-    ) -> None:
-        self.config = config
-        self.group = group
-        self.model = model
-        self.rows = rows
-        self.global_batch_size = global_batch_size
-        self.micro = micro
-        longest: int = config.model.inputs.max_tokens
-        # As many tokens as a padded micro-batch may have, unless the recipe has a limit.
-        self.max_tokens = config.batch.tokens or longest * micro
+    config: Config
+    group: Group
+    model: nn.Module
+    rows: Sequence[EncodedRow]
+    global_batch_size: int
+    micro: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a packed micro-batch: those that a padded one may have, unless the recipe has a
+        limit.
+        """
+        return self.config.batch.tokens or self.config.model.inputs.max_tokens * self.micro
 
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return the seconds of the timed steps of mmray's loop, and its last loss."""

@@ -8,17 +8,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.engine import optimizer as optimizers
-from mmray.engine.collectives import Group
 from mmray.engine.optimizer import lr_at
-from mmray.engine.parallel.ddp import DDP
-from mmray.engine.parallel.transforms import (
-    RECOMPILE_LIMIT,
-)
+from mmray.engine.parallel.transforms import RECOMPILE_LIMIT
 from mmray.engine.precision import Precision
 from mmray.models.pixels import NormalizePixels
 
@@ -34,7 +29,6 @@ def train_by_hand(
     batches: Iterator[Batch],
     config: Config,
     precision: Precision,
-    device: torch.device,
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
@@ -47,19 +41,17 @@ def train_by_hand(
             `attention_mask` int64 [B, T].
         config: Settings of the optimizer, and `train.log_every`.
         precision: Autocast dtype of the forward pass, and its loss scaler.
-        device: The device of this rank.
         steps: Number of steps.
         on_step: Called with the number of steps taken, after each step.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    net = DDP(Group.current(device)).wrap(model.train())  # the same DDP in all loops
+    model.train()
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     scaler = precision.scaler()
     for step, batch in enumerate(islice(batches, steps)):
         optimizers.set_lr(optimizer, lr_at(step, config.optimizer, steps))
         with precision.autocast():
-            outputs = net(batch)
-        loss = baseline_loss(outputs, world)
+            outputs = model(batch)
+        loss = baseline_loss(outputs)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if config.optimizer.clip_norm > 0:
@@ -73,28 +65,13 @@ def train_by_hand(
     return loss.item()
 
 
-def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
-    """Return the CLIP (softmax contrastive) loss, the mean over the rows of all ranks and both
-    directions, as a scalar.
-
-    Gradients flow to this rank's rows only.
+def baseline_loss(outputs: dict[str, Tensor]) -> Tensor:
+    """Return the CLIP (softmax contrastive) loss, the mean over the rows and both directions.
 
     Args:
-        outputs: Outputs of the model: `image_embed` and `text_embed` float [B, D], and
-            `logit_scale` (scalar).
-        world: Number of ranks.
+        outputs: `image_embed` and `text_embed` float [B, D], and `logit_scale` (scalar).
     """
-    image = outputs["image_embed"]
-    text = outputs["text_embed"]
-    if world > 1:
-        rows = torch.cat([image, text], dim=1)
-        # undo DDP's averaging: only this rank has the gradient
-        rows.register_hook(lambda gradient: gradient * world)
-        parts = [torch.empty_like(rows) for _ in range(world)]
-        dist.all_gather(parts, rows.detach())
-        parts[dist.get_rank()] = rows
-        image, text = torch.cat(parts).chunk(2, dim=1)
-    logits = outputs["logit_scale"] * image @ text.T
+    logits = outputs["logit_scale"] * outputs["image_embed"] @ outputs["text_embed"].T
     targets = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 

@@ -10,6 +10,7 @@ one step ahead. What mmray's defaults leave unused shows there.
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -32,12 +33,11 @@ from mmray.bench.hand_loops import (
     train_by_hand,
 )
 from mmray.bench.results import compare, describe_machine
-from mmray.bench.spawn import select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import dry_run
+from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.cuda_graphs import graph_branches
@@ -49,13 +49,23 @@ from mmray.engine.parallel.transforms import (
 )
 from mmray.engine.precision import Precision, seed_everything, select_precision
 from mmray.engine.run_state import LoadCheckpointFn, LoopResult, TrainSpec
-from mmray.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from mmray.errors import (
+    MmrayError,
+    OutOfMemoryError,
+    ResourceError,
+    TrainingError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
+from mmray.machine import cores
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from mmray.processes import Channel, ChildDied, ChildProcess
 
 if TYPE_CHECKING:
-    from mmray.config import Config
-WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
+    from mmray.config import Cluster, Config
+WARMUP_STEPS = 3  # not timed: allocation, compilation
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # BERT's; used if the config has none
 # steps -> seconds of the timed steps, and the last loss
@@ -66,6 +76,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """Compare mmray's training loop with two PyTorch loops written by hand, on synthetic batches.
 
     `bare` has the settings of the config. `best` has the settings that are fastest on this device.
+    One worker is measured, with its share of the global batch.
 
     Args:
         config: The model and the batch; the objective must be `contrastive`. For vision-language
@@ -81,8 +92,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
 
     Raises:
         UsageError: The objective or the settings are not supported.
-        ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
-        WorkerFailed: A worker process failed.
+        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
+        WorkerFailed: The worker process failed.
     """
     from mmray.training.validate import unsupported_reasons
 
@@ -97,35 +108,93 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     if reasons := unsupported_reasons(config):
         raise UsageError("\n".join(reasons))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    measured = spawn_workers(partial(_measure, shape=shape, pairs=pairs, window_s=window_s), config)
+    shape = replace(shape, global_batch_size=shape.rank_batch_size, world_size=1)
+    measure = partial(_measure, shape=shape, pairs=pairs, window_s=window_s)
+    measured = measure_in_worker(measure, config.with_cluster(workers=1))
     micro = measured.pop("micro")
-    workers = shape.world_size
-    batch = f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step"
-    if micro * workers < shape.global_batch_size:
+    batch = f"micro {micro} x accumulation 1 = {micro} rows per step"
+    if micro < shape.global_batch_size:
         batch += f"; loop_vs_best: {shape.global_batch_size} rows per step"
     return {"machine": describe_machine(select_device(config.cluster)), "batch": batch} | measured
+
+
+class WorkerFailed(TrainingError):
+    """The process of a benchmark died, or the measured function raised an error in it."""
+
+
+def select_device(cluster: Cluster) -> torch.device:
+    """Return the device that a run with one worker would use on this machine.
+
+    Raises:
+        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
+    """
+    if cluster.accelerator != "cpu" and torch.cuda.device_count():
+        return torch.device("cuda", 0)
+    if cluster.accelerator == "gpu":
+        raise ResourceError("cluster.accelerator is gpu, and torch sees no GPU on this machine")
+    return torch.device("cpu")
+
+
+def measure_in_worker(measure: Callable[[Config, Group, Path], Any], config: Config) -> Any:
+    """Call a module-level function in a new process, so that memory is not inherited.
+
+    Args:
+        measure: Called with the config, the group of this process alone, and a temporary folder.
+        config: Passed to `measure`.
+
+    Raises:
+        WorkerFailed: The process died, or `measure` raised an error that is not mmray's.
+        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
+    """
+    device = select_device(config.cluster)
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+        worker = ChildProcess("worker", _run_worker, measure, config, device, Path(folder))
+        try:
+            return worker.result()
+        except MmrayError:
+            raise
+        except ChildDied as error:
+            raise WorkerFailed(str(error)) from None
+        except Exception as error:
+            raise WorkerFailed(f"{type(error).__name__}: {first_line(error)}") from error
+        finally:
+            worker.kill()
+
+
+def _run_worker(
+    _channel: Channel,
+    measure: Callable[[Config, Group, Path], Any],
+    config: Config,
+    device: torch.device,
+    folder: Path,
+) -> Any:
+    torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()  # as in a training worker
+    return measure(config, Group(device=device), folder)
 
 
 def _measure(
     config: Config, group: Group, folder: Path, shape: BatchShape, pairs: int, window_s: float
 ) -> dict[str, Any]:
-    log = MetricsLog(folder) if group.rank == 0 else None
-    bench = build_bench(config, group, shape.micro_batch_size, log, shape.rank_batch_size)
+    log = MetricsLog(folder)
+    bench = build_bench(config, group, shape.micro_batch_size, log, shape.global_batch_size)
     if shape.auto:
         bench = replace(bench, micro=bench.probe_memory(shape)[0].micro_batch_size)
     result = measure_loops(bench, pairs, window_s)
-    if log is not None:
-        log.close()
+    log.close()
     return result
 
 
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
     """Time mmray's loop and two loops written by hand, in several rounds.
 
-    A collective call of all ranks of the benchmark, which run the same steps. The loops are `loop`
-    (mmray's), and two written by hand: `bare` with the settings of the config, and `best` with the
-    fastest settings of the device. If `micro` is less than the rows of this rank, `accumulated` is
-    mmray's loop on whole steps, and `best` is compared with it, because both see the global batch.
+    The loops are `loop` (mmray's), and two written by hand: `bare` with the settings of the config,
+    and `best` with the fastest settings of the device. If `micro` is less than the rows of a step,
+    `accumulated` is mmray's loop on whole steps, and `best` is compared with it, because both see
+    all rows.
 
     Args:
         bench: Model and batches of this rank.
@@ -138,18 +207,16 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
         over the rounds, and `pairs`, their number), and `rows`: a dict per loop with its name as
         `arm`, and medians of `samples_per_s` (with `lowest` and `highest`) and of the last `loss`.
     """
-    group = bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
     row_s = took_s / 4 / bench.micro
     best_rows = bench.best_rows()
 
     def steps_of(rows: int) -> int:
-        return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
+        return WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))
 
     def measure(window: Window, rows: int, steps: int) -> dict[str, float]:
-        gc.collect()  # the previous window's DDP is a reference cycle
         took_s, loss = window(steps)
-        rate = rows * group.world_size * (steps - WARMUP_STEPS) / took_s
+        rate = rows * (steps - WARMUP_STEPS) / took_s
         return {"samples_per_s": rate, "loss": loss}
 
     log_every = bench.config.train.log_every
@@ -255,12 +322,12 @@ class Bench:
         plan = SamplePlan(
             num_rows=num_rows,
             global_batch_size=shape.global_batch_size,
-            world_size=self.group.world_size,
+            world_size=1,
             seed=self.config.train.seed,
             steps=steps,
         )
         spec = synthetic_run(self.config, self.group, model, plan, shape, **options)
-        batches = micro_batches(plan, shape, self.group.rank, self.batches, first)
+        batches = micro_batches(plan, shape, self.batches, first)
         return loop.train_loop(spec, batches, load)
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
@@ -295,9 +362,8 @@ class Bench:
         Raises:
             OutOfMemoryError: The micro-batch does not fit into memory.
         """
-        world = self.group.world_size
         rows = self.rank_rows if accumulated else self.micro
-        shape = BatchShape(rows * world, self.micro, world)
+        shape = BatchShape(rows, self.micro, world_size=1)
         timer = StepTimer(self.group.device, until=steps)
         model = self.copy_of_model(shape)
         metrics = self.train(model, shape, steps, callbacks=(timer,), log=self.log).metrics
@@ -319,8 +385,7 @@ class Bench:
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
         batches = copy_to(device, self._rows(self.micro))
-        world = self.group.world_size
-        shape = BatchShape(self.micro * world, self.micro, world)
+        shape = BatchShape(self.micro, self.micro, world_size=1)
         model = self.copy_of_model(shape).to(device)
         return self._window_by_hand(model, batches, precision, steps)
 
@@ -345,8 +410,7 @@ class Bench:
         model.to(memory_format=torch.channels_last)
         batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
         compile_blocks(model, device)
-        world = self.group.world_size
-        self._use_graphs(model, BatchShape(rows * world, rows, world))
+        self._use_graphs(model, BatchShape(rows, rows, world_size=1))
         with fast_kernels():
             return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
@@ -362,7 +426,7 @@ class Bench:
                 self.best_window(WARMUP_STEPS + 1, rows)
                 return rows
             except (RuntimeError, MemoryError) as error:
-                if self.group.world_size > 1 or rows == 1 or not is_out_of_memory(error):
+                if rows == 1 or not is_out_of_memory(error):
                     raise
             rows = -(-rows // 2)  # outside `except`: the traceback keeps the step's tensors alive
             gc.collect()
@@ -372,9 +436,7 @@ class Bench:
         self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int
     ) -> tuple[float, float]:
         timer = StepTimer(self.group.device, until=steps)
-        loss = train_by_hand(
-            model, batches, self.config, precision, self.group.device, steps, timer.on_step
-        )
+        loss = train_by_hand(model, batches, self.config, precision, steps, timer.on_step)
         return timer.took_s, loss
 
     def _rows(self, rows: int) -> Iterator[Batch]:
@@ -437,15 +499,14 @@ def synthetic_run(
 
 
 def micro_batches(
-    plan: SamplePlan, shape: BatchShape, rank: int, batches: list[Batch], first: int = 0
+    plan: SamplePlan, shape: BatchShape, batches: list[Batch], first: int = 0
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of this rank for each step, as slices of the same few batches.
+    """Yield the micro-batches of each step, as slices of the same few batches.
 
     Args:
-        plan: Number of steps, and the positions of a rank's rows in a step. Rows after the first
-            epoch are not valid.
+        plan: Number of steps, and the positions of the rows of a step. Rows after the first epoch
+            are not valid.
         shape: Rows of a micro-batch; the last one of a step may be smaller.
-        rank: This rank.
         batches: Synthetic batches (tensors [B, ...] by column) with equal numbers of rows, used in
             rotation.
         first: First step, from 0.
@@ -456,7 +517,7 @@ def micro_batches(
     """
     size = len(batches[0]["image"])  # rows of a micro-batch, or of a step
     for step in range(first, plan.steps):
-        positions = torch.from_numpy(plan.positions(step, rank))
+        positions = torch.from_numpy(plan.positions(step, 0))
         micros = []
         for start in range(0, plan.rank_rows, shape.micro_batch_size):
             pos = positions[start : start + shape.micro_batch_size]
@@ -519,10 +580,9 @@ def build_bench(
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     config = config.replace(model=config.model.replace(vocab_size=vocab_size))
     config, model = build_model(config, group, architecture={}, double=double)
-    seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [
         synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed)
-        for seed in seeds
+        for seed in range(NUM_BATCHES)
     ]
     if group.device.type == "cuda":
         batches = [

@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from mmray.bench import hand_loops, step
-from mmray.bench.spawn import WorkerFailed, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, measure_loops
+from mmray.bench.step import (
+    WARMUP_STEPS,
+    Bench,
+    WorkerFailed,
+    bench_step,
+    build_bench,
+    measure_in_worker,
+    measure_loops,
+)
 from mmray.config import (
     Batch,
     Cluster,
@@ -196,18 +203,21 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
     assert result["ratios"]["loop_vs_best"] == pytest.approx(1.2 / 2.0)  # of whole steps
 
 
-def test_two_workers_end_to_end() -> None:
+def test_share_of_a_worker_is_measured_end_to_end() -> None:
+    """A recipe of two workers and two micro-batches."""
     # eps: gradient scale matters
     sensitive = Optimizer(lr=1.0, settings={"eps": 1.0}, warmup_steps=0, clip_norm=0)
-    result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=1, window_s=0.05)
+    batch = Batch(micro=2, global_=8)
+    config = tiny(workers=2, optimizer=sensitive, batch=batch)
+    result = bench_step(config, pairs=1, window_s=0.05)
     rows = {row["arm"]: row for row in result["rows"]}
-    assert list(rows) == ["loop", "bare", "best"]
-    for base in ("bare", "best"):
-        ratio = rows["loop"]["samples_per_s"] / rows[base]["samples_per_s"]
+    assert list(rows) == ["loop", "bare", "best", "accumulated"]
+    for arm, base in (("loop", "bare"), ("accumulated", "best")):
+        ratio = rows[arm]["samples_per_s"] / rows[base]["samples_per_s"]
         assert result["ratios"][f"loop_vs_{base}"] == ratio
         assert result["spread"][f"loop_vs_{base}"] == {"min": ratio, "max": ratio, "pairs": 1}
-    assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
-    # over the rows of both ranks
+    batch_text = "micro 2 x accumulation 1 = 2 rows per step; loop_vs_best: 4 rows per step"
+    assert result["batch"] == batch_text
     assert rows["loop"]["loss"] == pytest.approx(rows["bare"]["loss"], rel=1e-4)
     assert result["machine"]["cores"] > 0
     json.dumps(result)
@@ -216,8 +226,8 @@ def test_two_workers_end_to_end() -> None:
 def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="contrastive"):
         bench_step(tiny(objective=Objective(kind="my.package:Mine")))
-    if torch.cuda.device_count() < 64:
-        with pytest.raises(ResourceError, match="64 workers"):
+    if not torch.cuda.is_available():
+        with pytest.raises(ResourceError, match="torch sees no GPU"):
             bench_step(tiny(cluster=Cluster(workers=64, accelerator="gpu"), batch=Batch(micro=4)))
 
 
@@ -261,18 +271,16 @@ def _kill(config: object, group: object, folder: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fail_on_rank_1(config: object, group: Group, folder: object) -> None:
-    if group.rank == 1:
-        raise torch.OutOfMemoryError("no memory for the bucket\nCompile with TORCH_USE_CUDA_DSA")
-    group.barrier()  # fails, because the connection is closed
+def _fail(config: object, group: object, folder: object) -> None:
+    raise torch.OutOfMemoryError("no memory for the batch\nCompile with TORCH_USE_CUDA_DSA")
 
 
 def test_killed_process_is_reported() -> None:
     with pytest.raises(WorkerFailed, match=r"SIGKILL .*out of memory"):
-        spawn_workers(_kill, tiny())
+        measure_in_worker(_kill, tiny())
 
 
-def test_failure_reason_is_the_first_line_of_the_failing_rank() -> None:
+def test_failure_reason_is_the_first_line_of_the_error() -> None:
     with pytest.raises(WorkerFailed) as failed:
-        spawn_workers(_fail_on_rank_1, tiny(workers=2))
-    assert str(failed.value) == "OutOfMemoryError: no memory for the bucket"
+        measure_in_worker(_fail, tiny())
+    assert str(failed.value) == "OutOfMemoryError: no memory for the batch"

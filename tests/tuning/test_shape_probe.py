@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.bench.spawn import spawn_workers
 from mmray.cli.tune import split_global_list
 from mmray.config import (
     Batch,
@@ -49,6 +48,7 @@ from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit
 from mmray.tuning.shape_probe import best_recipe, measure_in_groups, plan_task, probe_shapes
 from mmray.tuning.shape_worker import measure_shapes
 from tests.bench.test_step import tiny
+from tests.spawn import spawn_workers
 from tests.training.runs import Silent
 
 MAX_ROWS = 4

@@ -30,7 +30,9 @@ def test_loop_on_packed_rows_takes_the_steps_of_the_padded_loop(family, folder_o
 
 def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        conversations, "spawn_workers", lambda measure, config: measure(config, Group(), tmp_path)
+        conversations,
+        "measure_in_worker",
+        lambda measure, config: measure(config, Group(), tmp_path),
     )
     monkeypatch.setattr(conversations, "NUM_ROWS", 12)
     config = token_runs.config_of(folder_of("qwen3_vl"), "made", tmp_path / "run", precision="fp32")
