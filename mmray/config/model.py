@@ -202,6 +202,12 @@ class Model(Section, settings_prefix="model"):
         return {}
 
 
+ClassNames = Annotated[
+    tuple[str, ...],
+    Field(description="Names of the labels 0, 1, ... of the data; empty: those of the sets."),
+]
+
+
 class CustomModel(Model):
     """Settings of a model class of your own, which `kind` names as `package.module:Class`.
 
@@ -212,6 +218,7 @@ class CustomModel(Model):
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Settings passed to your class."
     )
+    class_names: ClassNames = ()
 
 
 def model_section(kind: str) -> type[Model]:

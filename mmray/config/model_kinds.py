@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from mmray.builtin import GROUP_CHANNELS
 from mmray.config.base import Section
-from mmray.config.model import Inputs, Model
+from mmray.config.model import ClassNames, Inputs, Model
 
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
 Temperature = Annotated[
@@ -211,6 +211,7 @@ class PairModel(TowerModel):
     classes: int = Field(
         0, ge=0, description="Classes of the classification head (`classification`); 0: none."
     )
+    class_names: ClassNames = ()
 
     def unsupported_reasons(self) -> list[str]:
         """Return why no model can be built from these settings, a sentence with a fix each; [] if
@@ -233,6 +234,11 @@ class PairModel(TowerModel):
     def _class_problem(self, label: int) -> str:
         if 0 <= label < self.classes:
             return ""
+        if label < 0 and self.class_names:
+            return (
+                "a label that is none of model.class_names "
+                f"({', '.join(self.class_names[:20])[:200]}): name the classes of all sets"
+            )
         fix = "number the classes from 0"
         if label > 0:
             fix = f"set --model.classes to {label + 1} or more"

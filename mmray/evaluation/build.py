@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from mmray.config.data import EvalSet
 
 
+# a name of digits, maybe with a prefix, and without a word
+_CODE = re.compile(r"([^\W\d]{0,2}|class|label|id)[\W_]*\d+", re.I)
+
+
 @dataclass(frozen=True)
 class SetsEvaluator:
     """Evaluates a model on several sets, one after the other.
@@ -151,6 +155,28 @@ def check_eval_sets(config: Config, eval_sets: Mapping[str, PreparedSet]) -> Non
                 "class names; prepare it from a source with classes, or name them in "
                 "--evaluate.classes"
             )
+
+
+def describe_code_names(config: Config, eval_sets: Mapping[str, PreparedSet]) -> list[str]:
+    """Return a warning for each set whose prompts of zero-shot classification would have codes,
+    such as `n01440764`, in place of words.
+    """
+    warnings: list[str] = []
+    if config.model.generates_text or config.model.takes_clips or config.evaluate.classes:
+        return warnings
+    for eval_set in config.data.eval_sets if eval_sets else ():
+        prepared = eval_sets[eval_set.name]
+        names = prepared.manifest.class_names
+        codes = [name for name in names if _CODE.fullmatch(name)]
+        if eval_set.task == "retrieval" or 2 * len(codes) <= len(names):
+            continue
+        prompt = config.evaluate.with_prompts(eval_set.prompts).prompts[0]
+        examples = ", ".join(f"`{prompt.replace('{}', name)}`" for name in codes[:3])
+        warnings.append(
+            f"the names of the classes of {prepared.folder} are codes, so the prompts of zero-shot "
+            f"classification are {examples}: name the classes in --evaluate.classes"
+        )
+    return warnings
 
 
 def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:

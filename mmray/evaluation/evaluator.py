@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
@@ -91,35 +92,46 @@ class Evaluator(EvalDataset):
                 save_examples(image_examples(embedded, retrieval_ranks, examples))
         classes = settings.classes or self.prepared.manifest.class_names
         if classes and self.task != "retrieval":
-            if (num_labels := int(embedded.label.max()) + 1) > len(classes):
+            label = self._own_labels(embedded.label)
+            if (num_labels := int(label.max()) + 1) > len(classes):
                 raise DataError(
                     f"evaluate.classes has {len(classes)} names, and {self.prepared.folder} "
                     f"has the label {num_labels - 1}: give a name for each of the labels 0, 1, ..."
                 )
-            metrics |= self._zero_shot(model, embedded, group, classes)
+            metrics |= self._zero_shot(model, embedded.image, label, group, classes)
         for name, head in embedded.heads.items():
             metrics |= topk_accuracy(head.hits, name, head.num_classes, head.unit)
         return metrics | {"bad_rows": float(bad_rows)}
 
+    def _own_labels(self, labels: Tensor) -> Tensor:
+        """Return the labels as the set numbers its classes, from those that rows have in a run."""
+        if self.prepared.label_numbers is None:
+            return labels
+        own = {in_run: label for label, in_run in self.prepared.label_numbers.items()}
+        return torch.tensor([own.get(label, NO_LABEL) for label in labels.tolist()])
+
     @torch.no_grad()
     def _zero_shot(
-        self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: Sequence[str]
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        group: Group,
+        classes: Sequence[str],
     ) -> dict[str, float]:
         """Accuracy of the nearest class embedding, and the mean recall of the classes."""
         weights = self._class_embeddings(model, group, classes)
         ranks = []
-        labels = []
+        own_labels = []
         local = slice(group.rank, None, group.world_size)
-        columns = (
-            column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label)
-        )
+        columns = (column[local].split(retrieval.CHUNK) for column in (images, labels))
         with retrieval.full_precision("cpu"):
             for image, label in zip(*columns, strict=True):
                 ranks.append(classes_before(image @ weights.T, label, retrieval.TIE))
-                labels.append(label[(label >= 0) & (label < len(classes))])
+                own_labels.append(label[(label >= 0) & (label < len(classes))])
         none = torch.zeros(0, dtype=torch.int64)
         before = group.all_gather_variable(torch.cat([none, *ranks])).cpu()
-        label = group.all_gather_variable(torch.cat([none, *labels])).cpu()
+        label = group.all_gather_variable(torch.cat([none, *own_labels])).cpu()
         return zero_shot_metrics(before, label, len(classes))
 
     def _class_embeddings(self, model: nn.Module, group: Group, classes: Sequence[str]) -> Tensor:

@@ -21,6 +21,7 @@ from mmray.config.model import AnyModel
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.region_labels import match_classes
 from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
@@ -29,7 +30,13 @@ from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
 from mmray.errors import ResourceError, TrainingError, UsageError
-from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable, num_evaluated_rows
+from mmray.evaluation.build import (
+    best_metric,
+    build_evaluator,
+    check_evaluable,
+    describe_code_names,
+    num_evaluated_rows,
+)
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -359,9 +366,11 @@ def _evaluate(
             except ResourceError as error:  # names the settings of a run
                 raise ResourceError(str(error).replace("--cluster.", "--")) from None
         held_out = {
-            name: held_out_rows(each, config, folder, reporter)
+            name: match_classes(config.model, held_out_rows(each, config, folder, reporter))
             for name, each in _open_held_out(config, folder, split, reporter).items()
         }
+        for text in describe_code_names(config, held_out):
+            reporter.log(text, "warning")
         total = len(shares) * num_evaluated_rows(config, held_out)
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())

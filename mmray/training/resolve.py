@@ -26,7 +26,7 @@ from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.region_labels import with_region_labels
+from mmray.data.store.region_labels import match_classes, with_class_names, with_region_labels
 from mmray.data.store.row_columns import caption_flag
 from mmray.data.store.selection import select_rows
 from mmray.data.store.stored_row import Row
@@ -41,7 +41,7 @@ from mmray.data.vlm.token_counter import ProcessorCounter, TokenSearch
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
-from mmray.evaluation.build import check_eval_sets
+from mmray.evaluation.build import check_eval_sets, describe_code_names
 from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
 
@@ -121,6 +121,10 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         isinstance(each.folder, RemotePath) for each in [*train_sets, *eval_sets.values()]
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
+    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
+    model = with_class_names(model, train_sets)
+    train_sets = [match_classes(model, each) for each in train_sets]
+    eval_sets = {name: match_classes(model, each) for name, each in eval_sets.items()}
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if not sets.mixture.is_single:
         train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
@@ -130,7 +134,6 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if line := describe_long_texts(config, train_sets):
         reporter.log(line, "clips")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
-    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = _load_tokenizer(config, train_set)
@@ -206,6 +209,8 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     _check_rows(config.model, config.data.train, sets, reporter)
     _check_branches(config.model, config.data.train, train_sets)
     check_eval_sets(config, eval_sets)
+    for text in describe_code_names(config, eval_sets):
+        reporter.log(text, "warning")
     return _Sets(mixture, train_sets, eval_sets)
 
 

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.config import Config, Data, Evaluate, Inputs, TwoTower
+from mmray.config import Config, Data, Evaluate, Fusion, Inputs, TwoTower
 from mmray.console.tables import interpolation_table
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.region_labels import match_classes
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
@@ -299,6 +300,13 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     named = replace(held_out.manifest, class_names=classes)  # like class folders
     of_the_set = score(PreparedSet(held_out.folder, named), Labeled, prompts=prompts)
     assert of_the_set == score(held_out, Labeled, classes=classes, prompts=prompts)
+    # a set that numbers the classes of the run in another order
+    others = [each if each.label is None else replace(each, label=2 - each.label) for each in rows]
+    reversed_set = make_set(tmp_path / "reversed", others)
+    named = replace(reversed_set.manifest, class_names=classes[::-1])
+    run = Fusion(classes=3, class_names=classes)
+    matched = match_classes(run, PreparedSet(reversed_set.folder, named))
+    assert of_the_set == score(matched, Labeled, prompts=prompts)
     model, encoder = Labeled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
     embeddings = []
     for name in classes:

@@ -37,6 +37,8 @@ from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, list_names, to_path
 from mmray.storage.ranges import RangeReader
 
+UNKNOWN_CLASS = -2  # label of a row whose class a run does not have
+
 
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
@@ -55,6 +57,8 @@ class PreparedSet:
         shuffle_block: Number of adjacent rows that the cache fetches at once.
         captions: Relative frequency, by column of the source, with which training takes its texts;
             texts of other columns are not used. None: all texts, equally often.
+        label_numbers: Label that rows get by the one that is stored, UNKNOWN_CLASS without an
+            entry; negative ones stay. None: the stored one.
 
     Attributes:
         table: The shards (files) of the full set.
@@ -69,6 +73,7 @@ class PreparedSet:
         cache: ShardCache | None = None,
         shuffle_block: int = RECORD_BATCH_ROWS,
         captions: Mapping[str, float] | None = None,
+        label_numbers: Mapping[int, int] | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -82,6 +87,7 @@ class PreparedSet:
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
         self.captions = captions
+        self.label_numbers = label_numbers
         self._arguments: dict[str, Any] = {
             "folder": folder,
             "manifest": manifest,
@@ -89,6 +95,7 @@ class PreparedSet:
             "cache": cache,
             "shuffle_block": shuffle_block,
             "captions": captions,
+            "label_numbers": label_numbers,
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,6 +158,15 @@ class PreparedSet:
             maybe to none, and `text_weights` are their frequencies.
         """
         return self._with(captions=weights)
+
+    def with_label_numbers(self, numbers: Mapping[int, int]) -> PreparedSet:
+        """Return this set with other labels.
+
+        Args:
+            numbers: The new label by the stored one; others that are not negative become
+                UNKNOWN_CLASS.
+        """
+        return self._with(label_numbers=numbers)
 
     def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
         """Return a set that has the rows of other shards (files) in the same folder.
@@ -304,6 +320,14 @@ class PreparedSet:
         """
         return self._read_batches(rows, "texts")
 
+    def stored_labels(self, rows: np.ndarray) -> list[int | None]:
+        """Return the labels of rows as they are stored, None for a row without one.
+
+        Args:
+            rows: Row numbers int64 [N].
+        """
+        return self._read_batches(rows, "label")
+
     def columns(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """Return the columns of rows: those that `prepare --keep` stored, and scores.
 
@@ -369,6 +393,8 @@ class PreparedSet:
 
     def _to_row(self, values: dict[str, Any]) -> Row:
         row = to_row(values)
+        if self.label_numbers is not None and row.label is not None and row.label >= 0:
+            row.label = self.label_numbers.get(row.label, UNKNOWN_CLASS)
         return row if self.captions is None else row.with_captions(self.captions)
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
