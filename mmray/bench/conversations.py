@@ -79,7 +79,7 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
 
 def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
     """Return encoded conversations of mixed lengths with 0 to 3 images of noise, each an EncodedRow
-    with `input_ids` int32 [T], `loss_mask` bool [T] and `images` (arrays by name).
+    with `input_ids` int32 [T], `loss_weights` float32 [T] and `images` (arrays by name).
 
     Args:
         encoder: The processor of the model, whose `max_tokens` no row exceeds.
@@ -219,7 +219,7 @@ class _Bench:
             first = step * self.global_batch_size
             numbers = [(first + index) % len(self.rows) for index in range(self.global_batch_size)]
             rows = [self.rows[number] for number in numbers]
-            num_targets = torch.tensor(sum(int(row.loss_mask[1:].sum()) for row in rows))
+            num_targets = torch.tensor(sum(np.count_nonzero(row.loss_weights[1:]) for row in rows))
             loss = 0.0
             for start in range(0, len(rows), self.micro):
                 batch = collate(rows[start : start + self.micro])

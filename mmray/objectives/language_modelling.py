@@ -10,7 +10,10 @@ from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
 class LanguageModelling:
-    """Cross-entropy of the next token, divided by the number of targets in the global batch.
+    """Cross-entropy of the next token, each multiplied by the weight of its message, divided by the
+    number of targets in the global batch: tokens whose weight is not 0.
+
+    So a weight scales the gradient of its message, whatever the weights of other messages are.
 
     The model computes it in its forward, so that the logits of all positions are never in memory.
     Outputs: the scalars `loss_sum`, summed over the targets, and `num_correct`.

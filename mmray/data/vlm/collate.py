@@ -36,10 +36,11 @@ class RowCollator:
 
     It is called with a list of B EncodedRow, and returns a dict of tensors: `input_ids` int64, [1,
     T] if packed, otherwise [B, T]; `targets` int64 [N], the tokens to predict, and `target_index`
-    int64 [N], the index in the flattened `input_ids` that predicts each; `cu_seqlens` int32 [B + 1]
-    if packed, the start of each row, then T; `position_ids`, if packed int64 [1, T], with
-    `rope_index` [4, 1, T] or [4, B, T] (the planes text, time, height and width), otherwise none;
-    and the inputs of the encoders of media that `join_media` returns, such as `pixel_values` uint8.
+    int64 [N], the index in the flattened `input_ids` that predicts each; `target_weights` float32
+    [N]; `cu_seqlens` int32 [B + 1] if packed, the start of each row, then T; `position_ids`, if
+    packed int64 [1, T], with `rope_index` [4, 1, T] or [4, B, T] (the planes text, time, height and
+    width), otherwise none; and the inputs of the encoders of media that `join_media` returns, such
+    as `pixel_values` uint8.
 
     Args:
         family: Names and layouts of the model's inputs.
@@ -81,6 +82,7 @@ class RowCollator:
             - `targets` int64 [N]: the tokens to predict.
             - `target_index` int64 [N]: the index in the flattened `input_ids` that predicts each
               target.
+            - `target_weights` float32 [N]: the factor of the loss of each target.
             - `cu_seqlens` int32 [B + 1], only if packed: the index of the first token of each row,
               then T.
             - `position_ids`, if packed or with `rope_index`: int64 [1, T], counted from 0 in each
@@ -108,13 +110,15 @@ class RowCollator:
                 planes = [self._positions(row, width) for row in rows]
                 batch["position_ids"] = torch.stack(planes, dim=1)
         # The token at a position is predicted at the one before; the first of a row at none.
-        predicted = [np.flatnonzero(row.loss_mask[1:]) for row in rows]
+        predicted = [np.flatnonzero(row.loss_weights[1:]) for row in rows]
         batch["targets"] = torch.cat(
             [row[1:][torch.from_numpy(at)] for row, at in zip(ids, predicted, strict=True)]
         )
         batch["target_index"] = torch.from_numpy(
             np.concatenate([at + start for at, start in zip(predicted, starts, strict=False)])
         )
+        weights = [row.loss_weights[1:][at] for row, at in zip(rows, predicted, strict=True)]
+        batch["target_weights"] = torch.from_numpy(np.concatenate(weights))
         if self.family.token_types:
             batch[self.family.token_types] = token_types(batch["input_ids"], self.config)
         return batch | join_media(rows)

@@ -8,13 +8,14 @@ MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from mmray.data.vlm.processor import load_frame_processor, load_processor, torch
 from mmray.data.vlm.video import Clip, FrameProcessor
 from mmray.errors import UsageError
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # of mmray.data.messages
 TEMPLATE_ADVICE = (
     "Mark the assistant's text with {% generation %} ... {% endgeneration %} in "
     "chat_template.jinja of the weights"
@@ -65,13 +66,29 @@ class RowError(ValueError):
         self.detail = detail
 
 
+class Targets(NamedTuple):
+    """Which tokens of the assistant are targets.
+
+    Args:
+        last_only: Only those of the last message of the assistant.
+        without_reasoning: Not those of its reasoning, up to and including `</think>`.
+    """
+
+    last_only: bool = False
+    without_reasoning: bool = False
+
+
+ALL_TARGETS = Targets()
+
+
 @dataclass(frozen=True)
 class EncodedRow:
     """A conversation with its media as inputs of a vision-language model, T tokens.
 
     Args:
         input_ids: Token ids int32 [T], with the placeholders of media.
-        loss_mask: bool [T], True for the assistant's tokens, which the model learns to predict.
+        loss_weights: float32 [T], by which the loss of each token is multiplied: 0 for tokens that
+            are no targets, and the `weight` of the message (1 if it has none) for the assistant's.
         images: Inputs of the encoders of images, videos and audio, under the names and in the
             shapes of the model's processor in transformers, such as `pixel_values` and
             `pixel_values_videos` (uint8, not normalized), `image_grid_thw`, and `input_features`
@@ -79,7 +96,7 @@ class EncodedRow:
     """
 
     input_ids: np.ndarray
-    loss_mask: np.ndarray
+    loss_weights: np.ndarray
     images: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -121,8 +138,8 @@ class ProcessorEncoder:
 
     `encode(messages, media)` takes messages {"role": "system" | "user" | "assistant", "content":
     a text or a list of parts}, and the decoded images, videos and audio of these parts. It returns
-    an EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's tokens),
-    and `images`, the inputs of the encoders of media by name.
+    an EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T] (0 but for the assistant's
+    tokens), and `images`, the inputs of the encoders of media by name.
 
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
@@ -214,7 +231,9 @@ class ProcessorEncoder:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def encode(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
+    def encode(
+        self, messages: Sequence[Message], media: Sequence[Any], targets: Targets = ALL_TARGETS
+    ) -> EncodedRow:
         """Encode one row for training, without `reserved_tokens` in the texts of its messages.
 
         Args:
@@ -224,22 +243,16 @@ class ProcessorEncoder:
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
                 3] and their times in seconds), and mono audio int16 [N] with as many samples per
                 second as this object's `audio_rate`: one for each part of its kind, in order.
-
-        Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], True for the assistant's
-            tokens, and `images`, the inputs of the encoders of media by name, such as
-            `pixel_values`.
+            targets: Which tokens of the assistant are targets.
 
         Raises:
-            RowError: The row has no answer, too many tokens, or media that do not match its parts
-                or that the processor rejects.
+            RowError: The row has no target, too many tokens, media that do not match its parts or
+                that the processor rejects, or messages that the chat template does not render.
             UsageError: The chat template does not determine which tokens are the assistant's.
         """
         conversation = self._as_parts(messages)
         self._check_media(conversation, media)
-        text, spans = self._render_with_spans(conversation)
-        if not spans:
-            raise RowError("messages", "no message is the assistant's: there is nothing to learn")
+        text, spans = self._target_spans(conversation, targets)
         inputs = self._process(text, media)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         if len(input_ids) > self.max_tokens:
@@ -247,12 +260,12 @@ class ProcessorEncoder:
                 TOO_LONG,
                 f"{len(input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
             )
-        loss_mask = _mask_of_spans(
+        loss_weights = _weights_of_spans(
             self._without_media(text, spans),
             inputs["offset_mapping"][0],
             inputs.get("text_replacement_offsets") or [[]],
         )
-        return EncodedRow(input_ids, loss_mask, self._media_columns(inputs) if media else {})
+        return EncodedRow(input_ids, loss_weights, self._media_columns(inputs) if media else {})
 
     def encode_prompt(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
         """Encode a conversation up to where the model generates the assistant's next message.
@@ -267,7 +280,7 @@ class ProcessorEncoder:
 
         Returns:
             An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the encoders of media by
-            name, and `loss_mask`, False everywhere. The number of tokens is not limited.
+            name, and `loss_weights`, 0 everywhere. The number of tokens is not limited.
 
         Raises:
             RowError: The media do not match the parts, or the processor rejects one.
@@ -275,11 +288,12 @@ class ProcessorEncoder:
         conversation = self._as_parts(messages)
         self._check_media(conversation, media)
         text, _ = self._render(conversation, add_generation_prompt=True)
+        _check_rendered(conversation, text)
         inputs = self._process(text, media)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         return EncodedRow(
             input_ids,
-            np.zeros(len(input_ids), bool),
+            np.zeros(len(input_ids), np.float32),
             self._media_columns(inputs) if media else {},
         )
 
@@ -291,7 +305,7 @@ class ProcessorEncoder:
         equally often.
 
         Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T], False everywhere, and
+            An EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T], 0 everywhere, and
             `images`, the inputs of the vision encoder by name, such as `pixel_values`.
         """
         parts = [{"type": kind} for kind in self.kinds]
@@ -417,8 +431,24 @@ class ProcessorEncoder:
                 else {"type": part["type"]}
                 for part in _content_parts(message["content"])
             ]
-            conversation.append({"role": message["role"], "content": cleaned})
+            fields = {
+                name: self._clean(value) for name, value in message.items() if name != "content"
+            }
+            # `developer` is the later name of OpenAI.
+            if message["role"] == "developer" and "developer" not in self._template:
+                fields["role"] = "system"
+            conversation.append(fields | {"content": cleaned})
         return conversation
+
+    def _clean(self, value: Any) -> Any:
+        """Return a JSON value without `reserved_tokens` in its texts."""
+        if isinstance(value, str):
+            return remove_tokens(value, self.reserved_tokens)
+        if isinstance(value, list):
+            return [self._clean(each) for each in value]
+        if isinstance(value, dict):
+            return {name: self._clean(each) for name, each in value.items()}
+        return value
 
     def _find_reserved_tokens(self) -> set[str]:
         """Return the special tokens that the template writes around turns and media, and those that
@@ -443,50 +473,105 @@ class ProcessorEncoder:
     def _render(
         self, conversation: list[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the character spans that the template marks."""
+        """Return the text of a conversation, and the character spans that the template marks.
+
+        Raises RowError.
+        """
+        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            chat_template=self._template,
-            add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=self._has_marks,
-            **self.tokenizer.special_tokens_map,
-        )
+        turns = [
+            {name: value for name, value in message.items() if name not in ("weight", "tools")}
+            for message in conversation
+        ]
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[turns],
+                tools=conversation[0].get("tools") if conversation else None,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=self._has_marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RowError("messages", f"the chat template cannot render it: {error}") from None
         texts, spans = rendered
         return texts[0], [(first, last) for first, last in spans[0]] if self._has_marks else []
 
-    def _render_with_spans(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the character spans of the assistant's turns."""
-        text, spans = self._render(conversation)
-        if self._has_marks:
-            return text, spans
-        for index, message in enumerate(conversation):
-            if message["role"] != "assistant":
+    def _target_spans(
+        self, conversation: list[Message], targets: Targets
+    ) -> tuple[str, list[tuple[int, int, float]]]:
+        """Return the text of a conversation, and its spans of targets: first character, last
+        character + 1, and weight.
+        """
+        text, marked = self._render(conversation)
+        _check_rendered(conversation, text)
+        answers = [index for index, each in enumerate(conversation) if each["role"] == "assistant"]
+        spans = []
+        for number, index in enumerate(answers):
+            weight = conversation[index].get("weight", 1.0)
+            if not weight or (targets.last_only and index != answers[-1]):
                 continue
-            before, _ = self._render(conversation[:index], add_generation_prompt=True)
-            after, _ = self._render(conversation[: index + 1])
-            if not (text.startswith(after) and after.startswith(before)):
-                raise UsageError(
-                    f"{WEIGHTS_SETTING}: the chat template does not mark the assistant's text, "
-                    "and the text of a conversation does not start with the text of its first "
-                    f"{index + 1} messages, so it is unknown which tokens are the assistant's. "
-                    f"{TEMPLATE_ADVICE}"
+            if len(marked) == len(answers):
+                turn = [marked[number]]
+            elif self._has_marks:  # the template marks parts of a turn
+                first, stop = (
+                    len(self._render(conversation[:end])[1]) for end in (index, index + 1)
                 )
-            # The model stops at the token that ends its turn; a line break after it is the
-            # template's.
-            spans.append((len(before), len(after.rstrip())))
+                turn = marked[first:stop]
+            else:
+                turn = [self._turn_span(conversation, index, text)]
+            for first, last in turn:
+                if targets.without_reasoning:
+                    first = _after_reasoning(conversation[index], text, first, last)
+                spans.append((first, last, weight))
+        if not spans:
+            raise RowError("messages", "no message is the assistant's: there is nothing to learn")
         return text, spans
 
-    def _without_media(self, text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _turn_span(self, conversation: list[Message], index: int, text: str) -> tuple[int, int]:
+        """Return the span of an answer in the text of a conversation, by the texts of its starts.
+
+        It ends with the token at which the model stops; a line break after it is the template's.
+        """
+        before, _ = self._render(conversation[:index], add_generation_prompt=True)
+        after, _ = self._render(conversation[: index + 1])
+        if text.startswith(after) and after.startswith(before):
+            return len(before), len(after.rstrip())
+        # Templates omit the reasoning of earlier turns, and may start that of the next answer.
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+        first = sum(1 for _ in equal)
+        end = text.find(self.tokenizer.eos_token, first)
+        if end >= 0 and before[first:].strip() in ("", "<think>"):
+            return first, end + len(self.tokenizer.eos_token)
+        message = (
+            "the chat template does not mark the assistant's text, and the text of a conversation "
+            f"does not start with the text of its first {index + 1} messages, so it is unknown "
+            f"which tokens are the assistant's. {TEMPLATE_ADVICE}"
+        )
+        if self._keeps_starts:
+            raise RowError("messages", message)
+        raise UsageError(f"{WEIGHTS_SETTING}: {message}")
+
+    @cached_property
+    def _keeps_starts(self) -> bool:
+        """Whether the text of a plain conversation starts with the text of its first messages."""
+        text = [{"type": "text", "text": "a"}]
+        turns = [{"role": role, "content": text} for role in ("user", "assistant") * 2]
+        start, _ = self._render(turns[:2])
+        return self._render(turns)[0].startswith(start)
+
+    def _without_media(
+        self, text: str, spans: list[tuple[int, int, float]]
+    ) -> list[tuple[int, int, float]]:
         """Return the parts of spans of a rendered text that do not stand for media."""
         parts = []
-        for first, last in spans:
+        for first, last, weight in spans:
             for medium in self._media_pattern.finditer(text, first, last):
-                parts.append((first, medium.start()))
+                parts.append((first, medium.start(), weight))
                 first = medium.end()
-            parts.append((first, last))
-        return [(first, last) for first, last in parts if first < last]
+            parts.append((first, last, weight))
+        return [part for part in parts if part[0] < part[1]]
 
     @cached_property
     def _media_pattern(self) -> re.Pattern[str]:
@@ -650,24 +735,53 @@ def _kind_of(medium: Any) -> str:
     return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
 
 
-def _mask_of_spans(
-    spans: list[tuple[int, int]], offsets: Any, replacements: list[list[dict[str, Any]]]
+def _check_rendered(conversation: Sequence[Message], text: str) -> None:
+    """Raise RowError if the text of a conversation lacks one of its messages.
+
+    Templates may drop the reasoning of an answer, and write the result of a tool as JSON.
+    """
+    for message in conversation:
+        for part in message["content"]:
+            own = part.get("text", "").rpartition("</think>")[2].strip()
+            if own not in text and json.dumps(own, ensure_ascii=False)[1:-1] not in text:
+                raise RowError(
+                    "messages",
+                    f"the chat template does not render a message of the {message['role']}",
+                )
+        if message.get("tool_calls") and not message["content"]:
+            names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
+            if not all(str(name) in text for name in names):
+                raise RowError("messages", "the chat template does not render `tool_calls`")
+
+
+def _after_reasoning(message: Message, text: str, first: int, last: int) -> int:
+    """Return where the answer starts in the span of a turn, after its reasoning."""
+    for end in ("</think>", message.get("reasoning_content")):
+        start = text.rfind(end, first, last) if end else -1
+        if start >= 0:
+            rest = text[start + len(end) : last]
+            return last - len(rest.lstrip())
+    return first
+
+
+def _weights_of_spans(
+    spans: list[tuple[int, int, float]], offsets: Any, replacements: list[list[dict[str, Any]]]
 ) -> np.ndarray:
-    """Return bool [T]: tokens that overlap a character span of the text before its placeholders
-    were replaced.
+    """Return float32 [T]: the weight of tokens that overlap a span, 0 for others.
 
     Args:
-        spans: First and last character + 1 of each; none has a placeholder.
+        spans: First character, last character + 1 and weight of each, in the text before its
+            placeholders were replaced; none has a placeholder.
         offsets: Character spans of the tokens in the text after the replacements [T, 2].
         replacements: `text_replacement_offsets` of the processor.
     """
     start, stop = np.asarray(offsets, np.int64).reshape(-1, 2).T
     is_text = stop > start
-    mask = np.zeros(len(start), bool)
-    for first, last in spans:
+    weights = np.zeros(len(start), np.float32)
+    for first, last, weight in spans:
         shift = 0
         for replaced in replacements[0]:
             if replaced["span"][1] <= first:
                 shift = replaced["new_span"][1] - replaced["span"][1]
-        mask |= is_text & (start < last + shift) & (stop > first + shift)
-    return mask
+        weights[is_text & (start < last + shift) & (stop > first + shift)] = weight
+    return weights

@@ -149,7 +149,7 @@ class ConversationReader(SetReader):
         return decoded
 
     def encode_row(self, row: Row, choice: int = 0, phase: float = 0.5) -> EncodedRow:
-        """Return the token ids, loss mask and image inputs of a stored row.
+        """Return the token ids, loss weights and image inputs of a stored row.
 
         Args:
             row: A row with the bytes of its media.
@@ -159,9 +159,8 @@ class ConversationReader(SetReader):
             phase: Random number in [0, 1) that selects the frames of a video.
 
         Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_mask` bool [T] (True for the assistant's
-            tokens), and `images`, the inputs of the encoders of media by name, such as
-            `pixel_values`.
+            An EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T], 0 but for targets, and
+            `images`, the inputs of the encoders of media by name, such as `pixel_values`.
 
         Raises:
             BadImage: A medium cannot be decoded.
@@ -215,7 +214,7 @@ def read_clip(
 
 
 def _pack_row(row: EncodedRow) -> bytes:
-    arrays = {"input_ids": row.input_ids, "loss_mask": row.loss_mask} | row.images
+    arrays = {"input_ids": row.input_ids, "loss_weights": row.loss_weights} | row.images
     # Arrays that are not contiguous would be saved wrongly.
     return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
@@ -227,12 +226,12 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
         block: Its result, a dict of columns; `record` object [R] (bytes) is read.
 
     Returns:
-        For each of the R rows, in order, an EncodedRow (`input_ids`, `loss_mask` and `images`), or
-        None for a row that is not valid.
+        For each of the R rows, in order, an EncodedRow (`input_ids`, `loss_weights` and `images`),
+        or None for a row that is not valid.
     """
     return [_unpack_row(data) if data else None for data in block["record"]]
 
 
 def _unpack_row(data: bytes) -> EncodedRow:
     arrays = dict(sorted(load(data).items()))  # `load` returns them in random order
-    return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_mask"), arrays)
+    return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_weights"), arrays)

@@ -13,8 +13,10 @@ from torch import Tensor
 CHUNK_BYTES = 64 << 20  # size of the float32 logits of a chunk
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the targets, and how many targets have the largest logit.
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the losses of the targets, and how many have the largest logit.
 
     The logits are computed in chunks, so all of them are never in memory. The gradients are
     computed in the forward, because the backward would otherwise compute the logits again.
@@ -23,17 +25,21 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tu
         hidden: Last hidden states [N, H], one for each target; N may be 0.
         weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
         targets: Token ids, int64 [N].
+        target_weights: Factors of the losses of the targets, float32 [N].
 
     Returns:
-        The sum of the cross-entropies, a scalar of at least float32, which can be differentiated by
-        `hidden` and `weight`; and the number of correct predictions, an int64 scalar.
+        The weighted sum of the cross-entropies, a scalar of at least float32, which can be
+        differentiated by `hidden` and `weight`; and the number of correct predictions, an int64
+        scalar.
     """
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     needs_grad = torch.is_grad_enabled()
-    loss, correct = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, dtype, needs_grad)
+    loss, correct = _ChunkedCrossEntropy.apply(
+        hidden, weight, targets, target_weights, chunk, dtype, needs_grad
+    )
     return loss, correct
 
 
@@ -44,6 +50,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        target_weights: Tensor,
         chunk: int,
         dtype: torch.dtype,
         needs_grad: bool,
@@ -61,7 +68,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 rows = slice(first, first + chunk)
                 states = hidden[rows].to(dtype)
                 logits = (states @ matrix.T).to(precise)
-                loss += F.cross_entropy(logits, targets[rows], reduction="sum")
+                factors = target_weights[rows].to(precise)
+                loss += (factors * F.cross_entropy(logits, targets[rows], reduction="none")).sum()
                 correct += (logits.argmax(dim=1) == targets[rows]).sum()
                 if grad_hidden is None and grad_weight is None:
                     continue
@@ -69,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad.scatter_add_(
                     1, targets[rows, None], grad.new_full((1, 1), -1.0).expand(len(grad), 1)
                 )
-                grad = grad.to(dtype)
+                grad = grad.mul_(factors[:, None]).to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = (grad @ matrix).to(hidden.dtype)
                 if grad_weight is not None:
@@ -87,4 +95,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None

@@ -44,7 +44,7 @@ MAX_SYNTHETIC_IMAGES = 8
 PACKING_TOLERANCE = 1e-3
 HALF_PRECISION_FACTOR = 50
 # Columns that are not inputs of the transformers model.
-OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index")
+OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index", "target_weights")
 
 
 class Vlm(nn.Module):
@@ -52,10 +52,10 @@ class Vlm(nn.Module):
 
     Forward takes a micro-batch that `collator` built, a dict with `input_ids` int64 ([1, T] if rows
     are packed, otherwise [B, T]), `targets` int64 [N], the N tokens to predict, `target_index`
-    int64 [N], the index in the flattened `input_ids` that predicts each, and the inputs of the
-    encoders of images, videos and audio, such as `pixel_values` uint8. It returns the scalars
-    `loss_sum`, the cross-entropy summed over the targets, and `num_correct`, the number of targets
-    with the largest logit.
+    int64 [N], the index in the flattened `input_ids` that predicts each, `target_weights` float32
+    [N], and the inputs of the encoders of images, videos and audio, such as `pixel_values` uint8.
+    It returns the scalars `loss_sum`, the weighted sum of the cross-entropies of the targets, and
+    `num_correct`, the number of targets with the largest logit.
 
     Args:
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
@@ -179,7 +179,7 @@ class Vlm(nn.Module):
             row = larger
         filler = np.full(max(0, encoder.max_tokens - len(row.input_ids)), row.input_ids[-1])
         ids = np.concatenate([row.input_ids, filler.astype(np.int32)])
-        full = EncodedRow(ids, np.ones(len(ids), bool), row.images)
+        full = EncodedRow(ids, np.ones(len(ids), np.float32), row.images)
         columns = {
             "key": torch.arange(rows),
             "label": torch.full((rows,), -1),
@@ -190,7 +190,7 @@ class Vlm(nn.Module):
         return columns | self.collator()([full] * rows)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the next-token loss of a micro-batch, summed over its targets.
+        """Return the next-token loss of a micro-batch, a weighted sum over its targets.
 
         Args:
             batch: A batch of `collator` for T tokens, of which N are predicted:
@@ -198,18 +198,20 @@ class Vlm(nn.Module):
                 - targets: int64 [N], the tokens to predict.
                 - target_index: int64 [N], the index in the flattened input_ids that predicts each
                   target.
+                - target_weights: float32 [N], the factor of the loss of each target.
                 - cu_seqlens: int32 [R + 1], the start of each row, and then T; only if packed.
                 - pixel_values: uint8, the other inputs of the vision encoder, and position_ids.
 
         Returns:
-            Two scalars: `loss_sum`, the sum of the cross-entropies, and `num_correct` int64, the
-            number of targets with the largest logit.
+            Two scalars: `loss_sum`, the weighted sum of the cross-entropies, and `num_correct`
+            int64, the number of targets with the largest logit.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
         loss_sum, num_correct = chunked_cross_entropy(
             hidden,
             self.net.get_output_embeddings().weight,
             batch["targets"],
+            batch["target_weights"],
         )
         return {"loss_sum": loss_sum, "num_correct": num_correct}
 
@@ -263,7 +265,7 @@ class Vlm(nn.Module):
         """
         question = {"role": "user", "content": "What is in the image?"}
         rows = [
-            replace(row, loss_mask=np.ones(len(row.input_ids), bool))
+            replace(row, loss_weights=np.ones(len(row.input_ids), np.float32))
             for row in (self.dummy, self.encoder.encode_prompt([question], []), self.dummy)
         ]
         collate = self.collator()
@@ -477,7 +479,7 @@ class Vlm(nn.Module):
             for weight in names
             if weight.requires_grad
         ]
-        row = EncodedRow(self.dummy.input_ids, self.dummy.loss_mask | True, self.dummy.images)
+        row = replace(self.dummy, loss_weights=np.ones(len(self.dummy.input_ids), np.float32))
         self.forward(self.collator()([row]))["loss_sum"].backward()
         for hook in hooks:
             hook.remove()

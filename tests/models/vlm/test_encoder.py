@@ -27,7 +27,7 @@ def test_marks_of_a_template_and_its_prefixes_give_the_same_targets(folder_of, c
         template = template.replace(mark, "")
     by_prefix = ProcessorEncoder(str(copy_of("llava", template)), 500)
     for own, other in zip(encode_rows(marked), encode_rows(by_prefix), strict=True):
-        assert own.loss_mask.tolist() == other.loss_mask.tolist()
+        assert own.loss_weights.tolist() == other.loss_weights.tolist()
 
 
 def test_template_without_marks_and_prefixes_is_an_error_with_advice(copy_of):

@@ -140,11 +140,13 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
             # Tiles of zeros are padding, which the model does not read.
             difference = (own - inputs[name]).where(inputs[name] != 0, 0)
             assert difference.abs().max() <= levels + 1e-6, name
-        labels = torch.where(torch.from_numpy(row.loss_mask), inputs["input_ids"], IGNORE_INDEX)
+        labels = torch.where(
+            torch.from_numpy(row.loss_weights > 0), inputs["input_ids"], IGNORE_INDEX
+        )
         num_items = torch.tensor(num_targets)
         if "audio" in model.encoder.kinds:  # its loss is the mean of a row
             output = model.net(**inputs | columns, labels=labels)
-            expected += output.loss.item() * row.loss_mask.sum() / num_targets
+            expected += output.loss.item() * row.loss_weights.sum() / num_targets
             continue
         output = model.net(**inputs | columns, labels=labels, num_items_in_batch=num_items)
         expected += output.loss.item()
@@ -216,7 +218,8 @@ def test_positions_are_those_that_transformers_computes(family, model_of):
 def test_targets_are_the_answers_with_their_end(family, model_of):
     encoder = model_of(family).encoder
     tokens = [
-        encoder.tokenizer.decode(row.input_ids[row.loss_mask]) for row in encode_rows(encoder)
+        encoder.tokenizer.decode(row.input_ids[row.loss_weights > 0])
+        for row in encode_rows(encoder)
     ]
     end = encoder.tokenizer.eos_token
     answers = ["two red", "a circle and a triangle", f"circle{end}blue"]

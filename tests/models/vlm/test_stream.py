@@ -76,7 +76,7 @@ def test_damaged_row_keeps_its_position_and_has_no_tokens(prepared, spec, model)
         if number != 4:
             actual = rows[number]
             assert actual.input_ids.tolist() == expected.input_ids.tolist()
-            assert actual.loss_mask.tolist() == expected.loss_mask.tolist()
+            assert actual.loss_weights.tolist() == expected.loss_weights.tolist()
             assert actual.images.keys() == expected.images.keys()
             for name, column in expected.images.items():
                 assert np.array_equal(actual.images[name], column)

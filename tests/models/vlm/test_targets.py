@@ -23,7 +23,7 @@ ANSWERED_WITH_IMAGE = [
 def targets(encoder, messages, media=()):
     """The text of the tokens that the model learns to predict."""
     row = encoder.encode(messages, media)
-    return encoder.tokenizer.decode(row.input_ids[row.loss_mask])
+    return encoder.tokenizer.decode(row.input_ids[row.loss_weights > 0])
 
 
 @pytest.mark.parametrize(
