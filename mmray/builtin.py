@@ -43,6 +43,7 @@ COLUMNS = (
     "box_labels",
     "messages",
     "conversations",
+    "tools",
     "audio",
     "audios",
     "video",

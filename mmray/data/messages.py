@@ -7,20 +7,34 @@ in a text of the user or the system is the place of a medium, as long as the row
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
-# "text": ...}, or {"type": "image", "text": None}, which is the next image of the row; `video` and
-# `audio` alike.
+import orjson
+
+# {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": [part, ...]}; a part is
+# {"type": "text", "text": ...}, or {"type": "image", "text": None}, which is the next image of the
+# row; `video` and `audio` alike. Further fields: `weight` (a factor of the loss; 1 if missing),
+# those that chat templates read (_TEMPLATE_FIELDS), and, in the first message, `tools` of the row.
 Message = dict[str, Any]
 Part = dict[str, str | None]
 
 MAX_MESSAGE_BYTES = 64 * 1024  # limit of the text of a message, the same as of a caption
-_ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
-    ("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"
-)
+# A message of these is a call, or several, as JSON.
+_CALL_ROLES = ("function_call", "tool_call")
+_ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user"}
+_ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", *_CALL_ROLES), "assistant")
+_ROLES |= dict.fromkeys(("tool", "function", "observation", "tool_response"), "tool")
+# Fields of a message that are factors of the loss of its tokens; true is 1, false 0.
+_WEIGHT_FIELDS = ("weight", "loss", "train")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
+# Fields that chat templates read, with their types.
+_TEMPLATE_FIELDS = {"reasoning_content": str, "tool_calls": list, "tool_call_id": str, "name": str}
+_USED_FIELDS = {"role", "from", "content", "value", "function_call", *_TEMPLATE_FIELDS}
+_USED_FIELDS |= {*_WEIGHT_FIELDS, *_REASONING_FIELDS}
 # Control characters but tab, line feed and carriage return, and the byte order mark
 _REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
 _MARKS = re.compile(r"<(image|video|audio)>|<img>([^<>\n]+)</img>")  # <img>PATH</img>: Qwen-VL
@@ -99,27 +113,42 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     places = _Places(num_media, any(isinstance(_content(item), list) for item in value))
     messages = [_parse_message(item, places) for item in value]
     roles = [message["role"] for message in messages]
-    if "system" in roles[1:]:
+    if not {"system", "developer"}.isdisjoint(roles[1:]):
         raise ValueError("only the first message may be of the system")
-    if not any(each["role"] == "assistant" and message_text(each).strip() for each in messages):
-        raise ValueError("no message of the assistant has a text: there is nothing to learn")
+    if not any(map(_is_target, messages)):
+        raise ValueError(
+            "no message of the assistant has a text, or a call, and a weight over 0: there is "
+            "nothing to learn"
+        )
     if "user" not in roles:
         raise ValueError("no message is the user's: there is nothing to answer")
     unplaced = places.unplaced()
     messages = insert_media(messages, unplaced)
     notices = places.notices()
     for message in messages:
-        # A user's turn may consist of media only.
+        # A user's turn may consist of media only, and a tool may return nothing.
         is_empty = _has_only_text(message) and not message_text(message).strip()
         if is_empty and message["role"] == "user":
             raise ValueError("a message of the user is empty")
-        if is_empty and message["role"] == "assistant":
+        if (
+            is_empty
+            and message["role"] == "assistant"
+            and _TEMPLATE_FIELDS.keys().isdisjoint(message)
+        ):
             notices.append("an empty message of the assistant is a target")
         message["content"] = message["content"] or [_text_part("")]
     before = [part for each in messages[: roles.index("user")] for part in each["content"]]
     first = sum(part["type"] != "text" for part in before)
     media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
+    names = {name for item in value for name in item if item[name] is not None} - _USED_FIELDS
+    notices += [f"`{str(name)[:40]}` of a message is not used" for name in sorted(names, key=str)]
     return Conversation(messages, media, notices)
+
+
+def _is_target(message: Message) -> bool:
+    """Return whether a message has something to learn."""
+    has_content = bool(message_text(message).strip()) or "tool_calls" in message
+    return message["role"] == "assistant" and has_content and message.get("weight", 1) > 0
 
 
 def message_text(message: Message) -> str:
@@ -198,7 +227,11 @@ class _Places:
         start = 0
         for mark in _MARKS.finditer(text):
             kind = mark[1] or "image"
-            if self._has_parts or role not in ("user", "system") or not self._takes(mark):
+            if (
+                self._has_parts
+                or role not in ("user", "system", "developer")
+                or not self._takes(mark)
+            ):
                 if mark[1]:
                     self._unused_marks.add((kind, role == "assistant"))
                 continue
@@ -259,11 +292,17 @@ def _parse_message(item: Any, places: _Places) -> Message:
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
         )
+    fields = _parse_fields(item, role)
     content = _content(item)
+    if name in _CALL_ROLES:
+        fields["tool_calls"] = _parse_calls(content)
+        content = None
     if isinstance(content, str):
         parts = places.split_marks(content, role)
     elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
         parts = _parse_parts(content, role, places)
+    elif content is None and "tool_calls" in fields:
+        parts = []
     else:
         raise ValueError(
             f"content must be text or a list of parts {{type, ...}} (got {str(content)[:80]!r})"
@@ -271,9 +310,76 @@ def _parse_message(item: Any, places: _Places) -> Message:
     parts = [part for part in parts if part["type"] != "text" or part["text"]]
     # A lone surrogate raises a ValueError.
     num_bytes = sum(len((part["text"] or "").encode()) for part in parts)
+    if fields:
+        num_bytes += len(to_json(fields))
     if num_bytes > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
-    return {"role": role, "content": parts}
+    return {"role": role, "content": parts} | fields
+
+
+def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
+    """Return the fields of a message besides role and content. Raises ValueError."""
+    weight = 1.0
+    for name in _WEIGHT_FIELDS:
+        if (value := item.get(name)) is not None:
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"`{name}` of a message must be true, false or a number from 0 (got "
+                    f"{str(value)[:40]!r})"
+                )
+            weight *= value
+    fields: dict[str, Any] = {} if role != "assistant" or weight == 1 else {"weight": weight}
+    for name, kind in _TEMPLATE_FIELDS.items():
+        names = _REASONING_FIELDS if name in _REASONING_FIELDS else (name,)
+        value = next((item[each] for each in names if item.get(each) is not None), None)
+        if name == "tool_calls" and item.get("function_call") is not None:  # OpenAI's earlier name
+            value = [{"type": "function", "function": item["function_call"]}, *(value or [])]
+        if name == "tool_calls" and isinstance(value, str):
+            value = _parse_json(value)
+        if not isinstance(value, (kind, type(None))) or (
+            kind is list and not all(isinstance(each, dict) for each in value or ())
+        ):
+            raise ValueError(f"`{name}` of a message has a wrong form (got {str(value)[:80]!r})")
+        if value:
+            fields[name] = value
+    return fields
+
+
+def _parse_calls(content: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message of ShareGPT: JSON of a call {name, arguments} or several."""
+    value = _parse_json(content) if isinstance(content, str) else content
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, dict) and each.get("name") for each in calls):
+        raise ValueError(f"a call must be JSON of {{name, arguments}} (got {str(content)[:80]!r})")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the descriptions of tools of a row: a list of dicts, or JSON of it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    tools = _parse_json(value) if isinstance(value, str) else value
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise ValueError(f"tools must be a list of JSON schemas (got {str(value)[:80]!r})")
+    to_json(tools)
+    return tools
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"must be JSON (got {text[:80]!r})") from None
+
+
+def to_json(value: Any) -> bytes:
+    """Return a JSON value as bytes; raise ValueError for another one."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"a message has a field that is no JSON: {error}") from None
 
 
 def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> list[Part]:

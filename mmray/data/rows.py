@@ -12,7 +12,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
-from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
+from mmray.data.messages import (
+    Conversation,
+    PartMedium,
+    message_text,
+    parse_messages,
+    parse_tools,
+)
 from mmray.data.store.row_columns import is_integer
 from mmray.data.store.stored_row import Row
 from mmray.storage.address import is_url, redact_url
@@ -134,7 +140,7 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
             `image_path` (one or a list of what `parse_image` takes), `text` or `texts` (a text or
             {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split`, `language` (words),
             `boxes` (lists [x, y, width, height] in pixels), `box_labels` (ints), `messages` or
-            `conversations` (what `parse_messages` takes), `audio` or `audios`, `video` or `videos`
+            `conversations` (what `parse_messages` takes), `tools` (JSON schemas), `audio` or `audios`, `video` or `videos`
             (as images), `t0_s` and `t1_s` (start and end of the texts in seconds); and `kept
             columns`, a dict of those of `prepare.keep`. Others are ignored. None is the same as a
             missing column. A BadRow is raised.
@@ -304,6 +310,9 @@ def _parse_conversation(values: dict[str, Any]) -> tuple[Conversation, list[Imag
     num_given = {kind: len(items) for kind, items in in_columns.items()}
     try:
         conversation = parse_messages(_single_value(values, MESSAGE_COLUMNS), num_given)
+        if tools := parse_tools(values.get("tools") or []):
+            first = conversation.messages[0] | {"tools": tools}
+            conversation = conversation._replace(messages=[first, *conversation.messages[1:]])
     except ValueError as error:
         if isinstance(error, BadRow):
             raise

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.shard_table import Shard
-from mmray.data.store.stored_row import SCHEMA, Row
+from mmray.data.store.stored_row import SCHEMA, Row, to_stored
 from mmray.storage.paths import AnyPath, open_output
 
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
@@ -77,6 +77,8 @@ class ShardWriter:
                 values = [getattr(row, field.name) for row in self._batch]
                 if field.name == "media":
                     values = [[vars(media) for media in each] for each in values]
+                if field.name == "messages":
+                    values = [to_stored(each) for each in values]
                 # Most rows have no boxes, messages, ...: pa.nulls takes a tenth of the time.
                 is_empty = all(value is None for value in values)
                 columns.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
 from mmray.data.images.decode import BadImage
@@ -28,7 +29,8 @@ _MEDIA = pa.struct(
     ]
 )
 _PART = pa.struct([pa.field("type", pa.string(), nullable=False), ("text", pa.string())])
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.list_(_PART))])
+# `fields`: JSON of the other fields of the message; null: none.
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.list_(_PART)), ("fields", pa.string())])
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -106,10 +108,8 @@ class Row:
         source: Location in the source, `file:line`.
         boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
         box_labels: Class number of each box; None: none.
-        messages: A conversation, a list of {"role": "system" | "user" | "assistant", "content":
-            parts}, where parts is a list of {"type": "text", "text": "..."} and {"type": "image" |
-            "video" | "audio", "text": None}; each of the latter takes the next of `media`. None:
-            none.
+        messages: A conversation, a list of `Message` of mmray.data.messages. Each part of type
+            `image`, `video` or `audio` takes the next of `media`. None: none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no
             text has a span.
         text_columns: Column of the source of each text; None: the source has one column of texts.
@@ -219,7 +219,21 @@ def to_row(values: dict[str, Any]) -> Row:
     Returns:
         A Row, with a Media for each item of `media`.
     """
-    return Row(**values | {"media": [Media(**media) for media in values["media"]]})
+    row = Row(**values | {"media": [Media(**media) for media in values["media"]]})
+    for message in row.messages or ():
+        message |= orjson.loads(message.pop("fields") or "{}")
+    return row
+
+
+def to_stored(messages: Sequence[Message] | None) -> list[Message] | None:
+    """Return messages as a shard stores them: other fields than role and content as JSON."""
+    if messages is None:
+        return None
+    stored = []
+    for message in messages:
+        fields = {name: message[name] for name in message if name not in ("role", "content")}
+        stored.append(message | {"fields": orjson.dumps(fields).decode() if fields else None})
+    return stored
 
 
 def hash_key(key: str) -> int:
