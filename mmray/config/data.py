@@ -413,6 +413,12 @@ class Data(Section, settings_prefix="data"):
         description="Decode processes of the run, or a range such as 4-32: more while training "
         "waits for data; auto: at least one per training worker, at most what is free.",
     )
+    targets: Literal["all", "last"] = Field(
+        "all", description="Messages of the assistant that a conversation trains."
+    )
+    reasoning: Literal["trained", "masked"] = Field(
+        "trained", description="Whether the reasoning of these messages is trained, too."
+    )
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only.")
     shuffle: bool = Field(
         True, description="Shuffle each epoch differently, by the seed; False: source order."

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-# {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": [part, ...]}; a part is
-# {"type": "text", "text": ...}, or {"type": "image", "text": None}, which is the next image of the
-# row; `video` and `audio` alike. Further fields: `weight` (a factor of the loss; 1 if missing),
+# {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": [part, ...]}; a part
+# is {"type": "text", "text": ...}, or {"type": "image", "text": None}, which is the next image of
+# the row; `video` and `audio` alike. Further fields: `weight` (a factor of the loss; 1 if missing),
 # those that chat templates read (_TEMPLATE_FIELDS), and, in the first message, `tools` of the row.
 Message = dict[str, Any]
 Part = dict[str, str | None]
@@ -331,13 +331,14 @@ def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
     fields: dict[str, Any] = {} if role != "assistant" or weight == 1 else {"weight": weight}
     for name, kind in _TEMPLATE_FIELDS.items():
         names = _REASONING_FIELDS if name in _REASONING_FIELDS else (name,)
-        value = next((item[each] for each in names if item.get(each) is not None), None)
+        value: Any = next((item[each] for each in names if item.get(each) is not None), None)
         if name == "tool_calls" and item.get("function_call") is not None:  # OpenAI's earlier name
             value = [{"type": "function", "function": item["function_call"]}, *(value or [])]
         if name == "tool_calls" and isinstance(value, str):
             value = _parse_json(value)
+        is_list = kind is list and value is not None
         if not isinstance(value, (kind, type(None))) or (
-            kind is list and not all(isinstance(each, dict) for each in value or ())
+            is_list and not all(isinstance(each, dict) for each in value)
         ):
             raise ValueError(f"`{name}` of a message has a wrong form (got {str(value)[:80]!r})")
         if value:

@@ -140,10 +140,10 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
             `image_path` (one or a list of what `parse_image` takes), `text` or `texts` (a text or
             {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split`, `language` (words),
             `boxes` (lists [x, y, width, height] in pixels), `box_labels` (ints), `messages` or
-            `conversations` (what `parse_messages` takes), `tools` (JSON schemas), `audio` or `audios`, `video` or `videos`
-            (as images), `t0_s` and `t1_s` (start and end of the texts in seconds); and `kept
-            columns`, a dict of those of `prepare.keep`. Others are ignored. None is the same as a
-            missing column. A BadRow is raised.
+            `conversations` (what `parse_messages` takes), `tools` (JSON schemas), `audio` or
+            `audios`, `video` or `videos` (as images), `t0_s` and `t1_s` (start and end of the texts
+            in seconds); and `kept columns`, a dict of those of `prepare.keep`. Others are ignored.
+            None is the same as a missing column. A BadRow is raised.
         location: Location of the row, such as `captions.jsonl:12`; also its key if it has none.
 
     Returns:

@@ -76,7 +76,7 @@ class ConversationEvaluator(EvalReader):
         spec: Any = config.model
         batch = min(MAX_BATCH, config.evaluate.batch)
         super().__init__(prepared, config.evaluate.replace(batch=batch), on_rows)
-        self.reader = ConversationReader(prepared, spec, max_pixels)
+        self.reader = ConversationReader(prepared, spec, max_pixels, config.data)
 
     @torch.no_grad()
     def score(

@@ -159,7 +159,7 @@ class Attempt:
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
         reader: RowReader | ConversationReader
         if isinstance(config.model, Vlm):
-            reader = ConversationReader(resolved.train_set, config.model, max_pixels)
+            reader = ConversationReader(resolved.train_set, config.model, max_pixels, config.data)
         else:
             reader = RowReader(
                 resolved.train_set,

@@ -221,7 +221,7 @@ def to_row(values: dict[str, Any]) -> Row:
     """
     row = Row(**values | {"media": [Media(**media) for media in values["media"]]})
     for message in row.messages or ():
-        message |= orjson.loads(message.pop("fields") or "{}")
+        message |= orjson.loads(message.pop("fields", None) or "{}")
     return row
 
 

@@ -288,7 +288,7 @@ class ProcessorEncoder:
         conversation = self._as_parts(messages)
         self._check_media(conversation, media)
         text, _ = self._render(conversation, add_generation_prompt=True)
-        _check_rendered(conversation, text)
+        self._check_rendered(conversation, text)
         inputs = self._process(text, media)
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
         return EncodedRow(
@@ -505,7 +505,7 @@ class ProcessorEncoder:
         character + 1, and weight.
         """
         text, marked = self._render(conversation)
-        _check_rendered(conversation, text)
+        self._check_rendered(conversation, text)
         answers = [index for index, each in enumerate(conversation) if each["role"] == "assistant"]
         spans = []
         for number, index in enumerate(answers):
@@ -528,6 +528,29 @@ class ProcessorEncoder:
         if not spans:
             raise RowError("messages", "no message is the assistant's: there is nothing to learn")
         return text, spans
+
+    def _check_rendered(self, conversation: list[Message], text: str) -> None:
+        """Raise RowError if the text of a conversation lacks a part of it.
+
+        Templates may drop the reasoning of earlier answers, and write the result of a tool as JSON.
+        """
+        for message in conversation:
+            for part in message["content"]:
+                own = part.get("text", "").rpartition("</think>")[2].strip()
+                if own not in text and json.dumps(own, ensure_ascii=False)[1:-1] not in text:
+                    raise RowError(
+                        "messages",
+                        f"the chat template does not render a message of the {message['role']}",
+                    )
+        names = {"tool_calls", "tools"} & {name for message in conversation for name in message}
+        names |= {"reasoning_content"} & conversation[-1].keys()
+        for name in names:
+            without = [
+                {field: value for field, value in message.items() if field != name}
+                for message in conversation
+            ]
+            if self._render(without)[0] == text:
+                raise RowError("messages", f"the chat template does not render `{name}`")
 
     def _turn_span(self, conversation: list[Message], index: int, text: str) -> tuple[int, int]:
         """Return the span of an answer in the text of a conversation, by the texts of its starts.
@@ -735,29 +758,10 @@ def _kind_of(medium: Any) -> str:
     return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
 
 
-def _check_rendered(conversation: Sequence[Message], text: str) -> None:
-    """Raise RowError if the text of a conversation lacks one of its messages.
-
-    Templates may drop the reasoning of an answer, and write the result of a tool as JSON.
-    """
-    for message in conversation:
-        for part in message["content"]:
-            own = part.get("text", "").rpartition("</think>")[2].strip()
-            if own not in text and json.dumps(own, ensure_ascii=False)[1:-1] not in text:
-                raise RowError(
-                    "messages",
-                    f"the chat template does not render a message of the {message['role']}",
-                )
-        if message.get("tool_calls") and not message["content"]:
-            names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
-            if not all(str(name) in text for name in names):
-                raise RowError("messages", "the chat template does not render `tool_calls`")
-
-
 def _after_reasoning(message: Message, text: str, first: int, last: int) -> int:
     """Return where the answer starts in the span of a turn, after its reasoning."""
-    for end in ("</think>", message.get("reasoning_content")):
-        start = text.rfind(end, first, last) if end else -1
+    for end in ("</think>", message.get("reasoning_content") or "</think>"):
+        start = text.rfind(end, first, last)
         if start >= 0:
             rest = text[start + len(end) : last]
             return last - len(rest.lstrip())

@@ -23,10 +23,18 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
-from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError, encoder_arguments
+from mmray.data.vlm.encoder import (
+    ALL_TARGETS,
+    EncodedRow,
+    ProcessorEncoder,
+    RowError,
+    Targets,
+    encoder_arguments,
+)
 from mmray.data.vlm.video import Clip, clip_length_s
 
 if TYPE_CHECKING:
+    from mmray.config import Data as DataConfig
     from mmray.config import Vlm as VlmConfig
 
 # Bytes of a token in a block: Qwen3-VL has 4 patches of 1,536 values for a token of an image.
@@ -46,6 +54,7 @@ class ConversationReader(SetReader):
         prepared: The set or mixture.
         spec: The `model` section, with the weights whose processor encodes the rows.
         max_pixels: Maximum width x height of an image before it is resized.
+        data: The `data` section, with `targets` and `reasoning`; None: all are targets.
 
     Attributes:
         pixel_shape: None, because rows have pixels of different sizes.
@@ -56,9 +65,16 @@ class ConversationReader(SetReader):
     row_errors = (BadImage, RowError)
 
     def __init__(
-        self, prepared: PreparedSet | PreparedMixture, spec: VlmConfig, max_pixels: int
+        self,
+        prepared: PreparedSet | PreparedMixture,
+        spec: VlmConfig,
+        max_pixels: int,
+        data: DataConfig | None = None,
     ) -> None:
         super().__init__(prepared, max_pixels)
+        self._targets = ALL_TARGETS
+        if data is not None:
+            self._targets = Targets(data.targets == "last", data.reasoning == "masked")
         self.question = spec.inputs.question
         inputs = spec.inputs
         self._weights = spec.weights
@@ -171,7 +187,8 @@ class ConversationReader(SetReader):
         for media in row.media:
             for span in (row.spans or [None]) if media.kind == "audio" else []:
                 self.encoder.num_samples(clip_length_s(media, span))
-        return self.encoder.encode(messages, self.media_of(row, choice, phase))
+        decoded = self.media_of(row, choice, phase)
+        return self.encoder.encode(messages, decoded, self._targets)
 
 
 def read_clip(

@@ -111,7 +111,7 @@ def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
 def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
     held_out = PreparedSet.open(str(prepared.folder), "test")
     evaluate = Evaluate(batch=2, num_generations=3)
-    config = SimpleNamespace(model=spec, evaluate=evaluate)
+    config = SimpleNamespace(model=spec, evaluate=evaluate, data=None)
     shown = []
     evaluator = ConversationEvaluator(config, held_out, 10**7)
     scores = evaluator.score(model, Group(), None, 4, shown.append)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from mmray.data.images.decode import decode
 from mmray.data.rows import parse_row
-from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.data.vlm.encoder import ProcessorEncoder, RowError, Targets
 from mmray.objectives.cross_entropy import IGNORE_INDEX
+from tests.made import make_set
 from tests.models.vlm.folders import TEMPLATES
 from tests.models.vlm.rows import AUDIO, IMAGE, double_model, photo, text, tone
 
@@ -118,3 +120,113 @@ def assert_loss_of_last_answer(weights, rows):
     assert len(batch["targets"]) == num_targets
     # Losses of transformers are float32.
     assert packed_loss == pytest.approx(loss_sum, rel=1e-6)
+
+
+# As templates of models with tools and reasoning: both in the text of a message.
+TOOLS = """{% if tools %}<|im_start|>tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['reasoning_content'] and loop.last %}<think>
+{{ message['reasoning_content'] }}
+</think>
+
+{% endif %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}
+{%- for call in message['tool_calls'] %}<call>{{ call['function'] | tojson }}</call>{% endfor %}
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TWO_TURNS = [
+    {"role": "user", "content": "a?"},
+    {"role": "assistant", "content": "BAD", "weight": 0},
+    {"role": "user", "content": "b?"},
+    {"role": "assistant", "content": "good"},
+]
+REASONED = [
+    {"role": "user", "content": "6*7?"},
+    {"role": "assistant", "content": "42", "reasoning_content": "six times seven"},
+]
+FUNCTION = {"name": "weather", "arguments": {"city": "X"}}
+CALLED = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]},
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "Sunny."},
+]
+SHAREGPT = [
+    {"from": "human", "value": "weather?"},
+    {"from": "function_call", "value": json.dumps(FUNCTION)},
+    {"from": "observation", "value": "sunny"},
+    {"from": "gpt", "value": "Sunny."},
+]
+CALL = '<call>{"name": "weather", "arguments": {"city": "X"}}</call><|im_end|>Sunny.<|im_end|>'
+
+
+def stored(tmp_path, *rows):
+    """The rows of a set that has these conversations, as a run reads them."""
+    parsed = [parse_row({"id": str(n)} | row, str(n)) for n, row in enumerate(rows)]
+    return make_set(tmp_path / "set", parsed).read(np.arange(len(parsed)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "which", "expected"),
+    [
+        (TWO_TURNS, Targets(), "good<|im_end|>"),
+        (
+            [*TWO_TURNS[:1], {"role": "assistant", "content": "x", "train": True}, *TWO_TURNS[2:]],
+            Targets(),
+            "x<|im_end|>good<|im_end|>",
+        ),
+        (
+            [*TWO_TURNS[:1], {"role": "assistant", "content": "x"}, *TWO_TURNS[2:]],
+            Targets(last_only=True),
+            "good<|im_end|>",
+        ),
+        (REASONED, Targets(), "<think>\nsix times seven\n</think>\n\n42<|im_end|>"),
+        (REASONED, Targets(without_reasoning=True), "42<|im_end|>"),
+        (CALLED, Targets(), CALL),
+        (SHAREGPT, Targets(), CALL),
+    ],
+)
+def test_fields_of_messages_reach_the_targets(tmp_path, copy_of, messages, which, expected):
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", TOOLS)), 500)
+    [row] = stored(tmp_path, {"messages": messages})
+    encoded = encoder.encode(row.messages, [], which)
+    assert encoder.tokenizer.decode(encoded.input_ids[encoded.loss_weights > 0]) == expected
+
+
+def test_tools_are_rendered_and_what_a_template_lacks_is_a_bad_row(tmp_path, copy_of):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    [row] = stored(tmp_path, {"messages": CALLED, "tools": json.dumps(tools)})
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", TOOLS)), 500)
+    encoded = encoder.encode(row.messages, [])
+    assert encoder.tokenizer.decode(encoded.input_ids).startswith("<|im_start|>tools\n[{")
+    plain = ProcessorEncoder(str(copy_of("qwen3_vl", TEMPLATES["qwen3_vl"])), 500)
+    for messages, field in ((row.messages, "tool"), (REASONED, "reasoning_content")):
+        with pytest.raises(RowError, match=f"the chat template does not render .*{field}"):
+            plain.encode(messages, [])
+
+
+def test_weights_multiply_the_loss_of_their_messages(tmp_path, folder_of):
+    """The count is that of the targets, so that a weight scales the gradient of its message."""
+    model = double_model(folder_of("qwen3_vl"))
+    halved = [*TWO_TURNS[:1], TWO_TURNS[1] | {"weight": 0.5}, *TWO_TURNS[2:]]
+    rows = stored(tmp_path, *({"messages": each} for each in (TWO_TURNS, halved)))
+    only_first = [*TWO_TURNS[:1], TWO_TURNS[1] | {"weight": 1}, TWO_TURNS[2]]
+    only_first.append(TWO_TURNS[3] | {"weight": 0})
+    rows.extend(stored(tmp_path / "first", {"messages": only_first}))
+    batches = [model.collator()([model.encoder.encode(row.messages, [])]) for row in rows]
+    with torch.no_grad():
+        last, both, first = (model(batch)["loss_sum"].item() for batch in batches)
+    assert both == pytest.approx(last + first / 2, rel=1e-6)
+    assert len(batches[1]["targets"]) == len(batches[0]["targets"]) + len(batches[2]["targets"])
+
+
+def test_loss_of_turns_of_the_case(tmp_path, copy_of, shared_cases):
+    lines = (shared_cases / "chat-doors" / "loss-of-turns.jsonl").read_text().splitlines()
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", TOOLS)), 500)
+    for row in stored(tmp_path, *map(json.loads, lines)):
+        encoded = encoder.encode(row.messages, [])
+        assert "BAD" not in encoder.tokenizer.decode(encoded.input_ids[encoded.loss_weights > 0])
+        whole = encoder.tokenizer.decode(encoded.input_ids)
+        assert row.key != "r" or "six times seven" in whole
+        assert row.key != "t" or ("sunny" in whole and '{"city": "X"}' in whole)

@@ -193,7 +193,9 @@ def test_span_without_frames_is_refused(folder_of, tmp_path):
 
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     spec = model_settings(folder_of("qwen2_5_vl"))
-    config: Any = SimpleNamespace(model=spec, evaluate=Evaluate(batch=3, num_generations=3))
+    config: Any = SimpleNamespace(
+        model=spec, evaluate=Evaluate(batch=3, num_generations=3), data=None
+    )
     shown: list[Any] = []
     evaluator = ConversationEvaluator(config, prepared, 10**7)
     scores = evaluator.score(Vlm(spec), Group(), None, 3, shown.append)
