@@ -331,13 +331,15 @@ def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
     fields: dict[str, Any] = {} if role != "assistant" or weight == 1 else {"weight": weight}
     for name, kind in _TEMPLATE_FIELDS.items():
         names = _REASONING_FIELDS if name in _REASONING_FIELDS else (name,)
-        value: Any = next((item[each] for each in names if item.get(each) is not None), None)
+        value = next((item[each] for each in names if item.get(each) is not None), None)
         if name == "tool_calls" and item.get("function_call") is not None:  # OpenAI's earlier name
             value = [{"type": "function", "function": item["function_call"]}, *(value or [])]
         if name == "tool_calls" and isinstance(value, str):
             value = _parse_json(value)
-        is_list = kind is list and value is not None
-        if not isinstance(value, (kind, type(None))) or (
+        if value is None:
+            continue
+        is_list = kind is list
+        if not isinstance(value, kind) or (
             is_list and not all(isinstance(each, dict) for each in value)
         ):
             raise ValueError(f"`{name}` of a message has a wrong form (got {str(value)[:80]!r})")
