@@ -55,8 +55,8 @@ def test_clip_scratch_has_the_numbers_of_openai_and_open_clip():
     assert model.text.model_dump() == {"width": 512, "depth": 12, "heads": 8}
     inputs = model.inputs
     assert (inputs.image_side, inputs.max_tokens, inputs.interpolation) == (224, 77, "bicubic")
-    # crops of the original images, whose captions are repaired
-    assert (config.prepare.image_side, config.prepare.repair_text) == (0, True)
+    # crops of the original images
+    assert config.prepare.image_side == 0
     assert config.augment == Augment(crop_scale=(0.9, 1.0), flip=0, color_jitter=(0, 0, 0, 0))
     adam = config.optimizer
     assert (adam.kind, adam.lr, adam.betas, adam.settings) == ("adamw", 5e-4, (0.9, 0.98), {})

@@ -183,7 +183,6 @@ def clip_scratch() -> Config:
             activation="gelu",
             inputs=Inputs(tokenizer="openai/clip-vit-base-patch32", max_tokens=77, **OPENAI),
         ),
-        prepare=Prepare(repair_text=True),
         augment=Augment(crop_scale=(0.9, 1.0)),
         batch=Batch(micro="auto", global_=4096),
         optimizer=Optimizer(lr=5e-4, warmup_steps=10_000, weight_decay=0.2, clip_norm=0),

@@ -151,10 +151,9 @@ class LabelTexts(nn.Module):
         """Tokenize the label names.
 
         Args:
-            encoder: The tokenizer; its `encode(texts)` returns ids int32 [C, T] and numbers of
-                tokens int32 [C].
+            encoder: The TextEncoder of the run.
         """
-        ids, num_tokens = encoder.encode(list(self._names))
+        ids, num_tokens = encoder.encode([*map(encoder.format_caption, self._names)])
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
 
     def tokens(self) -> tuple[Tensor, Tensor]:

@@ -348,7 +348,8 @@ def _texts_of(row: Row) -> list[str]:
 def _count_tokens(encoder: TextEncoder | None, texts: Sequence[str]) -> list[int]:
     if encoder is None or not texts:
         return []
-    counts: list[int] = encoder.encode(list(texts))[1].tolist()
+    captions = [encoder.format_caption(text) for text in texts]
+    counts: list[int] = encoder.encode(captions)[1].tolist()
     return counts
 
 

@@ -284,8 +284,12 @@ class RowReader(SetReader):
             if self.augment or self.takes_clips
             else [None] * len(rows)
         )
-        texts = [(self.encoder.format_texts(row) if row else []) or [""] for row in rows]
-        chosen = self.choose_texts(plan, rows, [*map(len, texts)], pass_index, row_hash)
+        num_texts = [len(row.texts) or 1 if row else 1 for row in rows]
+        chosen = self.choose_texts(plan, rows, num_texts, pass_index, row_hash)
+        texts = [
+            [*(self.encoder.format_texts(row.with_text(choice)) if row else ()), ""][0]
+            for row, choice in zip(rows, chosen, strict=True)
+        ]
         if pixels is None and self.pixel_shape is not None:
             pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
         valid = np.zeros(len(rows), bool)
@@ -309,9 +313,7 @@ class RowReader(SetReader):
                 valid[index] = True
         if pixels is not None:
             pixels[~valid] = 0
-        input_ids, num_tokens = self.encoder.encode(
-            [choices[n] for choices, n in zip(texts, chosen, strict=True)]
-        )
+        input_ids, num_tokens = self.encoder.encode(texts)
         return (
             {
                 "input_ids": input_ids,

@@ -96,7 +96,7 @@ class LanguageTextEncoder(TextEncoder):
                 f"{', '.join(self.languages) or 'none'}"
             )
         token = self._language_tokens.get(language or "", "")
-        return token + remove_tokens(text, self._language_tokens.values())
+        return token + remove_tokens(super().format_caption(text), self._language_tokens.values())
 
 
 def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:

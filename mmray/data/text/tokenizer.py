@@ -19,6 +19,7 @@ from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
 from mmray.data.rows import BadRow
 from mmray.errors import UsageError
+from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
     from mmray.data.store.stored_row import Row
@@ -27,6 +28,10 @@ MAX_CAPTION_BYTES = 64 * 1024
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 # Unicode category Cc, which is stable, and the byte order mark
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ufeff]")
+# UTF-8 that was read as Latin-1, such as `Ã\xa0`: `repair_text` of a model needs its controls
+_MOJIBAKE = re.compile(r"[\xc2-\xf4][\x80-\xbf]")
+_ASCII_CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f\ufeff]")
+_ASCII_SPACES = re.compile(r"[ \t-\r]+")
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
 
@@ -36,8 +41,7 @@ def clean_caption(text: str, repair: bool = False) -> str:
 
     Args:
         text: A caption as the source has it.
-        repair: First repair text that was decoded wrongly (package ftfy) and replace HTML entities,
-            also doubly escaped ones, as OpenAI's and open_clip's tokenizers do.
+        repair: Apply `repair_text` first.
 
     Returns:
         The cleaned caption, without whitespace at its ends.
@@ -58,15 +62,35 @@ def clean_caption(text: str, repair: bool = False) -> str:
     if num_bytes > MAX_CAPTION_BYTES:
         raise BadRow("text", "too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
     if repair:
-        import ftfy  # an extra, which the start of `mmray prepare` checks
-
-        text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    words = " ".join(text.split())  # first, because tab and newline are also control characters
-    visible = " ".join(_CONTROLS.sub("", words).split())
+        text = repair_text(text)
+    if _MOJIBAKE.search(text):
+        visible = _ASCII_SPACES.sub(" ", _ASCII_CONTROLS.sub("", text)).strip(" ")
+    else:
+        words = " ".join(text.split())  # first: tab and newline are also control characters
+        visible = " ".join(_CONTROLS.sub("", words).split())
     # invisible characters
     if all(unicodedata.category(character) in ("Cf", "Zs") for character in visible):
         raise BadRow("text", "blank", f"nothing to read in {text[:40]!r}")
     return visible
+
+
+def repair_text(text: str) -> str:
+    """Repair text that was decoded wrongly (package ftfy) and replace HTML entities, also doubly
+    escaped ones, as OpenAI's and open_clip's tokenizers do.
+    """
+    if text.isascii() and "&" not in text:
+        return text
+    import ftfy  # an extra: `mmray prepare --repair-text` and TextEncoder check it before
+
+    return html.unescape(html.unescape(ftfy.fix_text(text)))
+
+
+def is_clip_bpe(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer has CLIP's vocabulary, which was made from repaired texts."""
+    return (
+        getattr(tokenizer.model, "end_of_word_suffix", None) == "</w>"
+        and tokenizer.token_to_id("<|startoftext|>") is not None
+    )
 
 
 class TextEncoder:
@@ -84,6 +108,7 @@ class TextEncoder:
         pad_id: Id of the padding token (int); 0 if the tokenizer has none.
         vocab_size: The largest token id plus 1.
         special_tokens: All special tokens as text, such as `[CLS]`.
+        repairs_texts: Whether `format_caption` applies `repair_text`: for CLIP's vocabulary.
         languages: Languages whose tokens the encoder can put before a caption; () here.
     """
 
@@ -104,9 +129,12 @@ class TextEncoder:
         self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = [token.content for token in added.values() if token.special]
+        self.repairs_texts = is_clip_bpe(self.tokenizer)
+        if self.repairs_texts:
+            check_installed("ftfy", "texts of a model with CLIP's tokenizer", "ftfy")
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a stored row, unchanged; `encode` then truncates them.
+        """Return the captions of a stored row as `format_caption` does; `encode` truncates them.
 
         Args:
             row: A row of a prepared set; `texts` are its captions.
@@ -117,7 +145,7 @@ class TextEncoder:
         return [self.format_caption(text) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a caption as this model encodes it, which is the text itself.
+        """Return a caption as this model encodes it: repaired, if the tokenizer is CLIP's.
 
         Args:
             text: The caption.
@@ -131,7 +159,7 @@ class TextEncoder:
                 f"the model has no token for language {language!r}; it was trained without "
                 "model.inputs.language_token"
             )
-        return text
+        return repair_text(text) if self.repairs_texts else text
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts as token ids, with the special tokens that the tokenizer adds.

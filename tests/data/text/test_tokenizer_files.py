@@ -5,6 +5,7 @@ implementations.
 from __future__ import annotations
 
 import gzip
+import html
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import string
 from pathlib import Path
 from typing import Any
 
+import ftfy
 import pytest
 import regex
 from tokenizers import Tokenizer
@@ -24,7 +26,15 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode, import_protobuf
 
-from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
+from mmray import plugins
+from mmray.config import Inputs
+from mmray.data.text.languages import build_encoder
+from mmray.data.text.tokenizer import (
+    TextEncoder,
+    clean_caption,
+    declared_pad_id,
+    train_tokenizer,
+)
 from mmray.data.text.tokenizer_files import CLIP_BPE, load_tokenizer
 from mmray.errors import UsageError
 
@@ -43,7 +53,7 @@ MERGES = ["c a", "ca t</w>", "d o", "do g</w>", "a n", "an d</w>"]
 
 
 class SimpleTokenizer:
-    """OpenAI's clip/simple_tokenizer.py without ftfy, written from its definition."""
+    """OpenAI's clip/simple_tokenizer.py, written from its definition."""
 
     def __init__(self, file: Path) -> None:
         merges = gzip.decompress(file.read_bytes()).decode().split("\n")[1 : 49152 - 256 - 2 + 1]
@@ -83,6 +93,7 @@ class SimpleTokenizer:
         return word
 
     def encode(self, text: str) -> list[int]:
+        text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
         words = regex.findall(self.pattern, " ".join(text.split()).lower())
         parts = ["".join(self.byte_encoder[byte] for byte in word.encode()) for word in words]
         ids = [self.encoder[piece] for part in parts for piece in self.bpe(part)]
@@ -111,8 +122,9 @@ def test_clip_bpe_has_the_ids_of_openai(real: bool, tmp_path: Path) -> None:
         pytest.skip("MMRAY_SHARED holds no real tokenizer")
     file = SHARED if real else small_clip_bpe(tmp_path)
     reference, loaded = SimpleTokenizer(file), load_tokenizer(str(file), None)
-    assert ids_of(loaded, CAPTIONS) == [reference.encode(text) for text in CAPTIONS]
     encoder = TextEncoder(loaded, 77)
+    repaired = [encoder.format_caption(text) for text in CAPTIONS]
+    assert ids_of(loaded, repaired) == [reference.encode(text) for text in CAPTIONS]
     assert (
         encoder.vocab_size == len(reference.encoder) == (49408 if real else 512 + len(MERGES) + 2)
     )
@@ -121,6 +133,40 @@ def test_clip_bpe_has_the_ids_of_openai(real: bool, tmp_path: Path) -> None:
         encoder.vocab_size - 1,
     ]
     assert load_tokenizer(str(file.parent), None) == loaded if not real else True
+
+
+@pytest.mark.parametrize(
+    ("caption", "repaired"),
+    [
+        ("caf\u00c3\u00a9 &amp;amp; cat", "café & cat"),
+        ("it\u00e2\u0080\u0099s  voil\u00c3\u00a0\n", "it's voilà"),  # of Latin-1, with controls
+        ("“a” dog\u2019s", "\"a\" dog's"),
+        ("cat &#39;n&#39; dog &lt;3", "cat 'n' dog <3"),
+        ("plain cat", "plain cat"),
+    ],
+)
+@pytest.mark.parametrize("language_token", ["", "[{}]"])
+def test_texts_of_clip_are_repaired_whatever_prepare_did(
+    tmp_path: Path, caption: str, repaired: str, language_token: str
+) -> None:
+    file = small_clip_bpe(tmp_path)
+    inputs = Inputs(language_token=language_token)
+    encoder = build_encoder(load_tokenizer(str(file), None), inputs)
+    expected = SimpleTokenizer(file).encode(caption)
+    for prepared in (clean_caption(caption), clean_caption(caption, repair=True)):
+        [ids], [count] = encoder.encode([encoder.format_caption(prepared)])
+        assert ids[:count].tolist() == expected == SimpleTokenizer(file).encode(repaired)
+
+
+def test_clip_without_ftfy_is_refused_and_other_tokenizers_leave_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = TextEncoder(train_tokenizer(["a cat"], 60), 8)
+    assert other.format_caption("“a” &amp; b") == "“a” &amp; b"
+    clip = load_tokenizer(str(small_clip_bpe(tmp_path)), None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'CLIP.* needs ftfy; .* pip install "mmray\[ftfy\]"'):
+        TextEncoder(clip, 8)
 
 
 def test_vocab_and_merges_of_clip_have_the_ids_of_transformers(tmp_path: Path) -> None:
