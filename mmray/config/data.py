@@ -271,7 +271,7 @@ class Prepare(Section, settings_prefix="prepare"):
     )
     repair_text: bool = Field(
         False,
-        description="Repair wrongly decoded captions with ftfy (extra `ftfy`) and unescape "
+        description="Repair wrongly decoded captions with ftfy and unescape "
         "HTML, as open_clip does.",
     )
     check: Literal["full", "header", "none"] = Field(

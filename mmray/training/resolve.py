@@ -51,6 +51,10 @@ MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from wh
 MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the length of clips
 
 
+# Settings of `prepare` that do not change the rows of a set.
+_NOT_OF_ROWS = ("max_bad_fraction", "root", "rows_per_shard", "format", "vocab_size")
+
+
 @dataclass(frozen=True)
 class ResolvedRun:
     """A run with every `auto` resolved, ready to start.
@@ -141,6 +145,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         model = model.with_vocab(vocab_size, declared_pad_id(tokenizer_json))
     resolved_config = config.replace(
         model=model,
+        prepare=sets.settings,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
         batch=shape.to_settings(config.batch),
     )
@@ -162,6 +167,7 @@ class _Sets(NamedTuple):
     """The prepared sets of a run."""
 
     mixture: Mixture  # folders of the training sets, with their weights
+    settings: Prepare  # with which the first training set was made
     train: list[PreparedSet]
     eval: dict[str, PreparedSet]  # evaluation sets by name
 
@@ -178,6 +184,11 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
 
     mixture = Mixture.parse(config.data.train).rename(prepare)
     train_sets = [PreparedSet.open(folder, "train") for folder in mixture.addresses]
+    for each in train_sets:
+        if text := _format_other_settings(config.prepare, each):
+            reporter.log(text, "prepare")
+    # An evaluation source is prepared as the training set was.
+    config = config.replace(prepare=stored_settings(train_sets[0]))
     first_folder = mixture.addresses[0]
     splits = train_sets[0].manifest.splits
     split = config.data.eval_split
@@ -211,7 +222,31 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     check_eval_sets(config, eval_sets)
     for text in describe_code_names(config, eval_sets):
         reporter.log(text, "warning")
-    return _Sets(mixture, train_sets, eval_sets)
+    return _Sets(mixture, config.prepare, train_sets, eval_sets)
+
+
+def stored_settings(prepared: PreparedSet) -> Prepare:
+    """Return the section `prepare` with which a set was made, as far as this version knows it."""
+    stored = prepared.manifest.settings
+    known = {name: stored[name] for name in Prepare.model_fields if name in stored}
+    return Prepare.model_validate(known)
+
+
+def _format_other_settings(wanted: Prepare, prepared: PreparedSet) -> str:
+    """Return a line about settings of the run that a set was made without; empty if it has all."""
+    defaults = Prepare().model_dump()
+    made = stored_settings(prepared).model_dump()
+    others = [
+        f"{name} {made[name]} (not {value})"
+        for name, value in wanted.model_dump().items()
+        if value not in (made[name], defaults[name]) and name not in _NOT_OF_ROWS
+    ]
+    if not others:
+        return ""
+    return (
+        f"{prepared.folder} was made with {', '.join(others)}; settings of `prepare` do not change "
+        "a prepared set"
+    )
 
 
 def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) -> str:

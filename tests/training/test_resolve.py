@@ -252,3 +252,19 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
         "image-count",
         "the row has 2 images, not one",
     )
+
+
+def test_run_records_how_its_set_was_made_and_names_settings_that_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    source = make_source(tmp_path / "a", 40)
+    prepare_module.prepare(str(source), str(tmp_path / "set"), Prepare(holdout=0.25))
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    wanted = wanted.replace(prepare=Prepare(repair_text=True, image_side=16, root=("/photos",)))
+    reporter = Silent()
+    resolved = resolve_run(wanted, reporter)
+    assert (resolved.config.prepare.repair_text, resolved.config.prepare.holdout) == (False, 0.25)
+    [line] = [text for label, text in reporter.notes if label == "prepare"]
+    assert line.startswith(f"{tmp_path / 'set'} was made with image_side 0 (not 16), repair_text F")
+    same = Silent()
+    resolve_run(wanted.replace(prepare=resolved.config.prepare), same)
+    assert not [text for label, text in same.notes if label == "prepare"]

@@ -54,7 +54,6 @@ from mmray.data.store.manifest import (
 from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file
 from mmray.data.vlm.sample import generate_conversations
 from mmray.errors import DataError, ResourceError, UsageError
-from mmray.plugins import check_installed
 from mmray.storage import lease
 from mmray.storage.paths import (
     TEMP_SUFFIX,
@@ -212,8 +211,6 @@ def prepare(
         )
     try:
         contamination.validate(settings, out)
-        if settings.repair_text:
-            check_installed("ftfy", "prepare.repair_text", "ftfy")
         folder = to_path(out)
         settings = _with_shard_size(settings, folder, read_manifest(folder))
         job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)

@@ -19,7 +19,6 @@ from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
 from mmray.data.rows import BadRow
 from mmray.errors import UsageError
-from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
     from mmray.data.store.stored_row import Row
@@ -80,7 +79,7 @@ def repair_text(text: str) -> str:
     """
     if text.isascii() and "&" not in text:
         return text
-    import ftfy  # an extra: `mmray prepare --repair-text` and TextEncoder check it before
+    import ftfy  # takes 50 ms
 
     return html.unescape(html.unescape(ftfy.fix_text(text)))
 
@@ -130,8 +129,6 @@ class TextEncoder:
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = [token.content for token in added.values() if token.special]
         self.repairs_texts = is_clip_bpe(self.tokenizer)
-        if self.repairs_texts:
-            check_installed("ftfy", "texts of a model with CLIP's tokenizer", "ftfy")
 
     def format_texts(self, row: Row) -> list[str]:
         """Return the captions of a stored row as `format_caption` does; `encode` truncates them.

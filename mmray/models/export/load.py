@@ -69,8 +69,6 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         )
         spec.settings = config["model"].get("settings", {})  # free settings of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
-    except UsageError:  # ftfy is missing
-        raise
     except Exception as error:  # the tokenizers package raises bare Exception
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
