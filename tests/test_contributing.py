@@ -11,12 +11,13 @@ from torch.nn.functional import normalize
 
 from mmray import builtin, objectives
 from mmray.cli.args import parse_args, parse_config
-from mmray.config import Objective, recipes
+from mmray.config import Clip, Config, Objective, recipes
 from mmray.config.base import Section
 from mmray.data.formats.detect import detect_source
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.objectives import protocol
+from mmray.training.validate import unsupported_reasons
 from tests.conftest import ROOT
 
 SECTIONS = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")
@@ -65,6 +66,8 @@ def test_objective_of_micro_batches_adds_up_to_the_whole_batch(monkeypatch):
     monkeypatch.setitem(sys.modules, "cosine", module)
     monkeypatch.setitem(builtin.OBJECTIVES, "cosine", "cosine:CosineDistance")
     objective = objectives.build(Objective(kind="cosine"))
+    monkeypatch.setattr(Clip, "objectives", (*Clip.objectives, "cosine"))
+    assert unsupported_reasons(Config(model=Clip(), objective=Objective(kind="cosine"))) == []
     embeddings = normalize(torch.randn(2, 6, 8, dtype=torch.float64), dim=-1)
     valid = torch.tensor([True, True, False, True, True, True])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,13 +63,11 @@ def quarantine_bad_rows(
         DataError: More than MAX_BAD_ROWS (16) rows could not be read (rows that are too long for
             the model do not count), or a label has no class in the model.
     """
-    num_too_long = 0  # a limit of the model, no fault of the data
     for block in blocks:
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
         for row in plan.row_ids_at(positions).tolist():
-            num_bad = count_bad_row(row)
-            if num_bad == 0:
+            if count_bad_row(row) == 0:
                 continue
             record, reason, detail = reader.explain_bad_row(row, decoder)
             key, source = (record.key, record.source) if record else (None, None)
@@ -81,11 +80,14 @@ def quarantine_bad_rows(
                 "detail": detail,
             }
             append_bad_row(folder / QUARANTINE, orjson.dumps(entry))
-            num_too_long += reason == TOO_LONG
-            if reason != TOO_LONG and num_bad - num_too_long > MAX_BAD_ROWS:
+            if reason == TOO_LONG:  # a limit of the model, no fault of the data
+                continue
+            # Of all ranks and attempts; rare, so the file may be read.
+            num_unreadable = sum(each != TOO_LONG for each in load_bad_rows(folder).values())
+            if num_unreadable > MAX_BAD_ROWS:
                 raise DataError(
-                    f"{num_bad} rows could not be read, more than {MAX_BAD_ROWS}, the last: row "
-                    f"{row} ({key}, {source}): {reason}: {detail}. All are listed in "
+                    f"{num_unreadable} rows could not be read, more than {MAX_BAD_ROWS}, the last: "
+                    f"row {row} ({key}, {source}): {reason}: {detail}. All are listed in "
                     f"{folder / QUARANTINE}; run `mmray prepare` again from the source"
                 )
         yield block
@@ -145,19 +147,19 @@ def _parts_of(file: RemotePath) -> RemotePath:
     return file.with_name(f"{file.name}.parts")
 
 
-def load_bad_rows(folder: AnyPath) -> set[int]:
-    """Return the numbers of the rows in the run's quarantine.jsonl; empty without the file.
-
-    A row's number is its index in the training set. Truncated lines are ignored.
-
-    Args:
-        folder: Folder of the run.
+def load_bad_rows(folder: AnyPath) -> dict[int, str]:
+    """Return the reasons of the rows in the run's quarantine.jsonl by their numbers, which are
+    indices in the training set; empty without the file. Truncated lines are ignored.
     """
-    rows = set()
+    rows = {}
     file = folder / QUARANTINE
-    for line in file.read_bytes().splitlines() if file.exists() else ():
+    files = [file] if file.exists() else []
+    if isinstance(file, RemotePath) and _parts_of(file).is_dir():
+        files += _parts_of(file).iterdir()
+    for line in chain.from_iterable(each.read_bytes().splitlines() for each in files):
         try:
-            rows.add(int(orjson.loads(line)["row"]))
+            entry = orjson.loads(line)
+            rows[int(entry["row"])] = str(entry.get("reason"))
         except (ValueError, KeyError, TypeError):
             continue
     return rows

@@ -358,7 +358,7 @@ class Supervisor:
                 )
                 meta = {} if checkpoint is None else files.load_meta(checkpoint)
                 merge_bad_rows(self.run.path)
-                return checkpoint, meta, load_bad_rows(self.run.path)
+                return checkpoint, meta, set(load_bad_rows(self.run.path))
             except (StorageError, OSError) as error:
                 pause_s = next(pauses_s, None)
                 message = f"cannot access the storage of {self.run.path}: {error}"

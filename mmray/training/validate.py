@@ -324,7 +324,7 @@ def objective_reasons(config: Config) -> list[str]:
         reasons.append(
             f"model.kind `{kind}`: no objective trains its cross-attention; add `+ matching`"
         )
-    if not {"contrastive", "sigmoid"} & terms.keys():
+    if terms.keys() <= HEADS.keys():
         reasons.append(
             f"objective.kind: `{config.objective.kind}` does not train the embeddings of images "
             "and texts; add `+ contrastive`"
