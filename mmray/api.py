@@ -542,11 +542,13 @@ def export(
         UsageError: the folder is not a run, has no such checkpoint, or `out` has other files; or
             weights are interpolated of a run that started from random ones.
     """
-    with _shown(reporter, "exporting"):
+    with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 
         path = to_path(_folder(run))
-        return evaluate_export.export_model(path, str(out), step, interpolate, adapters_only)
+        return evaluate_export.export_model(
+            path, str(out), step, interpolate, adapters_only, shown.log
+        )
 
 
 def export_weights(

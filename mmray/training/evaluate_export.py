@@ -201,12 +201,12 @@ def export_model(
     if not adapters_only:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.
-        return _export(model, config.model.replace(lora=Lora()), tokenizer_json, out)
+        return _export(model, config.model.replace(lora=Lora()), tokenizer_json, out, log)
     if not config.model.lora.rank or interpolate != 1:
         raise UsageError("--adapters needs a run with model.lora.rank, and no --interpolate")
     _check_start("--adapters", config.model)
     model = load_model(config, checkpoint)
-    return _export(model, config.model, tokenizer_json, out, adapters_only=True)
+    return _export(model, config.model, tokenizer_json, out, log, adapters_only=True)
 
 
 def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -> None:
@@ -264,11 +264,12 @@ def _export(
     settings: Any,
     tokenizer_json: str,
     out: str | AnyPath,
+    log: Callable[[str, str], None],
     adapters_only: bool = False,
 ) -> AnyPath:
     spec = settings.model_dump(mode="json")
     if isinstance(settings, Vlm):
-        return export_vlm(model, spec, out, adapters_only=adapters_only)
+        return export_vlm(model, spec, out, adapters_only, log)
     return export(model, spec, tokenizer_json, out, adapters_only=adapters_only)
 
 

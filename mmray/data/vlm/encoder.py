@@ -191,9 +191,10 @@ class ProcessorEncoder:
                     weights, self.family, self.processor, frame_pixels
                 )
         self.tokenizer = self.processor.tokenizer
-        self._image_arguments = {"do_rescale": False, "do_normalize": False} | budget_arguments(
+        self._budget = budget_arguments(
             self.family, getattr(self.processor, "image_processor", None), max_pixels, min_pixels
         )
+        self._image_arguments = {"do_rescale": False, "do_normalize": False} | self._budget
         if self.processor.chat_template is None:
             raise UsageError(
                 f"{WEIGHTS_SETTING}: {weights} has no chat template, so conversations cannot be "
@@ -230,6 +231,31 @@ class ProcessorEncoder:
             video_processor and (vars(video_processor), self.frames, self.frame_rate),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def limit_pixels(self, processor: Any) -> dict[str, Any]:
+        """Set the limits of images and videos in a whole processor, which then computes the same
+        inputs as this encoder, up to rounding of pixels.
+
+        Args:
+            processor: The processor that transformers loads from `weights`; changed in place.
+
+        Returns:
+            Keyword arguments with which it must be called in addition, because its class replaces
+            the limits of videos; usually {}.
+        """
+        for name, value in self._budget.items():
+            setattr(processor.image_processor, name, value)
+        if "video" not in self.kinds:
+            return {}
+        frames: FrameProcessor = self.processor.video_processor
+        limits = frames.limits(self.frames, self.frame_rate)
+        for name, value in limits.items():
+            setattr(processor.video_processor, name, value)
+        fixed = getattr(processor, "videos_kwargs", {})
+        replaced = {
+            name: value for name, value in limits.items() if fixed.get(name, value) != value
+        }
+        return {"videos_kwargs": replaced} if replaced else {}
 
     def encode(
         self, messages: Sequence[Message], media: Sequence[Any], targets: Targets = ALL_TARGETS

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata
 
 CHANNELS = 3
+CAP_OVER_MIN = 1.05  # Qwen3VLVideoProcessor caps frames at no fewer pixels than this many minima
 MIN_LENGTH_S = 0.001  # shortest clip; the header of a file may have no duration
 
 
@@ -80,6 +81,43 @@ class FrameProcessor:
         self._max_pixels = size["longest_edge"]
         self._per_clip = per_clip
         self._frame_pixels = max_pixels
+        if per_clip and max_pixels is not None:
+            # As Qwen3VLVideoProcessor caps frames, so that an export has the same limits.
+            self._frame_pixels = max_pixels // self._factor**2 * self._factor**2
+            self._min_pixels = min(self._min_pixels, int(self._frame_pixels / CAP_OVER_MIN))
+
+    @property
+    def _factor(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def limits(self, frames: int, frame_rate: float) -> dict[str, Any]:
+        """Return the settings with which the video processor of transformers has the same limits.
+
+        Args:
+            frames: Most frames of a clip.
+            frame_rate: Frames per second, unless they would be more than `frames`.
+        """
+        group = self.temporal_patch_size
+        frames = group * max(1, frames // group)
+        limits = {
+            "size": {"shortest_edge": self._min_pixels, "longest_edge": self._max_pixels},
+            "cap_pixels_per_frame": False,
+            "fps": frame_rate,
+            "min_frames": group,
+            "max_frames": frames,
+        }
+        most = self._frame_pixels
+        if most is None:
+            return limits
+        if not self._per_clip:
+            return limits | {
+                "size": {"shortest_edge": min(self._min_pixels, most), "longest_edge": most}
+            }
+        return limits | {
+            "size": {"shortest_edge": self._min_pixels, "longest_edge": frames * most},
+            "cap_pixels_per_frame": True,
+            "max_video_tokens": most // self._factor**2,
+        }
 
     def choose_times(
         self, length_s: float, frames: int, frame_rate: float, uniform: float
@@ -121,8 +159,7 @@ class FrameProcessor:
         if self._frame_pixels is not None:
             most = self._frame_pixels
             least = min(least, most)
-        factor = self.patch_size * self.merge_size
-        sides = smart_resize(height, width, factor, least, most)
+        sides = smart_resize(height, width, self._factor, least, most)
         patches = [side // self.patch_size for side in sides]
         return num_frames // self.temporal_patch_size, patches[0], patches[1]
 

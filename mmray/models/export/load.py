@@ -221,7 +221,7 @@ class Embedder:
                 gets.
         """
         self._require_head("region_head", "model.inputs.max_boxes")
-        height, width = _decode_image(0, image).shape[:2]
+        height, width = decode_image(0, image).shape[:2]
         pixels = self._pixels(0, [image])
         model_boxes = boxes_on_square(boxes, (width, height), self.inputs)[None].to(self.device)
         if texts is None:
@@ -315,13 +315,21 @@ def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) ->
         DataError: An image is unreadable; the message has its index.
     """
     pixels = [
-        transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)
+        transform(decode_image(index, image), inputs) for index, image in enumerate(images, first)
     ]
     return torch.from_numpy(np.stack(pixels))
 
 
-def _decode_image(index: int, image: ImageInput) -> np.ndarray:
-    """Upright RGB uint8 [H, W, 3], decoded as in training. Raises DataError with `index`."""
+def decode_image(index: int, image: ImageInput) -> np.ndarray:
+    """Return an upright image, RGB uint8 [H, W, 3], decoded as in training.
+
+    Args:
+        index: Its number, for errors.
+        image: A PIL image, encoded bytes or the path of a file.
+
+    Raises:
+        DataError: It is unreadable.
+    """
     try:
         if isinstance(image, Image.Image):
             upright = ImageOps.exif_transpose(image)

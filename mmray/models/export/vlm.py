@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from mimetypes import guess_type
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from mmray.data.store.stored_row import Media
 from mmray.data.vlm.encoder import Message
 from mmray.data.vlm.reader import read_clip
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
@@ -58,11 +59,21 @@ answer = processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_specia
 
 `mmray.load("{name}").answer(messages, images)` gives the same, and keeps added special tokens, such
 as those of boxes, which `skip_special_tokens` removes.
+
+The processor has the pixel limits of training. Training put transparent images on white.
+"""
+_ARGUMENTS = """
+Its class has a fixed limit for videos. With videos, pass that of training too:
+`processor_kwargs={}`.
 """
 
 
 def export_vlm(
-    model: Any, spec: dict[str, Any], out: str | AnyPath, adapters_only: bool = False
+    model: Any,
+    spec: dict[str, Any],
+    out: str | AnyPath,
+    adapters_only: bool = False,
+    log: Callable[[str, str], None] = lambda text, label: None,
 ) -> AnyPath:
     """Write weights, processor and chat template to a folder; an earlier export is replaced.
 
@@ -73,6 +84,7 @@ def export_vlm(
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
         adapters_only: Write the adapters and the projector as peft does, without the weights that
             the run started with.
+        log: Called with (warning, label) if the processor cannot keep a limit of the run.
 
     Returns:
         The folder.
@@ -83,14 +95,21 @@ def export_vlm(
     """
     folder = to_path(out)
     with replace_export(folder) as staging:
-        model.save_pretrained(str(staging), with_weights=not adapters_only)
+        arguments = model.save_pretrained(str(staging), with_weights=not adapters_only)
         if adapters_only:
             lora.save_adapters(model.net, spec["lora"], spec["weights"], staging)
         config = json.loads((staging / CONFIG).read_text())
         config |= {EXPORT_MARKER: VERSION, VLM_SPEC: spec}
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if not adapters_only:
-            (staging / CARD).write_text(_CARD.format(name=folder.name))
+            card = _CARD.format(name=folder.name)
+            (staging / CARD).write_text(card + (_ARGUMENTS.format(arguments) if arguments else ""))
+    if arguments:
+        log(
+            "the processor of this model replaces the limit of model.inputs.frame_pixels: in "
+            f"transformers, call it with {arguments}",
+            "warning",
+        )
     return folder
 
 
@@ -120,15 +139,17 @@ class Conversations:
                 ...} up to a message of the user. The content is a text, or a list of parts {"type":
                 "image" | "video" | "audio"} and {"type": "text", "text": ...}. Several
                 conversations are a list of such lists.
-            images: The media of the parts, in order: paths of images, videos and audio (the suffix
-                determines the kind), or PIL images; of several conversations a list of such lists.
+            images: The media of the parts, in order, which are decoded as in training: paths of
+                images, videos and audio (the suffix determines the kind), encoded images (bytes) or
+                PIL images; of several conversations a list of such lists.
             max_new_tokens: Maximum number of tokens of an answer.
 
         Returns:
             The answer as a str; for several conversations a list of str.
 
         Raises:
-            UsageError: A file cannot be read, or the media do not match the parts.
+            UsageError: The media do not match the parts.
+            DataError: A file cannot be read; the message has its index in its conversation.
         """
         if messages and isinstance(messages[0], dict):
             one: Any = messages
@@ -139,25 +160,26 @@ class Conversations:
         answers: list[str] = []
         for start in range(0, len(conversations), ANSWER_BATCH):
             part = slice(start, start + ANSWER_BATCH)
-            opened = [[self._open(image) for image in each] for each in images[part]]
+            opened = [[self._open(*each) for each in enumerate(media)] for media in images[part]]
             try:
                 answers += self.model.answer(conversations[part], opened, max_new_tokens)
             except ValueError as error:
                 raise UsageError(f"cannot answer: {error}") from error
         return answers
 
-    def _open(self, image: Any) -> Any:
-        from PIL import Image, ImageOps
+    def _open(self, index: int, medium: Any) -> Any:
+        from mmray.models.export.load import decode_image  # which imports this module
 
-        if not isinstance(image, str | Path):
-            return image
-        kind = (guess_type(image)[0] or "").partition("/")[0]
-        try:
-            if kind in ("video", "audio"):
-                return read_clip(Media(kind, Path(image).read_bytes()), self.model.encoder)
-            return ImageOps.exif_transpose(Image.open(image)).convert("RGB")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {image}: {error}") from None
+        is_file = isinstance(medium, str | Path)
+        kind = (guess_type(medium)[0] or "").partition("/")[0] if is_file else ""
+        if kind in ("video", "audio"):
+            try:
+                return read_clip(Media(kind, Path(medium).read_bytes()), self.model.encoder)
+            except (OSError, ValueError) as error:
+                raise DataError(f"{kind} {index} ({medium}): {error}") from None
+        if is_file or isinstance(medium, bytes | Image.Image):
+            return decode_image(index, medium)
+        return medium
 
 
 def read_spec(folder: AnyPath) -> Any:

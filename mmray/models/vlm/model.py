@@ -384,12 +384,16 @@ class Vlm(nn.Module):
         ends = set(eos_ids)
         return [self.encoder.decode([each for each in row if each not in ends]) for row in answers]
 
-    def save_pretrained(self, folder: str, with_weights: bool = True) -> None:
+    def save_pretrained(self, folder: str, with_weights: bool = True) -> dict[str, Any]:
         """Save model, processor and chat template so that transformers and vLLM load them.
 
         Args:
             folder: Path of the local folder.
             with_weights: Whether to save the weights, and not only the config.
+
+        Returns:
+            Keyword arguments with which the processor must be called, because its files cannot
+            have these limits; usually {}.
         """
         from transformers import AutoProcessor
 
@@ -399,7 +403,10 @@ class Vlm(nn.Module):
             else:
                 self.net.config.save_pretrained(folder)
         # The processor of the data has no video processor.
-        AutoProcessor.from_pretrained(self.encoder.weights).save_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(self.encoder.weights)
+        arguments = self.encoder.limit_pixels(processor)
+        processor.save_pretrained(folder)
+        return arguments
 
     @property
     def _pad_id(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmray.data.vlm.collate import join_media
-from mmray.data.vlm.encoder import MediaSize
+from mmray.data.vlm.encoder import EncodedRow, MediaSize, ProcessorEncoder
 from mmray.data.vlm.families import FAMILIES
 from mmray.data.vlm.video import Clip
 from mmray.models.pretrained import pretrained_settings
@@ -29,6 +29,7 @@ from tests.models.vlm.rows import (
     double_model,
     encode_rows,
     rows_of,
+    settings,
     text,
 )
 
@@ -102,44 +103,11 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     rows = encode_rows(model.encoder)
     loss, num_targets, _ = gradients(model, [rows], packed=False)
     processor = AutoProcessor.from_pretrained(model.encoder.weights)
+    size = {"shortest_edge": FRAME_PIXELS, "longest_edge": FRAME_PIXELS}
+    videos = {"size": size} if family in folders.OMNI else {}
     expected = 0.0
     for row, (messages, media) in zip(rows, rows_of(model.encoder), strict=True):
-        conversation = [
-            message | {"content": [text(message["content"])]}
-            if isinstance(message["content"], str)
-            else message
-            for message in messages
-        ]
-        prompt = processor.apply_chat_template(conversation)
-        inputs = processor(
-            text=[prompt],
-            **media_arguments(media, family),
-            return_tensors="pt",
-            add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
-        )
-        assert inputs["input_ids"][0].tolist() == row.input_ids.tolist()
-        columns = {name: torch.from_numpy(column) for name, column in row.images.items()}
-        assert set(columns) <= set(inputs)
-        columns |= model._image_inputs(columns) if columns else {}
-        if "video_second_per_grid" in columns:  # transformers has one frame rate for all videos
-            clips = [each for each in media if isinstance(each, Clip)]
-            inputs["video_second_per_grid"] = torch.tensor(
-                [2 * (clip.times_s[1] - clip.times_s[0]) for clip in clips], dtype=torch.double
-            )
-        for name in columns:
-            own = columns[name].double()
-            # float16 of a log-mel spectrogram below 4.
-            levels = 1e-3 if name == "input_features" else 0
-            if name.startswith("pixel_values"):
-                levels = 2 / 255 / 0.22
-            if model.family.audio == "own" and name in AUDIO_COLUMNS:
-                # transformers pads them with silence.
-                assert not inputs["feature_attention_mask"][..., own.shape[-1] :].any()
-                inputs[name] = inputs[name][..., : own.shape[-1]]
-            assert own.shape == inputs[name].shape, name
-            # Tiles of zeros are padding, which the model does not read.
-            difference = (own - inputs[name]).where(inputs[name] != 0, 0)
-            assert difference.abs().max() <= levels + 1e-6, name
+        inputs, columns = equal_inputs(model, processor, row, messages, media, videos)
         labels = torch.where(
             torch.from_numpy(row.loss_weights > 0), inputs["input_ids"], IGNORE_INDEX
         )
@@ -154,7 +122,57 @@ def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
     assert loss / num_targets == pytest.approx(expected, rel=1e-6)
 
 
-def media_arguments(media: list[Any], family: str) -> dict[str, Any]:
+def equal_inputs(
+    model: Vlm,
+    processor: Any,
+    row: EncodedRow,
+    messages: list[Any],
+    media: list[Any],
+    videos_kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The inputs of a row by a processor of transformers, and those of its encoders by mmray, which
+    are equal up to rounding.
+    """
+    conversation = [
+        message | {"content": [text(message["content"])]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+    prompt = processor.apply_chat_template(conversation)
+    inputs = processor(
+        text=[prompt],
+        **media_arguments(media, videos_kwargs),
+        return_tensors="pt",
+        add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
+    )
+    assert inputs["input_ids"][0].tolist() == row.input_ids.tolist()
+    columns = {name: torch.from_numpy(column) for name, column in row.images.items()}
+    assert set(columns) <= set(inputs)
+    columns |= model._image_inputs(columns) if columns else {}
+    if "video_second_per_grid" in columns:  # transformers has one frame rate for all videos
+        clips = [each for each in media if isinstance(each, Clip)]
+        inputs["video_second_per_grid"] = torch.tensor(
+            [2 * (clip.times_s[1] - clip.times_s[0]) for clip in clips], dtype=torch.double
+        )
+    for name in columns:
+        own = columns[name].double()
+        # float16 of a log-mel spectrogram below 4.
+        levels = 1e-3 if name == "input_features" else 0
+        if name.startswith("pixel_values"):
+            levels = 2 / 255 / 0.22
+        if model.family.audio == "own" and name in AUDIO_COLUMNS:
+            # transformers pads them with silence.
+            assert not inputs["feature_attention_mask"][..., own.shape[-1] :].any()
+            inputs[name] = inputs[name][..., : own.shape[-1]]
+        assert own.shape == inputs[name].shape, name
+        # Tiles of zeros are padding, which the model does not read.
+        difference = (own - inputs[name]).where(inputs[name] != 0, 0)
+        assert difference.abs().max() <= levels + 1e-6, name
+    return inputs, columns
+
+
+def media_arguments(media: list[Any], videos_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Media as arguments of transformers' processor."""
     clips = [each for each in media if isinstance(each, Clip)]
     arrays = [each for each in media if not isinstance(each, Clip)]
@@ -174,10 +192,10 @@ def media_arguments(media: list[Any], family: str) -> dict[str, Any]:
             for clip, step in zip(clips, steps, strict=True)
         ]
         arguments["videos"] = [clip.frames for clip in clips]
-        arguments["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
-        if family in folders.OMNI:
-            size = {"shortest_edge": FRAME_PIXELS, "longest_edge": FRAME_PIXELS}
-            arguments["videos_kwargs"]["size"] = size
+        arguments["videos_kwargs"] = {
+            "video_metadata": metadata,
+            "do_sample_frames": False,
+        } | videos_kwargs
     return arguments
 
 
@@ -285,6 +303,39 @@ def test_thinker_of_a_whole_model_is_trained_and_saved(family, model_of, folder_
     freeze = ("audio", "*.audio_tower.layers.*")
     run = run.replace(optimizer=run.optimizer.replace(freeze=freeze))
     check_patterns(run, lambda *words: pytest.fail(str(words)))
+
+
+@ALL
+def test_saved_processor_has_the_limits_of_the_run(family, folder_of, tmp_path):
+    """Also for weights whose files limit pixels by the names of earlier versions."""
+    from transformers import AutoProcessor
+
+    folder = folder_of(family)
+    budget = FAMILIES[family].budget
+    limits: dict[str, Any] = {"frame_pixels": 3000, "frames": 4} if FAMILIES[family].video else {}
+    limits |= {"max_pixels": 32 * 32 if budget == "edge" else 2 * 28 * 28} if budget else {}
+    if family == "qwen2_5_vl":
+        folder = shutil.copytree(folder, tmp_path / "old")
+        config = json.loads((folder / "processor_config.json").read_text())
+        size = config["image_processor"].pop("size")
+        config["image_processor"] |= {"min_pixels": 1, "max_pixels": size["longest_edge"]}
+        (folder / "processor_config.json").write_text(json.dumps(config))
+    model = Vlm(settings(folder, **limits))
+    arguments = model.save_pretrained(str(tmp_path / "out")).get("videos_kwargs", {})
+    assert bool(arguments) == (family in folders.OMNI)
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    encoder = ProcessorEncoder(str(tmp_path / "out"), 500, **limits)
+    sizes = []
+    for messages, media in rows_of(model.encoder):
+        row = model.encoder.encode(messages, media)
+        equal_inputs(model, processor, row, messages, media, arguments)
+        again = encoder.encode(messages, media)
+        assert again.input_ids.tolist() == row.input_ids.tolist()
+        for name, column in row.images.items():
+            assert (again.images[name] == column).all()
+        sizes.append(len(row.input_ids))
+    unlimited = encode_rows(Vlm(all_media(folder)).encoder)
+    assert (sizes != [len(row.input_ids) for row in unlimited]) == bool(limits)
 
 
 @ALL

@@ -6,6 +6,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,10 +16,10 @@ from mmray.config import Lora
 from mmray.config import Vlm as VlmConfig
 from mmray.engine.optimizer import build_optimizer, freeze_parameters
 from mmray.engine.parallel.transforms import checkpoint_activations
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build
-from mmray.models.export.vlm import export_vlm
+from mmray.models.export.vlm import Conversations, export_vlm
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
 from mmray.training.evaluate_export import interpolate_from_start
@@ -237,6 +238,59 @@ def test_export_to_object_store_answers_after_a_failed_upload(folder_of, s3, tmp
     out = export_vlm(model, spec, address)
     messages = ROWS[0][0][:1]
     assert mmray.load(str(out)).answer(messages, [], 5) == model.answer([messages], [[]], 5)[0]
+
+
+def transparent():
+    pixels = np.full((4, 6, 4), 10, np.uint8)
+    pixels[..., 3] = [0, 0, 0, 255, 255, 255]
+    return Image.fromarray(pixels), "PNG", np.where(pixels[..., 3:] == 0, 255, 10)
+
+
+def sixteen_bits():
+    return Image.fromarray(np.full((4, 6), 32768, np.uint16)), "PNG", np.full((4, 6, 3), 128)
+
+
+def rotated():
+    image = Image.fromarray(np.repeat([[[255] * 3, [0] * 3]], 4, 0).astype(np.uint8))
+    image.getexif()[0x0112] = 6  # turned right by a quarter
+    return image, "TIFF", np.repeat([[[255] * 3], [[0] * 3]], 4, 1)
+
+
+@pytest.mark.parametrize("make", [transparent, sixteen_bits, rotated])
+def test_files_are_decoded_as_in_training(make, tmp_path):
+    image, suffix, expected = make()
+    file = tmp_path / f"a.{suffix.lower()}"
+    image.save(file, suffix, exif=image.getexif())
+    given = []
+
+    def answer(conversations, media, _):
+        given.extend(media[0])
+        return [""]
+
+    model = Conversations(SimpleNamespace(answer=answer))
+    model.answer([{"role": "user", "content": "what"}], [file, file.read_bytes(), Image.open(file)])
+    for pixels in given:
+        assert pixels.tolist() == np.broadcast_to(expected, (*expected.shape[:2], 3)).tolist()
+    with pytest.raises(DataError, match=r"image 1 \(.*none.png\): No such file"):
+        model.answer([{"role": "user", "content": "what"}], [file, str(tmp_path / "none.png")])
+
+
+@pytest.mark.parametrize("family", [folders.OMNI[0], "qwen2_5_vl"])
+def test_limit_that_a_processor_cannot_keep_is_named(family, folder_of, tmp_path):
+    config = VlmConfig(weights=str(folder_of(family)))
+    config = config.replace(inputs=config.inputs.replace(frames=4, frame_pixels=5000))
+    lines = []
+    out = export_vlm(
+        Vlm(config),
+        config.model_dump(mode="json"),
+        tmp_path / "out",
+        log=lambda *a: lines.append(a),
+    )
+    size = "{'videos_kwargs': {'size': {'shortest_edge': 5000, 'longest_edge': 5000}}}"
+    assert [label for line, label in lines if size in line] == ["warning"] * (
+        family != "qwen2_5_vl"
+    )
+    assert (size in (out / "README.md").read_text()) == bool(lines)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
