@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.tokenizer import TextEncoder, is_clip_bpe
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.weights import save_weights
@@ -80,6 +80,10 @@ outputs = AutoModel.from_pretrained("{name}")(**inputs)
 scores = outputs.image_embeds @ outputs.text_embeds.T
 ```
 """
+_REPAIRED_TEXTS = """
+Texts with HTML entities, typographic quotes or decoding errors: first `ftfy.fix_text(text)`, then
+`html.unescape` twice, as OpenAI's tokenizer and `mmray.load` do.
+"""
 _PIPELINE_CALL = """
 ```python
 from transformers import pipeline
@@ -122,7 +126,9 @@ def export(
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
     files: dict[str, Any] = {
-        CARD: _model_card(out.name, spec, hf is not None),
+        CARD: _model_card(
+            out.name, spec, hf is not None, is_clip_bpe(Tokenizer.from_str(tokenizer))
+        ),
         TOKENIZER: tokenizer,
         TOKENIZER_CONFIG: tokenizer_config,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
@@ -346,7 +352,9 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
     return shape | {"do_convert_rgb": True} | resize | rescale | normalize
 
 
-def _model_card(name: str, spec: dict[str, Any], opens_in_transformers: bool) -> str:
+def _model_card(
+    name: str, spec: dict[str, Any], opens_in_transformers: bool, repairs_texts: bool
+) -> str:
     """Return the text of the README.md of an exported model."""
     inputs = spec["inputs"]
     call = _IMAGE_CALL
@@ -359,6 +367,7 @@ def _model_card(name: str, spec: dict[str, Any], opens_in_transformers: bool) ->
         card += f'\nTexts of a language: `embed_texts(texts, language="de")` adds `{token}`.\n'
     if opens_in_transformers and inputs["fit"] != "pad":
         card += _TRANSFORMERS_CALL.format(name=name)
+        card += _REPAIRED_TEXTS if repairs_texts else ""
         # Its pipeline cuts texts of SigLIP at 64 tokens, and takes no fewer.
         if spec["kind"] == "clip" or inputs["max_tokens"] == _SIGLIP_TOKENS:
             card += _PIPELINE_CALL.format(name=name)

@@ -46,7 +46,6 @@ def test_caption_is_cleaned_or_refused_with_a_reason(raw, cleaned):
 
 
 def test_repaired_caption_is_that_of_open_clips_tokenizer():
-    pytest.importorskip("ftfy")
     # UTF-8 read as Latin-1, and an entity that was escaped twice
     assert clean_caption("sch\u00c3\u00b6n &amp;amp; gut", repair=True) == "schön & gut"
     assert clean_caption("sch\u00c3\u00b6n &amp;", repair=False) == "sch\u00c3\u00b6n &amp;"
