@@ -42,17 +42,18 @@ from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import check_eval_sets, describe_code_names
+from mmray.report.run import format_setting
 from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
 
+# Settings of `prepare` that are what it may read and how; the rows do not depend on them.
+_READING_SETTINGS = {"max_bad_fraction", "format", "root", "rows_per_shard"}
+# Settings of `prepare` in which an evaluation set may differ from the training set.
+_TRAINING_SETTINGS = {"holdout", "split", "vocab_size", "check_contamination", "drop_overlap"}
 # Objectives in which the texts of other rows are negatives.
 _TEXT_CONTRASTS = {"contrastive", "sigmoid", "audio_text", "video_text"}
 MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from which it is logged
 MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the length of clips
-
-
-# Settings of `prepare` that do not change the rows of a set.
-_NOT_OF_ROWS = ("max_bad_fraction", "root", "rows_per_shard", "format", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
 
     config = with_sample_weights(config)
     sets = _open_sets(config, reporter)
+    config = config.replace(prepare=sets.prepare)
     shape = resolve_batch_shape(
         config.batch,
         config.cluster.max_workers,
@@ -145,7 +147,6 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         model = model.with_vocab(vocab_size, declared_pad_id(tokenizer_json))
     resolved_config = config.replace(
         model=model,
-        prepare=sets.settings,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
         batch=shape.to_settings(config.batch),
     )
@@ -167,28 +168,26 @@ class _Sets(NamedTuple):
     """The prepared sets of a run."""
 
     mixture: Mixture  # folders of the training sets, with their weights
-    settings: Prepare  # with which the first training set was made
     train: list[PreparedSet]
     eval: dict[str, PreparedSet]  # evaluation sets by name
+    prepare: Prepare  # settings of the (first) training set
 
 
 def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     """Open the sets of a run; raw sources are prepared first."""
 
+    prepared_here: list[str] = []
+
     def prepare(source: str, settings: Prepare = config.prepare) -> str:
-        return str(
-            ensure_prepared(
-                source, config.data.cache, settings, reporter.log, reporter.prepare_progress
-            )
+        folder = ensure_prepared(
+            source, config.data.cache, settings, reporter.log, reporter.prepare_progress
         )
+        if folder != to_path(source):
+            prepared_here.append(str(folder))
+        return str(folder)
 
     mixture = Mixture.parse(config.data.train).rename(prepare)
     train_sets = [PreparedSet.open(folder, "train") for folder in mixture.addresses]
-    for each in train_sets:
-        if text := _format_other_settings(config.prepare, each):
-            reporter.log(text, "prepare")
-    # An evaluation source is prepared as the training set was.
-    config = config.replace(prepare=stored_settings(train_sets[0]))
     first_folder = mixture.addresses[0]
     splits = train_sets[0].manifest.splits
     split = config.data.eval_split
@@ -211,6 +210,7 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     for folder, manifest in by_folder.items():
         for line in manifest.notice_lines:
             reporter.log(f"{folder}: {line}", "notice")
+    settings = _compare_settings(config, prepared_here, train_sets, [*eval_sets.values()], reporter)
     storage = to_path(config.run.storage)
     train_sets = [training_rows(each, config, storage, reporter) for each in train_sets]
     eval_sets = {
@@ -222,31 +222,40 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     check_eval_sets(config, eval_sets)
     for text in describe_code_names(config, eval_sets):
         reporter.log(text, "warning")
-    return _Sets(mixture, config.prepare, train_sets, eval_sets)
+    return _Sets(mixture, train_sets, eval_sets, settings)
 
 
-def stored_settings(prepared: PreparedSet) -> Prepare:
-    """Return the section `prepare` with which a set was made, as far as this version knows it."""
-    stored = prepared.manifest.settings
-    known = {name: stored[name] for name in Prepare.model_fields if name in stored}
-    return Prepare.model_validate(known)
+def _compare_settings(
+    config: Config,
+    prepared_here: Sequence[str],
+    train_sets: Sequence[PreparedSet],
+    eval_sets: Sequence[PreparedSet],
+    reporter: RunReporter,
+) -> Prepare:
+    """Return the section `prepare` with the settings of the first training set, and log with which
+    others each set was prepared.
 
-
-def _format_other_settings(wanted: Prepare, prepared: PreparedSet) -> str:
-    """Return a line about settings of the run that a set was made without; empty if it has all."""
-    defaults = Prepare().model_dump()
-    made = stored_settings(prepared).model_dump()
-    others = [
-        f"{name} {made[name]} (not {value})"
-        for name, value in wanted.model_dump().items()
-        if value not in (made[name], defaults[name]) and name not in _NOT_OF_ROWS
-    ]
-    if not others:
-        return ""
-    return (
-        f"{prepared.folder} was made with {', '.join(others)}; settings of `prepare` do not change "
-        "a prepared set"
-    )
+    If the run has prepared a source (`prepared_here`), the section is that of the source.
+    """
+    settings = config.prepare
+    names = [name for name in Prepare.model_fields if name not in _READING_SETTINGS]
+    sets = {str(each.folder): each for each in [*eval_sets, *train_sets]}
+    for folder in dict.fromkeys(str(each.folder) for each in [*train_sets, *eval_sets]):
+        is_trained_on = sets[folder] in train_sets
+        stored = sets[folder].manifest.settings
+        of_set = settings.replace(**{name: stored[name] for name in names if name in stored})
+        differences = [
+            f"{name} {format_setting(new)}, not {format_setting(old)}"
+            for name in names
+            if (new := getattr(of_set, name)) != (old := getattr(settings, name))
+            and (is_trained_on or name not in _TRAINING_SETTINGS)
+        ]
+        if differences:
+            text = f"{folder} was prepared with {'; '.join(differences)}. It is used as it is"
+            reporter.log(text, "settings")
+        if not prepared_here and sets[folder] is train_sets[0]:
+            settings = of_set
+    return settings
 
 
 def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) -> str:
@@ -538,19 +547,19 @@ def _num_not_selected(prepared: PreparedSet) -> int:
 def eval_prepare_settings(config: Config, source: str) -> Prepare:
     """Return the section `prepare` with which a source for evaluation is prepared.
 
-    `holdout` is 0, because all rows are held out. A source that the run also trains on keeps its
-    `holdout`, so that its training rows are not evaluated.
+    All its rows are held out, and none is compared with benchmarks. A source that the run also
+    trains on keeps its settings, so that its training rows are not evaluated.
 
     Args:
         config: Settings of the run.
         source: Address of the source or set.
     """
     trained_on = [str(to_path(address)) for address in Mixture.parse(config.data.train).addresses]
-    return (
-        config.prepare
-        if str(to_path(source)) in trained_on
-        else config.prepare.replace(holdout=0.0)
-    )
+    settings = config.prepare
+    if str(to_path(source)) in trained_on:
+        return settings
+    split = settings.split if settings.split in ("none", *HELD_OUT_SPLITS) else "auto"
+    return settings.replace(holdout=0.0, split=split, check_contamination=(), drop_overlap=False)
 
 
 def training_rows(

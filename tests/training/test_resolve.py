@@ -79,6 +79,56 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     )
 
 
+def prepared_with(folder, **settings):
+    """A set whose manifest has these settings of prepare; return its folder."""
+    made = make_set(folder, [row(number) for number in range(32)], [row(100)])
+    values = Prepare(**settings).model_dump(mode="json")
+    write_manifest(made.folder, replace(made.manifest, settings=values))
+    return str(folder)
+
+
+def settings_lines(reporter):
+    return [text for label, text in reporter.notes if label == "settings"]
+
+
+def test_run_has_and_states_the_settings_of_its_sets(tmp_path):
+    first = prepared_with(tmp_path / "a", columns=("text=title",), holdout=0.1, format="csv")
+    second = prepared_with(tmp_path / "b", repair_text=True, holdout=0.1, columns=("text=title",))
+    test = prepared_with(tmp_path / "test", caption="{}", columns=("text=title",), split="test")
+    wanted = config(f"{first} + {second}", tmp_path, "run")
+    data = wanted.data.replace(eval=test)
+    asked = Prepare(image_side=256, repair_text=True, max_bad_fraction=0.5)
+    reporter = Silent()
+    resolved = resolve_run(wanted.replace(prepare=asked, data=data), reporter)
+    assert settings_lines(reporter) == [
+        f"{first} was prepared with image_side 0, not 256; holdout 0.1, not 0; "
+        "columns text=title, not none; repair_text no, not yes. It is used as it is",
+        f"{second} was prepared with repair_text yes, not no. It is used as it is",
+        f"{test} was prepared with caption {{}}, not a photo of a {{}}. It is used as it is",
+    ]
+    true = Prepare(columns=("text=title",), holdout=0.1, max_bad_fraction=0.5)
+    assert resolved.config.prepare == true
+    again = Silent()
+    resolve_run(wanted.replace(prepare=true, data=wanted.data.replace(train=first)), again)
+    assert settings_lines(again) == []
+
+
+def test_settings_of_a_source_that_the_run_prepares_stay(tmp_path, monkeypatch):
+    """Training rows have a split of their own, and one is also in the benchmark."""
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    monkeypatch.chdir(tmp_path)
+    train = prepared_with(tmp_path / "set", image_side=8)
+    source = make_source(tmp_path / "b", 12, start=100)
+    wanted = config(train, tmp_path, "run")
+    asked = Prepare(split="train", check_contamination=(train,), drop_overlap=True, max_pixels=999)
+    wanted = wanted.replace(prepare=asked, data=wanted.data.replace(eval=str(source)))
+    reporter = Silent()
+    resolved = resolve_run(wanted, reporter)
+    assert resolved.config.prepare == asked and resolved.eval_sets[""].num_rows == 12
+    [line] = settings_lines(reporter)
+    assert line.startswith(f"{train} was prepared with image_side 8, not 0; max_pixels 25000000")
+
+
 @pytest.mark.parametrize(
     ("train", "kind", "mean"),
     [
@@ -252,19 +302,3 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
         "image-count",
         "the row has 2 images, not one",
     )
-
-
-def test_run_records_how_its_set_was_made_and_names_settings_that_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
-    source = make_source(tmp_path / "a", 40)
-    prepare_module.prepare(str(source), str(tmp_path / "set"), Prepare(holdout=0.25))
-    wanted = config(tmp_path / "set", tmp_path, "run")
-    wanted = wanted.replace(prepare=Prepare(repair_text=True, image_side=16, root=("/photos",)))
-    reporter = Silent()
-    resolved = resolve_run(wanted, reporter)
-    assert (resolved.config.prepare.repair_text, resolved.config.prepare.holdout) == (False, 0.25)
-    [line] = [text for label, text in reporter.notes if label == "prepare"]
-    assert line.startswith(f"{tmp_path / 'set'} was made with image_side 0 (not 16), repair_text F")
-    same = Silent()
-    resolve_run(wanted.replace(prepare=resolved.config.prepare), same)
-    assert not [text for label, text in same.notes if label == "prepare"]
