@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, Unpack, get_args
+
+from tyro.conf import Positional, UseAppendAction, arg
 
 from mmray.config import LENGTHS, Cluster, Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
 # A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or DatasetDict, or dicts.
 Rows = Any
+# Arguments of commands that are given by place, not by name.
+SetPath = Positional[Annotated[str | Path, arg(metavar="SET")]]
+OutPath = Positional[Annotated[str | AnyPath, arg(metavar="OUT")]]
 Accelerator = Literal["auto", "gpu", "cpu"]
 Goal = Literal["throughput", "loss", "recall"]
 Search = Literal["random", "optuna"]
@@ -213,7 +218,7 @@ def check_source(
 
 
 def score(
-    data: str | Path,
+    data: SetPath,
     weights: Run | str | Path,
     *,
     name: str = "clip_score",
@@ -232,8 +237,9 @@ def score(
     Args:
         data: folder of the prepared set, or its address.
         weights: a run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
-        name: name of the column.
-        embeddings: also write the embeddings of the images, as a column NAME_embedding.
+        name: name of the column, for data.where.
+        embeddings: also write the embeddings of the images, as a column NAME_embedding, for
+            `mmray select --deduplicate semantic=0.95`.
         captions: column of the captions to use, if the set has several; None: the first.
         batch: rows that are embedded at a time.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
@@ -266,8 +272,8 @@ def score(
 
 
 def select(
-    source: str | Path,
-    out: str | Path,
+    source: SetPath,
+    out: OutPath,
     *,
     where: str | None = None,
     deduplicate: str | None = None,
@@ -314,14 +320,14 @@ def select(
 
 
 def show(
-    prepared: str | Path,
+    prepared: SetPath,
     out: str | AnyPath | None = None,
     *,
     split: str | None = None,
     rows: int = 24,
     seed: int = 0,
     tokenizer: str | None = None,
-    root: Sequence[str] = (),
+    root: UseAppendAction[Sequence[str]] = (),
     reporter: RunReporter | None = None,
 ) -> SetRecord:
     """Write an HTML page about a prepared set: random rows, histograms, repeats and quarantine.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import json
 import os
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -21,13 +26,102 @@ from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
-Command = TypeVar("Command")
+Parsed = TypeVar("Parsed")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
 SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
-SetPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SET")]]
 OutPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
 
 REGISTRY = ConstructorRegistry()
+
+
+class Command:
+    """A command of the command line, whose arguments are the parameters of functions.
+
+    Args:
+        run: called with the console and the arguments by name; returns the exit code, None: 0. Its
+            parameters after `*` are arguments that `function` does not have, or replace its own.
+        function: function of `mmray.api` whose other parameters are the arguments, and whose
+            docstring is the help; None: those of `run`.
+        name: words of the command after `mmray`; None: the name of `run`.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., int | None],
+        function: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.run = run
+        self.function = function or run
+        self.__name__ = name or run.__name__
+        self.__doc__ = self.function.__doc__
+
+    def __call__(self, argv: Sequence[str], console: ConsoleReporter) -> int:
+        """Parse the arguments, run the command and return its exit code."""
+        return self.run(console, **self.parse(argv)) or 0
+
+    def parse(self, argv: Sequence[str], **defaults: Any) -> dict[str, Any]:
+        """Return the arguments by name; `defaults` replace those of the functions.
+
+        Raises:
+            SystemExit: --help is given, or an argument is invalid.
+            UsageError: the file of --json cannot be written.
+        """
+        return parse_args(self.parameters(**defaults), argv, f"mmray {self.__name__}")
+
+    def parameters(self, **defaults: Any) -> Callable[..., dict[str, Any]]:
+        """Return a function for tyro: its parameters are the arguments, which it returns."""
+
+        def arguments(**values: Any) -> dict[str, Any]:
+            return values
+
+        own = inspect.signature(self.run).parameters
+        others = {name for name, each in own.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+        parameters = dict(inspect.signature(self.function).parameters) | dict(own)
+        hints = _type_hints(self.function) | _type_hints(self.run)
+        arguments.__annotations__ = {
+            name: _argument_type(hints[name])
+            for name, each in parameters.items()
+            if each.kind is not each.VAR_KEYWORD and name not in {"reporter", *others}
+        }
+        arguments.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                parameters[name].replace(
+                    kind=inspect.Parameter.KEYWORD_ONLY,
+                    default=defaults.get(name, parameters[name].default),
+                )
+                for name in arguments.__annotations__
+            ]
+        )
+        joined = re.sub(r"\n {8,}", " ", inspect.getdoc(self.function) or "")
+        arguments.__doc__ = re.sub(
+            r"(?m)^ {4}\w+: \w", lambda start: start[0][:-1] + start[0][-1].upper(), joined
+        )
+        return arguments
+
+
+def command(
+    function: Callable[..., Any] | None = None, name: str | None = None
+) -> Callable[[Callable[..., int | None]], Command]:
+    """Decorate the `run` of a Command."""
+    return lambda run: Command(run, function, name)
+
+
+def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of parameters; those that only type checkers import are `object`."""
+    names = vars(builtins) | function.__globals__
+    return get_type_hints(function, None, defaultdict(lambda: object, names), include_extras=True)
+
+
+def _argument_type(hint: Any) -> Any:
+    """Return the type of an argument: what may be a text, such as a path, is given as text."""
+    if get_origin(hint) is Annotated:
+        base, *markers = get_args(hint)
+        return Annotated[(_argument_type(base), *markers)]
+    kinds = get_args(hint)
+    if get_origin(hint) in (Union, UnionType) and str in kinds:
+        return str | None if NoneType in kinds else str
+    return hint
 
 
 @REGISTRY.primitive_rule
@@ -155,16 +249,16 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
 
 
 def parse_args(
-    command: type[Command],
+    command: Callable[..., Parsed],
     words: Sequence[str],
     prog: str,
-    default: Command | None = None,
+    default: Parsed | None = None,
     description: str | None = None,
-) -> Command:
+) -> Parsed:
     """Parse the arguments of a command with tyro.
 
     Args:
-        command: dataclass, or section of settings, whose fields are the arguments.
+        command: dataclass, section of settings or function, with the arguments as its fields.
         words: the arguments after the command.
         prog: the command, such as `mmray train`, for messages.
         default: defaults of the arguments; None: the defaults of the class.
@@ -187,7 +281,7 @@ def parse_args(
         registry=REGISTRY,
         **defaults,
     )
-    file = vars(parsed).get("json")
+    file = (parsed if isinstance(parsed, dict) else vars(parsed)).get("json")
     if file not in (None, "-"):
         _check_writable(Path(file))
     return parsed

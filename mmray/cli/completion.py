@@ -16,9 +16,9 @@ from mmray.cli.export import ExportCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
-from mmray.cli.score import ScoreCommand
-from mmray.cli.select import SelectCommand
-from mmray.cli.show import ShowCommand
+from mmray.cli.score import score
+from mmray.cli.select import select
+from mmray.cli.show import show
 from mmray.cli.submit import LogsCommand, StatusCommand, SubmitCommand
 from mmray.cli.tune import TuneCommand
 from mmray.config import Config, recipes
@@ -27,13 +27,13 @@ SAMPLE = recipes.sample()
 TUNE_SAMPLE = TuneCommand(SAMPLE)
 PARSED = {
     "prepare": PrepareCommand,
-    "show": ShowCommand,
+    "show": show.parameters(),
     "evaluate": EvaluateCommand,
     "export": ExportCommand,
     "report": ReportCommand,
     "runs": RunsCommand,
-    "score": ScoreCommand,
-    "select": SelectCommand,
+    "score": score.parameters(),
+    "select": select.parameters(),
     "doctor": DoctorCommand,
     "submit": SubmitCommand,
     "status": StatusCommand,
