@@ -25,7 +25,7 @@ from mmray.config.base import Section
 from mmray.config.search_space import build_space
 from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
 from mmray.console.reporter import ConsoleReporter
-from mmray.errors import TrainingError, UsageError, suggest
+from mmray.errors import TrainingError, UsageError, require_positive, suggest
 from mmray.machine import torchrun_rank
 from mmray.report.sweep import SweepRecord
 from mmray.run import Run
@@ -45,6 +45,8 @@ Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.
 Rows = Any
 # Arguments of commands that are given by place, not by name.
 SetPath = Positional[Annotated[str | Path, arg(metavar="SET")]]
+SourcePath = Positional[Annotated[str | Path | Rows, arg(metavar="SOURCE")]]
+RunPath = Positional[Annotated[Run | str | AnyPath, arg(metavar="RUN")]]
 OutPath = Positional[Annotated[str | AnyPath, arg(metavar="OUT")]]
 Accelerator = Literal["auto", "gpu", "cpu"]
 Goal = Literal["throughput", "loss", "recall"]
@@ -123,8 +125,8 @@ def train(
 
 
 def prepare(
-    source: str | Path | Rows,
-    out: str | Path,
+    source: SourcePath,
+    out: OutPath,
     *,
     retry_quarantined: bool = False,
     address: str | None = None,
@@ -133,17 +135,21 @@ def prepare(
     reporter: RunReporter | None = None,
     **settings: Any,
 ) -> Manifest:
-    """Validate, deduplicate and pack a source into a prepared set; resumes an interrupted one.
+    """Validate, deduplicate and pack a source into a prepared set.
+
+    The same call again resumes an interrupted one, or adds new rows.
+
+    In Python the source may be rows in memory: a ray.data.Dataset, a pandas or pyarrow table, a
+    Hugging Face Dataset or DatasetDict, or an iterable of dicts, with the columns of
+    mmray.builtin.COLUMNS that they have, such as `text` and `image` (a path, bytes of a file, a PIL
+    image, or a uint8 array [H, W, C]). Until the set is complete, such rows are stored as Parquet
+    files in the folder OUT.rows.
 
     Args:
         source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
             COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset; or
-            rows in memory: a ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
-            DatasetDict, or an iterable of dicts, with the columns of mmray.builtin.COLUMNS that
-            they have, such as `text` and `image` (a path, bytes of a file, a PIL image, or a uint8
-            array [H, W, C]). Until the set is complete, rows are stored as Parquet files in the
-            folder OUT.rows.
-        out: folder of the set.
+            rows.
+        out: folder of the set, or its address.
         retry_quarantined: retry rows that could not be read or decoded.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         wait_for_nodes: skip the capacity check and wait for nodes to be added.
@@ -257,7 +263,7 @@ def score(
         DataError: the folder is not a prepared set.
         ResourceError: storage or cluster failed, maybe temporarily.
     """
-    _check_positive("batch", batch)
+    require_positive(batch=batch)
     with _shown(reporter, "loading the weights") as shown:
         from mmray.training.local import count_gpus
         from mmray.training.score import score_set
@@ -357,7 +363,7 @@ def show(
         UsageError: an argument is invalid, or the page cannot be written.
         DataError: the folder is not a prepared set, has no such split, or a shard is damaged.
     """
-    _check_positive("rows", rows)
+    require_positive(rows=rows)
     with _shown(reporter, "reading") as shown:
         from mmray.data.store.prepared_set import PreparedSet
         from mmray.report.prepared import describe_basis, describe_unread
@@ -379,7 +385,7 @@ def show(
 
 
 def evaluate(
-    run: Run | str | AnyPath,
+    run: RunPath,
     data: str | Path | None = None,
     *,
     split: str | None = None,
@@ -395,8 +401,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a checkpoint of a run on held-out rows.
 
+    `evaluate_weights`, or `mmray evaluate --weights FILE --data SET`, evaluates pretrained weights.
+
     Args:
-        run: the run or its folder.
+        run: the run or its folder, or its address.
         data: prepared set or raw source; None: the held-out rows of the run.
         split: split of the set; None: data.eval_split of the run, or `test` of another set.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None:
@@ -438,14 +446,14 @@ def evaluate(
         [metrics] = evaluate_export.evaluate_model(
             folder,
             other,
-            split,
-            step,
-            address,
-            shown,
-            EvalSettings.model_validate(dict(saved) | settings),
-            where,
-            captions,
-            [interpolate],
+            split=split,
+            step=step,
+            address=address,
+            reporter=shown,
+            settings=EvalSettings.model_validate(dict(saved) | settings),
+            where=where,
+            captions=captions,
+            shares=[interpolate],
             workers=workers,
             accelerator=accelerator,
         )
@@ -518,18 +526,20 @@ def evaluate_weights(
 
 
 def export(
-    run: Run | str | AnyPath,
-    out: str | AnyPath,
+    run: RunPath,
+    out: OutPath,
     *,
     step: int | Literal["best"] | None = None,
     interpolate: float = 1.0,
-    adapters_only: bool = False,
+    adapters_only: Annotated[bool, arg(name="adapters")] = False,
     reporter: RunReporter | None = None,
 ) -> AnyPath:
     """Write the model of a run to a folder for `mmray.load` or transformers.
 
+    `export_weights`, or `mmray export --weights FILE OUT`, exports pretrained weights.
+
     Args:
-        run: the run or its folder.
+        run: the run or its folder, or its address.
         out: folder to write, or its address.
         step: step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
             that is the task of `data.eval`; of a vision-language model lowest loss); None: the
@@ -558,7 +568,7 @@ def export(
 
 
 def export_weights(
-    weights: str | Path | Config, out: str | AnyPath, *, reporter: RunReporter | None = None
+    weights: str | Path | Config, out: OutPath, *, reporter: RunReporter | None = None
 ) -> AnyPath:
     """Write pretrained weights to a folder for `mmray.load` or transformers.
 
@@ -630,8 +640,7 @@ def tune(
     _check_choice("goal", goal, Goal)
     _check_choice("search", search, Search)
     _check_choice("scheduler", scheduler, Scheduler)
-    _check_positive("samples", samples)
-    _check_positive("concurrency", concurrency)
+    require_positive(samples=samples, concurrency=concurrency)
     own = _load(recipe)
     # Without the length of the recipe, so that what is left is the length of a trial.
     settings = _override(own.without_overridden_length_and_batch(LENGTHS), sections)
@@ -695,12 +704,6 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
     known = get_args(choices)
     if value not in known:
         raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
-
-
-def _check_positive(name: str, number: int | None) -> None:
-    """Raise UsageError for a number that is given and not above 0."""
-    if number is not None and number <= 0:
-        raise UsageError(f"--{name}: must be above 0 (got {number})")
 
 
 def _refuse_options_of_trials(**given: bool) -> None:

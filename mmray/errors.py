@@ -18,6 +18,13 @@ INTERRUPTED = 130
 Level = Literal["ok", "warning", "error"]
 
 
+def require_positive(**numbers: float | None) -> None:
+    """Raise UsageError for an argument that is given (not None) and not above 0."""
+    for name, number in numbers.items():
+        if number is not None and number <= 0:
+            raise UsageError(f"--{name.replace('_', '-')}: must be above 0 (got {number})")
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return a hint for a name that does not exist.
 

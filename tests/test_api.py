@@ -55,6 +55,7 @@ def calls(monkeypatch, tmp_path):
     def keep(place, result):
         def call(*given, **named):
             given = [value for value in given if not isinstance(value, (ConsoleReporter, float))]
+            named = {name: value for name, value in named.items() if name != "reporter"}
             received.append(([each for each in given if not callable(each)], named))
             return result
 
@@ -280,8 +281,15 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
     assert calls == [
         ([f"{tmp_path}/a", out, Prepare(holdout=0.1, columns=("image=url",)), True], {}),
         (
-            [run, str(tmp_path), None, "best", None, settings, None, None, [1.0]],
-            {"workers": 2, "accelerator": "cpu"},
+            [run, str(tmp_path)],
+            {
+                "settings": settings,
+                "shares": [1.0],
+                "step": "best",
+                "workers": 2,
+                "accelerator": "cpu",
+                **dict.fromkeys(("split", "where", "captions", "address")),
+            },
         ),
         ([run, out, 5, False], {}),
     ]

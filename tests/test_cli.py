@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from mmray import cli
+from mmray.cli.args import command
 from mmray.cli.evaluate import parse_evaluate
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
@@ -323,6 +324,31 @@ def test_help_lists_commands_and_flags(typed):
     assert code == 0 and all(f"mmray {verb}" in out for verb in cli.COMMANDS)
 
 
+def paint(color: str, *, coats: int | str = "auto", reporter: object = None) -> str:
+    """Paint a wall.
+
+    Args:
+        color: name of a color, such as
+            `red`.
+        coats: number of coats.
+    """
+    return f"{coats} coats of {color}"
+
+
+def test_command_has_arguments_and_help_of_its_function(typed, monkeypatch):
+    @command(paint)
+    def run(console, **arguments):
+        console.log(paint(**arguments, reporter=console))
+
+    monkeypatch.setitem(cli.COMMANDS, "paint", run)
+    assert typed("paint", "--color", "blue", "--coats", "2")[:2] == (0, "2 coats of blue\n")
+    code, out, _ = typed("paint", "--help")
+    text = " ".join(out.replace("│", "").split())
+    assert code == 0 and "usage: mmray paint [-h] --color STR [--coats STR]" in text
+    assert "Name of a color, such as `red`. (required)" in text and "reporter" not in text
+    assert "mmray paint     Paint a wall\n" in typed("--help")[1]
+
+
 OWN_MODEL = """
 from torch import nn
 
@@ -410,15 +436,15 @@ def test_evaluation_flags_override_run_settings(tmp_path):
         "3",
         "--workers=1",
     ]
-    command = parse_evaluate(words)
-    assert command.workers == 1 and command.accelerator is None
-    assert command.evaluate == own.outside_run(None).model_copy(
+    arguments = parse_evaluate(words)
+    assert arguments["workers"] == 1 and arguments["accelerator"] is None
+    assert arguments["evaluate"] == own.outside_run(None).model_copy(
         update={"classes": ("fox", "dog"), "batch": 3}
     )
-    assert parse_evaluate([str(tmp_path)]).evaluate == own.outside_run(None)
+    assert parse_evaluate([str(tmp_path)])["evaluate"] == own.outside_run(None)
     assert own.outside_run(None).limit == 7
     other = [str(tmp_path), "--data", "other"]
-    assert parse_evaluate(other).evaluate == own.outside_run(None).replace(limit=None)
-    assert parse_evaluate([*other, "--evaluate.limit", "9"]).evaluate.limit == 9
+    assert parse_evaluate(other)["evaluate"] == own.outside_run(None).replace(limit=None)
+    assert parse_evaluate([*other, "--evaluate.limit", "9"])["evaluate"].limit == 9
     with pytest.raises(UsageError, match=r"--workers: must be above 0 \(got 0\)"):
         parse_evaluate([str(tmp_path), "--workers", "0"])

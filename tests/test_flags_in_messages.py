@@ -8,11 +8,9 @@ import pytest
 import tyro
 
 from mmray.cli.args import REGISTRY
-from mmray.cli.bench import LoaderCommand, StepCommand
-from mmray.cli.completion import PARSED, TUNE_SAMPLE
-from mmray.cli.evaluate import EvaluateWeightsCommand
-from mmray.cli.tune import TuneCommand
-from mmray.config import Config, recipes
+from mmray.cli.completion import parsers
+from mmray.cli.evaluate import evaluate_weights
+from mmray.config import Clip, Config, recipes
 
 PACKAGE = Path(__file__).parent.parent / "mmray"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
@@ -45,17 +43,14 @@ def flags(command, **options):
 @pytest.fixture(scope="module")
 def flags_of():
     """Flags by command."""
-    out = {name: flags(command) for name, command in PARSED.items()}
+    out = {name: flags(command) for name, command in parsers().items()}
     out["train"] = set().union(
         *(
             {flag.replace("--settings.", "--") for flag in flags(Config, default=recipe())}
             for recipe in recipes.RECIPES.values()
         )
     )
-    out["evaluate"] |= flags(EvaluateWeightsCommand) | out["export"]
-    out["tune"] = flags(TuneCommand, default=TUNE_SAMPLE)
-    for command in (StepCommand, LoaderCommand):
-        out.setdefault("bench", set()).update(flags(command))
+    out["evaluate"] |= flags(evaluate_weights.parameters(model=Clip())) | out["export"]
     return out
 
 

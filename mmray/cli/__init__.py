@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mmray.cli.args import first_sentence
 from mmray.cli.bench import bench
 from mmray.cli.doctor import doctor
 from mmray.cli.evaluate import evaluate
@@ -103,8 +104,7 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
     if first in ("-h", "--help", "help"):
         console.log("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
         for name, command in COMMANDS.items():
-            sentence, _, _ = (command.__doc__ or "").partition(".\n")
-            console.log(f"  mmray {name:<9} {' '.join(sentence.split())}")
+            console.log(f"  mmray {name:<9} {first_sentence(command)}")
         console.log("  mmray --version\n  mmray --tyro-print-completion bash|zsh|tcsh")
         return 0
     if first == "--version":

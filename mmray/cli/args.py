@@ -28,8 +28,11 @@ STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
 Parsed = TypeVar("Parsed")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
-OutPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
+JsonFile = Annotated[str | None, tyro.conf.arg(help="Write the results to this JSON file.")]
+JsonList = Annotated[
+    str | None,
+    tyro.conf.arg(help="Write the list to this JSON file; `-`: print it instead of the table."),
+]
 
 REGISTRY = ConstructorRegistry()
 
@@ -42,7 +45,7 @@ class Command:
             parameters after `*` are arguments that `function` does not have, or replace its own.
         function: function of `mmray.api` whose other parameters are the arguments, and whose
             docstring is the help; None: those of `run`.
-        name: words of the command after `mmray`; None: the name of `run`.
+        name: words of the command after `mmray`; None: the name of the function.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Command:
     ) -> None:
         self.run = run
         self.function = function or run
-        self.__name__ = name or run.__name__
+        self.__name__ = name or self.function.__name__
         self.__doc__ = self.function.__doc__
 
     def __call__(self, argv: Sequence[str], console: ConsoleReporter) -> int:
@@ -93,6 +96,7 @@ class Command:
                 for name in arguments.__annotations__
             ]
         )
+        # A line for each argument, which starts with a capital, as in the help of settings.
         joined = re.sub(r"\n {8,}", " ", inspect.getdoc(self.function) or "")
         arguments.__doc__ = re.sub(
             r"(?m)^ {4}\w+: \w", lambda start: start[0][:-1] + start[0][-1].upper(), joined
@@ -287,6 +291,12 @@ def parse_args(
     return parsed
 
 
+def first_sentence(command: Callable[..., int]) -> str:
+    """Return the first sentence of the help of a command, without its period."""
+    sentence, _, _ = (command.__doc__ or "").partition(".\n")
+    return " ".join(sentence.split()).rstrip(".")
+
+
 def _check_writable(file: Path) -> None:
     """Raise UsageError if the file of --json cannot be written; called before the work."""
     folder = file.parent
@@ -298,19 +308,6 @@ def _check_writable(file: Path) -> None:
         raise UsageError(f"--json {file}: is a folder; give a file in it")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise UsageError(f"--json {file}: not writable; choose another file")
-
-
-def require_positive(command: Any, *names: str) -> None:
-    """Raise UsageError if one of the given numbers of a command is not above 0.
-
-    Args:
-        command: object with the parsed arguments.
-        names: attributes to check, such as `window_s`. An attribute that is missing or None passes.
-    """
-    for name in names:
-        value = getattr(command, name, None)
-        if value is not None and value <= 0:
-            raise UsageError(f"--{name.replace('_', '-')}: must be above 0 (got {value})")
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:

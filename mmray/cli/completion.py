@@ -3,59 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, NoReturn
 
 import tyro
-from tyro.conf import AvoidSubcommands, arg, configure, subcommand
+from tyro.conf import arg, subcommand
 
-from mmray.cli.args import REGISTRY
-from mmray.cli.bench import LoaderCommand, StepCommand
+from mmray.cli import COMMANDS
+from mmray.cli.args import REGISTRY, STYLE, Command
+from mmray.cli.bench import BENCHES
 from mmray.cli.doctor import DoctorCommand
-from mmray.cli.evaluate import EvaluateCommand
-from mmray.cli.export import ExportCommand
-from mmray.cli.prepare import PrepareCommand
-from mmray.cli.report import ReportCommand
-from mmray.cli.runs import RunsCommand
-from mmray.cli.score import score
-from mmray.cli.select import select
-from mmray.cli.show import show
-from mmray.cli.submit import LogsCommand, StatusCommand, SubmitCommand
-from mmray.cli.tune import TuneCommand
+from mmray.cli.evaluate import evaluate_run
+from mmray.cli.export import export_run
+from mmray.cli.submit import submit_words
+from mmray.cli.tune import tune_recipe
 from mmray.config import Config, recipes
 
 SAMPLE = recipes.sample()
-TUNE_SAMPLE = TuneCommand(SAMPLE)
-PARSED = {
-    "prepare": PrepareCommand,
-    "show": show.parameters(),
-    "evaluate": EvaluateCommand,
-    "export": ExportCommand,
-    "report": ReportCommand,
-    "runs": RunsCommand,
-    "score": score.parameters(),
-    "select": select.parameters(),
-    "doctor": DoctorCommand,
-    "submit": SubmitCommand,
-    "status": StatusCommand,
-    "logs": LogsCommand,
-}
 
 
-@configure(AvoidSubcommands)
 def _train(settings: Annotated[Config, arg(name="")] = SAMPLE) -> None:
     """Train a recipe."""
 
 
-@configure(AvoidSubcommands)
-def _tune(command: Annotated[TuneCommand, arg(name="")] = TUNE_SAMPLE) -> None:
-    """Search settings."""
-
-
-def _bench(
-    command: Annotated[StepCommand, subcommand("step")]
-    | Annotated[LoaderCommand, subcommand("loader")],
-) -> None:
-    """Run a benchmark."""
+def parsers() -> dict[str, Any]:
+    """Return what tyro parses for each command, by name."""
+    listed = [each for each in COMMANDS.values() if isinstance(each, Command)]
+    listed += [evaluate_run, export_run, submit_words]
+    benches = [
+        Annotated[Any, subcommand(name, constructor=each.parameters())]
+        for name, each in BENCHES.items()
+    ]
+    return {
+        "train": _train,
+        "tune": tune_recipe.parameters(settings=SAMPLE),
+        "doctor": DoctorCommand,
+        "bench": reduce(or_, benches),
+        **{each.__name__: each.parameters() for each in listed},
+    }
 
 
 def print_completion(argv: Sequence[str]) -> NoReturn:
@@ -67,9 +53,11 @@ def print_completion(argv: Sequence[str]) -> NoReturn:
     Raises:
         SystemExit: always.
     """
-    parsers: dict[str, Any] = {"train": _train, "tune": _tune, "bench": _bench, **PARSED}
-    config = (tyro.conf.FlagConversionOff, tyro.conf.OmitSubcommandPrefixes)
     tyro.extras.subcommand_cli_from_dict(
-        parsers, prog="mmray", args=list(argv), config=config, registry=REGISTRY
+        parsers(),
+        prog="mmray",
+        args=list(argv),
+        config=(*STYLE, tyro.conf.OmitSubcommandPrefixes),
+        registry=REGISTRY,
     )
     raise SystemExit(0)

@@ -10,9 +10,9 @@ from typing import Annotated
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from mmray.cli.args import parse_args, require_positive, write_json
+from mmray.cli.args import parse_args, write_json
 from mmray.console.reporter import ConsoleReporter
-from mmray.errors import Finding, ResourceError, UsageError
+from mmray.errors import Finding, ResourceError, UsageError, require_positive
 
 DECODE_S = 1.0  # of --cluster, on each node
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
@@ -64,7 +64,12 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
         UsageError: the folder is not a run, or other arguments are given with it.
     """
     command = parse_args(DoctorCommand, argv, "mmray doctor")
-    require_positive(command, "gpus", "samples_per_s", "gpu_price", "cpu_price")
+    require_positive(
+        gpus=command.gpus,
+        samples_per_s=command.samples_per_s,
+        gpu_price=command.gpu_price,
+        cpu_price=command.cpu_price,
+    )
     if command.run is not None and command != DoctorCommand(run=command.run, json=command.json):
         raise UsageError(
             f"mmray doctor {command.run} reads a run and takes only --json; leave out the other "

@@ -5,49 +5,15 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from mmray import api
-from mmray.cli.args import OutPath, RunPath, flag_values, parse_args
+from mmray.cli.args import command, flag_values
+from mmray.config import Config
 from mmray.config.model import AnyModel
-from mmray.config.model_kinds import TwoTower
 from mmray.console.reporter import ConsoleReporter, relative_paths
 from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath
-
-
-@dataclass(frozen=True)
-class ExportCommand:
-    """Write a run's model to a folder for `mmray.load`: weights, config, tokenizer, preprocessing.
-
-    `--weights FILE` instead of RUN exports pretrained weights.
-    """
-
-    run: RunPath
-    """Folder (or address, s3://...) of the run."""
-    out: OutPath
-    """Folder (or address, s3://...) to write."""
-    step: int | Literal["best"] | None = None
-    """Step of the checkpoint, or `best`; None: the newest valid one."""
-    interpolate: float = 1.0
-    """Factor of the trained weights, 0 to 1; the weights that the run started with have 1 minus
-    the factor (WiSE-FT)."""
-    adapters: bool = False
-    """Write only the LoRA adapters and the fully trained layers, for peft."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportWeightsCommand:
-    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` come
-    from the weights.
-    """
-
-    out: OutPath
-    """Folder (or address, s3://...) to write."""
-    weights: str
-    """Folder saved by transformers, a hub name, or an open_clip checkpoint."""
-    model: AnyModel = field(default_factory=TwoTower)
 
 
 def export(argv: Sequence[str], console: ConsoleReporter) -> int:
@@ -56,39 +22,31 @@ def export(argv: Sequence[str], console: ConsoleReporter) -> int:
     Args:
         argv: arguments after the command, such as `["runs/clip", "exported/clip"]`.
         console: receives messages and progress.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        MmrayError: an argument is invalid or the model cannot be loaded; has the exit status.
     """
     if weights := flag_values("--weights", argv):
-        out = _export_weights(weights[-1], argv, console)
-    else:
-        command = parse_args(ExportCommand, argv, "mmray export")
-        out = api.export(
-            command.run,
-            command.out,
-            step=command.step,
-            interpolate=command.interpolate,
-            adapters_only=command.adapters,
-            reporter=console,
-        )
-    _print_exported(out, console)
-    return 0
+        from mmray.training.evaluate_export import pretrained_config
+
+        config = pretrained_config(weights[-1])
+        arguments = export_weights.parse(argv, out="", model=config.model)
+        if not arguments["out"]:
+            raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
+        return export_weights.run(console, config, **arguments) or 0
+    return export_run(argv, console)
 
 
-def _export_weights(weights: str, argv: Sequence[str], console: ConsoleReporter) -> AnyPath:
-    from mmray.training.evaluate_export import pretrained_config
+@command(api.export)
+def export_run(console: ConsoleReporter, **arguments: Any) -> None:
+    """Export a run, and print how to load it."""
+    _print_exported(api.export(**arguments, reporter=console), console)
 
-    config = pretrained_config(weights)
-    default = ExportWeightsCommand(out="", weights=weights, model=config.model)
-    command = parse_args(ExportWeightsCommand, argv, "mmray export", default)
-    if not command.out:
-        raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
-    changed = config.replace(model=command.model)
-    return api.export_weights(changed, command.out, reporter=console)
+
+@command(api.export_weights, "export")
+def export_weights(
+    console: ConsoleReporter, config: Config, *, weights: str, out: api.OutPath, model: AnyModel
+) -> None:
+    """Export pretrained weights with changed settings, and print how to load them."""
+    changed = config.replace(model=model)
+    _print_exported(api.export_weights(changed, out, reporter=console), console)
 
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:

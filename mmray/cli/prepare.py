@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 from mmray import api
-from mmray.cli.args import OutPath, SourcePath, parse_args
+from mmray.cli.args import command
 from mmray.config import Prepare
 from mmray.console.reporter import ConsoleReporter, shell_path
 
@@ -17,56 +15,26 @@ if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
 
 
-@dataclass(frozen=True)
-class PrepareCommand:
-    """Validate, deduplicate and pack image-text rows into a set that any run can use."""
-
-    source: SourcePath
-    """JSON lines, CSV, TSV, Parquet, tars, COCO, folders of images, or a saved dataset."""
-    out: OutPath
-    """Folder of the prepared set; the same command again resumes, or adds new rows."""
-    settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
-    retry_quarantined: bool = False
-    """Retry rows that could not be read or decoded, with the other rows of their shards."""
-    dry_run: bool = False
-    """Print the format, splits, columns and an example, check the first 100 rows, write nothing."""
-    address: str | None = None
-    """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
-    wait_for_nodes: bool = False
-    """Skip the capacity check and wait for nodes to be added."""
-    queue_timeout_s: float = 3600.0
-    """Limit for the wait for a free CPU of a cluster, in seconds."""
+DEFAULTS = Prepare()
+DRY_RUN = (
+    "Print the format, splits, columns and an example, check the first 100 rows, write nothing."
+)
 
 
-def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Convert a raw source of images and texts to a prepared set; with --dry-run only check it.
-
-    Args:
-        argv: arguments after the command, such as `["captions.jsonl", "prepared/my"]`.
-        console: receives messages and progress.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        MmrayError: an argument is invalid or the source cannot be used; has the exit status.
-    """
-    command = parse_args(PrepareCommand, argv, "mmray prepare")
-    if command.dry_run:
-        api.check_source(command.source, reporter=console, **dict(command.settings))
-        return 0
-    manifest = api.prepare(
-        command.source,
-        command.out,
-        retry_quarantined=command.retry_quarantined,
-        address=command.address,
-        wait_for_nodes=command.wait_for_nodes,
-        queue_timeout_s=command.queue_timeout_s,
-        reporter=console,
-        **dict(command.settings),
-    )
-    console.log(_train_command(command.out, manifest), "next")
-    return 0
+@command(api.prepare)
+def prepare(
+    console: ConsoleReporter,
+    *,
+    settings: OmitArgPrefixes[Prepare] = DEFAULTS,
+    dry_run: Annotated[bool, arg(help=DRY_RUN)] = False,
+    **arguments: Any,
+) -> None:
+    """Prepare a set and print how to train on it; with --dry-run only check its source."""
+    if dry_run:
+        api.check_source(arguments["source"], reporter=console, **dict(settings))
+        return
+    manifest = api.prepare(**arguments, reporter=console, **dict(settings))
+    console.log(_train_command(arguments["out"], manifest), "next")
 
 
 def _train_command(folder: str, manifest: Manifest) -> str:

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from mmray.cli.args import parse_args, show_rows
+from mmray.cli.args import JsonList, command, show_rows
 from mmray.console.reporter import ConsoleReporter
 
 
-@dataclass(frozen=True)
-class RunsCommand:
+@command()
+def runs(
+    console: ConsoleReporter,
+    *,
+    folder: Positional[Annotated[str, arg(metavar="[FOLDER]")]] = "runs",
+    json: JsonList = None,
+) -> None:
     """List the runs and sweeps of a folder, the last active first.
 
     A run is `running` if a process renews its lease; `unfinished` if it was killed. The best score
     is the highest mean recall@1, or the lowest loss of a vision-language model; of a sweep, the
     recommended trial's value of its goal.
-    """
-
-    folder: Positional[Annotated[str, arg(metavar="[FOLDER]")]] = "runs"
-    """Folder or address of the runs, as in run.storage; of the trials of a sweep: NAME/trials."""
-    json: str | None = None
-    """Write the list to this JSON file; `-`: print it instead of the table."""
-
-
-def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """List the runs and sweeps of a folder, the last active first, with their state and scores.
 
     Args:
-        argv: arguments after the command, such as `["runs", "--json", "runs.json"]`.
-        console: receives the table.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        UsageError: the folder cannot be listed.
+        folder: folder or address of the runs, as in run.storage; of the trials of a sweep:
+            NAME/trials.
     """
-    command = parse_args(RunsCommand, argv, "mmray runs")
     from mmray.report.listing import list_runs
     from mmray.storage.paths import to_path
 
@@ -53,10 +39,8 @@ def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
         "best": ("best", ""),
         "age": ("active", ">"),
     }
-    rows = list_runs(to_path(command.folder))
-    empty = f"no runs in {command.folder}"
-    show_rows(rows, "runs", command.json, console, columns, _texts, empty)
-    return 0
+    rows = list_runs(to_path(folder))
+    show_rows(rows, "runs", json, console, columns, _texts, f"no runs in {folder}")
 
 
 def _texts(row: dict[str, Any]) -> dict[str, str | None]:

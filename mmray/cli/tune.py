@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
-import tyro
-from tyro.conf import UseAppendAction
+from tyro.conf import UseAppendAction, arg
 
 from mmray import api
-from mmray.cli.args import load_recipe, parse_args, split_args
+from mmray.cli.args import command, load_recipe, parse_args, split_args
 from mmray.config import LENGTHS, Config, to_yaml
 from mmray.console.reporter import ConsoleReporter, shell_path
 from mmray.console.sweep import trials_table
@@ -38,27 +36,7 @@ micro-batch and accumulation are searched, the global batch is micro x accumulat
 otherwise accumulation follows from --batch.global, so search batch.micro with it.
 --print-config prints the base settings of the trials and exits.
 """
-
-
-@dataclass(frozen=True)
-class TuneCommand:
-    """Search learning rate, batch or any other settings; the best trial is saved as a recipe."""
-
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    space: UseAppendAction[tuple[str, ...]] = ()
-    """SETTING=V1,V2,... or =uniform(LOW,HIGH) or =loguniform(LOW,HIGH); default: the rate."""
-    samples: int | None = None
-    """Configurations to sample; None: 32 if there is a range, otherwise all combinations."""
-    goal: api.Goal = "throughput"
-    """What to optimize: samples/s, held-out loss, or recall@1."""
-    search: api.Search = "random"
-    """How configurations are suggested: at random, or by Optuna's TPE (extra `optuna`)."""
-    scheduler: api.Scheduler = "halving"
-    """When trials end early: successive halving, or Ray Tune's ASHA."""
-    budget: str | None = None
-    """Time or GPU-hours after which trials stop: 2h, 30m, 40gpu-hours; a rerun continues."""
-    concurrency: int | None = None
-    """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
+SPACE = "SETTING=V1,V2,... or =uniform(LOW,HIGH) or =loguniform(LOW,HIGH); default: the rate."
 
 
 def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
@@ -77,25 +55,37 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
     """
     name, rest, print_config = split_args(argv)
     rest, listed = split_global_list(rest)
-    from mmray.config import search_space
-
     recipe = load_recipe(name, rest)
-    default = TuneCommand(recipe.without_overridden_length_and_batch(LENGTHS))
+    settings = recipe.without_overridden_length_and_batch(LENGTHS)
+    parser = tune_recipe.parameters(settings=settings)
     description = DESCRIPTION.strip().format(name=name)
-    command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, description)
+    arguments = parse_args(parser, rest, f"mmray tune {name}", description=description)
     if print_config:
-        settings = command.settings
+        settings = arguments["settings"]
         base = settings.replace(train=settings.train.with_length_of(recipe.train))
         console.print_raw(to_yaml(base).rstrip())
         return 0
-    options = vars(command) | {"space": search_space.parse_axes((*command.space, *listed)) or None}
-    del options["settings"]
-    sections = {
-        section: getattr(command.settings, section) for section in api.Sections.__annotations__
-    }
+    arguments["space"] += tuple(listed)
+    return tune_recipe.run(console, recipe, **arguments) or 0
+
+
+@command(api.tune)
+def tune_recipe(
+    console: ConsoleReporter,
+    recipe: Config,
+    *,
+    settings: Annotated[Config, arg(name="")],
+    space: Annotated[UseAppendAction[tuple[str, ...]], arg(help=SPACE)] = (),
+    **options: Any,
+) -> int:
+    """Tune a recipe with changed settings, and print the best one."""
+    from mmray.config import search_space
+
+    sections = {section: getattr(settings, section) for section in api.Sections.__annotations__}
     console.log(f"mmray {VERSION}, tune recipe {recipe.recipe}")
     sweep = api.tune(
         recipe,
+        space=search_space.parse_axes(space) or None,
         **options,
         reporter=console,
         **cast(api.Sections, sections),
