@@ -414,7 +414,9 @@ class Data(Section, settings_prefix="data"):
         "waits for data; auto: at least one per training worker, at most what is free.",
     )
     targets: Literal["all", "last"] = Field(
-        "all", description="Messages of the assistant that a conversation trains."
+        "all",
+        description="Messages of the assistant that are trained: all, or the last of each row. "
+        "`weight`, `loss` and `train` of a message multiply its loss.",
     )
     reasoning: Literal["trained", "masked"] = Field(
         "trained", description="Whether the reasoning of these messages is trained, too."

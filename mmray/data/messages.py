@@ -136,13 +136,12 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
             and _TEMPLATE_FIELDS.keys().isdisjoint(message)
         ):
             notices.append("an empty message of the assistant is a target")
-        message["content"] = message["content"] or [_text_part("")]
+        if "tool_calls" not in message:  # templates write a separator between a text and calls
+            message["content"] = message["content"] or [_text_part("")]
     before = [part for each in messages[: roles.index("user")] for part in each["content"]]
     first = sum(part["type"] != "text" for part in before)
     media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
-    names = {name for item in value for name in item if item[name] is not None} - _USED_FIELDS
-    notices += [f"`{str(name)[:40]}` of a message is not used" for name in sorted(names, key=str)]
-    return Conversation(messages, media, notices)
+    return Conversation(messages, media, notices + _field_notices(value, messages))
 
 
 def _is_target(message: Message) -> bool:
@@ -294,7 +293,7 @@ def _parse_message(item: Any, places: _Places) -> Message:
         )
     fields = _parse_fields(item, role)
     content = _content(item)
-    if name in _CALL_ROLES:
+    if name.lower() in _CALL_ROLES:
         fields["tool_calls"] = _parse_calls(content)
         content = None
     if isinstance(content, str):
@@ -346,6 +345,24 @@ def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
         if value:
             fields[name] = value
     return fields
+
+
+def _field_notices(items: list[dict[str, Any]], messages: list[Message]) -> list[str]:
+    """Return what messages have and models may not use; other fields that a template lacks make a
+    bad row of the run.
+    """
+    notices = set()
+    for item, message in zip(items, messages, strict=True):
+        given = {name for name, value in item.items() if value is not None}
+        notices |= {f"`{str(name)[:40]}` of a message is not used" for name in given - _USED_FIELDS}
+        for name in message.keys() & {"name", "tool_call_id"}:
+            notices.add(f"`{name}` of a message is used only by a chat template that reads it")
+        if message["role"] != "assistant":
+            weights = [name for name in _WEIGHT_FIELDS if item.get(name)]
+            notices |= {
+                f"`{name}` is not used but for the assistant's messages" for name in weights
+            }
+    return sorted(notices)
 
 
 def _parse_calls(content: Any) -> list[dict[str, Any]]:

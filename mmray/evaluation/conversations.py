@@ -283,6 +283,11 @@ def _shown_medium(media: Media, spans: Sequence[Any] | None) -> dict[str, Any]:
 
 
 def _prompt(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages before the last one of the assistant."""
-    last = max(index for index, each in enumerate(messages) if each["role"] == "assistant")
-    return list(messages[:last])
+    """Return the messages before the last one of the assistant that is a target and has a text."""
+    indices = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
+    answers = [
+        index
+        for index in indices
+        if messages[index].get("weight", 1) and message_text(messages[index]).strip()
+    ]
+    return list(messages[: (answers or indices)[-1]])

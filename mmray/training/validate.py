@@ -177,7 +177,19 @@ def unsupported_reasons(config: Config) -> list[str]:
         + objective_reasons(config)
         + support.unsupported_reasons(config)
         + token_batch_reasons(config)
+        + target_reasons(config)
     )
+
+
+def target_reasons(config: Config) -> list[str]:
+    """Return that settings of targets cannot be used with the model; [] if they can."""
+    data = config.data
+    if isinstance(config.model, Vlm) or (data.targets, data.reasoning) == ("all", "trained"):
+        return []
+    return [
+        "data.targets and data.reasoning: only model.kind `vlm` has them (got "
+        f"`{config.model.kind}`)"
+    ]
 
 
 def token_batch_reasons(config: Config) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mmray.data.rows import BadRow, parse_row
-from tests.made import png
+from tests.made import make_set, png
 
 IMAGE = {"type": "image"}
 IMAGE_PART = {"type": "image", "text": None}
@@ -396,3 +398,79 @@ def test_invalid_conversation_is_quarantined(value: Any, detail: str) -> None:
     with pytest.raises(BadRow, match=detail) as bad:
         parse_row({"image": "a.png", "messages": value}, "made:1")
     assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")
+
+
+QUESTION = {"role": "user", "content": "what"}
+CALL = {"name": "weather", "arguments": {"city": "X"}}
+CALLS = [{"type": "function", "function": CALL}]
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ({"weight": 0}, {"weight": 0.0}),
+        ({"weight": 1}, {}),
+        ({"weight": 0.5, "loss": True}, {"weight": 0.5}),
+        ({"loss": False}, {"weight": 0.0}),
+        ({"train": False, "weight": None}, {"weight": 0.0}),
+        ({"reasoning": "why", "name": "bob"}, {"reasoning_content": "why", "name": "bob"}),
+        ({"tool_calls": CALLS}, {"tool_calls": CALLS}),
+        ({"tool_calls": json.dumps(CALLS), "content": None}, {"tool_calls": CALLS}),
+        ({"function_call": CALL}, {"tool_calls": CALLS}),
+    ],
+)
+def test_fields_of_a_message_are_kept(message, fields, tmp_path) -> None:
+    values = {"messages": [QUESTION, ANSWER | message, ANSWER]}
+    row = parse_row(values, "made:1")
+    assert {name: row.messages[1].get(name) for name in fields} == fields
+    assert row.messages[1].keys() == {"role", "content", *fields}
+    assert make_set(tmp_path, [row]).read(np.arange(1))[0].messages == row.messages
+
+
+@pytest.mark.parametrize(
+    ("turn", "role", "fields"),
+    [
+        ({"from": "function_call", "value": json.dumps(CALL)}, "assistant", {"tool_calls": CALLS}),
+        ({"from": "observation", "value": "sunny"}, "tool", {}),
+        ({"role": "tool", "content": "", "tool_call_id": "1"}, "tool", {"tool_call_id": "1"}),
+        ({"role": "function", "content": "2", "name": "f"}, "tool", {"name": "f"}),
+    ],
+)
+def test_turns_of_tools(turn, role, fields) -> None:
+    row = parse_row({"messages": [QUESTION, turn, ANSWER], "tools": json.dumps(CALLS)}, "made:1")
+    message = row.messages[1]
+    assert message == {"role": role, "content": message["content"]} | fields
+    assert row.messages[0]["tools"] == CALLS
+
+
+def test_fields_that_are_not_used_are_noted() -> None:
+    values = [{"role": "developer", "content": "x"}, QUESTION | {"weight": 1, "uuid": "a"}]
+    row = parse_row({"messages": [*values, ANSWER | {"name": "b", "score": None}]}, "made:1")
+    assert row.messages[0]["role"] == "developer"
+    assert row.notices == [
+        "`name` of a message is used only by a chat template that reads it",
+        "`uuid` of a message is not used",
+        "`weight` is not used but for the assistant's messages",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        ({"weight": -1}, "`weight` of a message must be true, false or a number from 0"),
+        ({"loss": "no"}, "`loss` of a message must be"),
+        ({"weight": 0}, "and a weight over 0: there is nothing to learn"),
+        ({"tool_calls": "{"}, "must be JSON"),
+        ({"tool_calls": ["a"]}, "`tool_calls` of a message has a wrong form"),
+        ({"from": "function_call", "role": None, "content": "call"}, "must be JSON"),
+        ({"reasoning_content": "a" * 70000}, "is over"),
+    ],
+)
+def test_invalid_fields_are_quarantined(message, detail) -> None:
+    with pytest.raises(BadRow, match=detail):
+        parse_row({"messages": [QUESTION, ANSWER | message]}, "made:1")
+
+
+def test_tools_that_are_no_schemas_are_quarantined() -> None:
+    with pytest.raises(BadRow, match="tools must be a list of JSON schemas"):
+        parse_row({"messages": [QUESTION, ANSWER], "tools": ["weather"]}, "made:1")

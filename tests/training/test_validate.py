@@ -72,6 +72,7 @@ VLM = {"recipe": "vlm", "workers": 2}
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         ({"batch": {"tokens": 4096}}, "batch.tokens: the rows of model.kind two_tower"),
+        ({"data": {"targets": "last"}}, "only model.kind `vlm` has them (got `two_tower`)"),
         (fsdp(precision="fp16"), "set --train.precision bf16"),
         (
             fsdp() | {"optimizer": {"kind": "adamw8bit"}},

@@ -568,14 +568,17 @@ class ProcessorEncoder:
                         "messages",
                         f"the chat template does not render a message of the {message['role']}",
                     )
-        names = {"tool_calls", "tools"} & {name for message in conversation for name in message}
-        names |= {"reasoning_content"} & conversation[-1].keys()
-        for name in names:
+        for name in ("tool_calls", "tools", "reasoning_content"):
+            having = [number for number, each in enumerate(conversation, 1) if name in each]
+            if not having:
+                continue
+            # Reasoning is rendered in the last answer.
+            turns = conversation[: having[-1]] if name == "reasoning_content" else conversation
             without = [
                 {field: value for field, value in message.items() if field != name}
-                for message in conversation
+                for message in turns
             ]
-            if self._render(without)[0] == text:
+            if self._render(without)[0] == self._render(turns)[0]:
                 raise RowError("messages", f"the chat template does not render `{name}`")
 
     def _turn_span(self, conversation: list[Message], index: int, text: str) -> tuple[int, int]:

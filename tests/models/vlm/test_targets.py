@@ -7,11 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mmray.data.images.decode import decode
 from mmray.data.rows import parse_row
 from mmray.data.vlm.encoder import ProcessorEncoder, RowError, Targets
 from mmray.objectives.cross_entropy import IGNORE_INDEX
+from mmray.objectives.language_modelling import LanguageModelling
 from tests.made import make_set
 from tests.models.vlm.folders import TEMPLATES
 from tests.models.vlm.rows import AUDIO, IMAGE, double_model, photo, text, tone
@@ -22,9 +24,9 @@ ANSWERED_WITH_IMAGE = [
 ]
 
 
-def targets(encoder, messages, media=()):
+def targets(encoder, messages, media=(), **settings):
     """The text of the tokens that the model learns to predict."""
-    row = encoder.encode(messages, media)
+    row = encoder.encode(messages, media, Targets(**settings))
     return encoder.tokenizer.decode(row.input_ids[row.loss_weights > 0])
 
 
@@ -230,3 +232,150 @@ def test_loss_of_turns_of_the_case(tmp_path, copy_of, shared_cases):
         whole = encoder.tokenizer.decode(encoded.input_ids)
         assert row.key != "r" or "six times seven" in whole
         assert row.key != "t" or ("sunny" in whole and '{"city": "X"}' in whole)
+
+
+# As Qwen's: tools, and the reasoning of answers after the last question.
+AGENT = (
+    "{% set ns = namespace(asked=0) %}{% for message in messages %}"
+    "{% if message.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'teacher' %}{{ raise_exception('no teacher') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and message.reasoning_content and loop.index0 > ns.asked %}"
+    "<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "X"}}}
+SCHEMAS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def turn(role, content, **fields):
+    return {"role": role, "content": [text(content)] if content else []} | fields
+
+
+@pytest.fixture(scope="module")
+def agent(copy_of):
+    return ProcessorEncoder(str(copy_of("qwen3_vl", AGENT)), 500)
+
+
+CHAT = [turn("user", "a?"), turn("assistant", "BAD", weight=0.0), turn("user", "b?")]
+
+
+def test_calls_tools_and_reasoning_are_rendered_as_by_transformers(agent):
+    from transformers import AutoProcessor
+
+    messages = [
+        turn("system", "Be brief."),
+        turn("user", "weather?"),
+        turn("assistant", "", tool_calls=[WEATHER], reasoning_content="six"),
+        turn("tool", "sunny", name="weather"),
+        turn("assistant", "Sunny.", reasoning_content="seven"),
+    ]
+    processor = AutoProcessor.from_pretrained(agent.weights)
+    prompt = processor.apply_chat_template(messages, tools=SCHEMAS)
+    with_tools = [messages[0] | {"tools": SCHEMAS}, *messages[1:]]
+    row = agent.encode(with_tools, [])
+    assert row.input_ids.tolist() == processor.tokenizer(prompt)["input_ids"]
+    assert agent.count_tokens(with_tools, []) == len(row.input_ids)
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "X"}}</tool_call><|im_end|>'
+    reasoned = ["<think>\nsix\n</think>\n\n", "<think>\nseven\n</think>\n\n"]
+    assert targets(agent, with_tools) == f"{reasoned[0]}{call}{reasoned[1]}Sunny.<|im_end|>"
+    assert targets(agent, with_tools, without_reasoning=True) == f"{call}Sunny.<|im_end|>"
+    prompt = processor.apply_chat_template(messages[:4], tools=SCHEMAS, add_generation_prompt=True)
+    own = agent.encode_prompt(with_tools[:4], []).input_ids.tolist()
+    assert own == processor.tokenizer(prompt)["input_ids"]
+
+
+def test_reasoning_of_earlier_answers_is_omitted_as_the_template_does(agent):
+    messages = [
+        turn("user", "a?"),
+        turn("assistant", "one", reasoning_content="red"),
+        turn("user", "b?"),
+        turn("assistant", "two", reasoning_content="blue"),
+    ]
+    expected = "one<|im_end|><think>\nblue\n</think>\n\ntwo<|im_end|>"
+    assert targets(agent, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "detail"),
+    [
+        ([turn("user", "a?"), turn("teacher", "b"), turn("assistant", "c")], "no teacher"),
+        ([turn("user", "a?"), turn("tool", "sunny"), turn("assistant", "c")], "of the tool"),
+        ([turn("user", "a?"), turn("assistant", "", tool_calls=[WEATHER])], "`tool_calls`"),
+        (
+            [*CHAT[:1], turn("assistant", "b", reasoning_content="c"), *CHAT],
+            "`reasoning_content`",
+        ),
+    ],
+)
+def test_what_the_template_does_not_render_is_a_bad_row(copy_of, messages, detail):
+    template = AGENT
+    if detail != "no teacher":
+        for rendered, other in (
+            ("message.reasoning_content", "''"),
+            ("message.tool_calls or []", "[]"),
+            ("message.content %}", "message.content if message.role != 'tool' %}"),
+        ):
+            template = template.replace(rendered, other)
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", template)), 500)
+    with pytest.raises(RowError, match=detail) as error:
+        encoder.encode(messages, [])
+    assert error.value.reason == "messages"
+
+
+def test_developer_is_the_system_of_templates_that_do_not_name_it(agent):
+    rows = [
+        agent.encode([turn(role, "x"), turn("user", "a?"), turn("assistant", "b")], [])
+        for role in ("developer", "system")
+    ]
+    assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist()
+
+
+def test_reserved_tokens_in_fields_are_removed(agent):
+    call = {"type": "function", "function": {"name": "a<|im_end|>", "arguments": "b<|im_end|>"}}
+    messages = [turn("user", "a?"), turn("assistant", "c", tool_calls=[call])]
+    assert targets(agent, messages).count("<|im_end|>") == 1
+
+
+def test_weights_multiply_the_loss_which_is_divided_by_the_number_of_targets(folder_of):
+    """For any packing and accumulation."""
+    model = double_model(folder_of("qwen3_vl"))
+    rows = [
+        model.encoder.encode([turn("user", "a?"), turn("assistant", each, weight=weight)], [])
+        for each, weight in (("one two", 0.25), ("circle", 1.0), ("three blue", 3.0))
+    ]
+    loss = LanguageModelling()
+    expected = torch.zeros((), dtype=torch.double)
+    for row, weight in zip(rows, (0.25, 1.0, 3.0), strict=True):
+        batch = model.collator()([row])
+        logits = model.net.get_output_embeddings()(model.hidden_states(batch)).flatten(0, 1)
+        logits = logits[batch["target_index"]]
+        expected += weight * F.cross_entropy(logits, batch["targets"], reduction="sum")
+    gradient = torch.autograd.grad(expected, model.net.get_input_embeddings().weight)[0]
+    count = sum(int((row.loss_weights > 0).sum()) for row in rows)
+    for batches in ([rows], [rows[:1], rows[1:]]):
+        model.zero_grad()
+        sums = [loss.compute_loss(model(batch), batch) for batch in map(model.collator(), batches)]
+        total = sum(each[0] for each in sums)
+        total.backward()
+        assert sum(int(each[1]) for each in sums) == count
+        assert total.item() == pytest.approx(expected.item(), rel=1e-9)
+        own = model.net.get_input_embeddings().weight.grad
+        assert (own - gradient).abs().max() < 1e-9 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_messages_of_weight_0_and_all_but_the_last_are_no_targets(folder_of, family):
+    encoder = ProcessorEncoder(str(folder_of(family)), 500)
+    end = encoder.tokenizer.eos_token
+    assert targets(encoder, [*CHAT, turn("assistant", "good")]).strip() == f"good{end}"
+    chat = [turn("user", "a?"), turn("assistant", "one"), *CHAT[2:], turn("assistant", "two")]
+    assert targets(encoder, chat).replace(" ", "") == f"one{end}two{end}"
+    assert targets(encoder, chat, last_only=True).strip() == f"two{end}"
+    with pytest.raises(RowError, match="nothing to learn"):
+        encoder.encode(CHAT[:2], [], Targets(last_only=True))
