@@ -286,14 +286,15 @@ def _parse_message(item: Any, places: _Places) -> Message:
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
     name = item.get("role") or item.get("from")
-    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+    lower = name.lower() if isinstance(name, str) else ""
+    role = _ROLES.get(lower)
     if role is None:
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
         )
     fields = _parse_fields(item, role)
     content = _content(item)
-    if name.lower() in _CALL_ROLES:
+    if lower in _CALL_ROLES:
         fields["tool_calls"] = _parse_calls(content)
         content = None
     if isinstance(content, str):

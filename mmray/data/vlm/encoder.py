@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -590,12 +590,19 @@ class ProcessorEncoder:
         after, _ = self._render(conversation[: index + 1])
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after.rstrip())
-        # Templates omit the reasoning of earlier turns, and may start that of the next answer.
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
-        first = sum(1 for _ in equal)
-        end = text.find(self.tokenizer.eos_token, first)
-        if end >= 0 and before[first:].strip() in ("", "<think>"):
-            return first, end + len(self.tokenizer.eos_token)
+        # Templates omit the reasoning of earlier turns, and may start that of the next answer: find
+        # the answer by its header, which no text contains.
+        start = before.removeprefix(self._render(conversation[:index])[0])
+        header, tag, rest = start.partition("<think>")
+        headers = [found.end() for found in re.finditer(re.escape(header), text)]
+        roles = [message["role"] for message in conversation]
+        eos = self.tokenizer.eos_token
+        if header.strip() and len(headers) == roles.count("assistant"):
+            first = headers[roles[:index].count("assistant")]
+            first += len(tag + rest) if text.startswith(tag + rest, first) else 0
+            end = text.find(eos, first)
+            if end >= 0:
+                return first, end + len(eos)
         message = (
             "the chat template does not mark the assistant's text, and the text of a conversation "
             f"does not start with the text of its first {index + 1} messages, so it is unknown "
@@ -607,11 +614,11 @@ class ProcessorEncoder:
 
     @cached_property
     def _keeps_starts(self) -> bool:
-        """Whether the text of a plain conversation starts with the text of its first messages."""
+        """Whether the text of a plain answer starts with that of its prompt."""
         text = [{"type": "text", "text": "a"}]
-        turns = [{"role": role, "content": text} for role in ("user", "assistant") * 2]
-        start, _ = self._render(turns[:2])
-        return self._render(turns)[0].startswith(start)
+        turns = [{"role": role, "content": text} for role in ("user", "assistant")]
+        prompt, _ = self._render(turns[:1], add_generation_prompt=True)
+        return self._render(turns)[0].startswith(prompt)
 
     def _without_media(
         self, text: str, spans: list[tuple[int, int, float]]

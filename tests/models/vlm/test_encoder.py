@@ -30,12 +30,24 @@ def test_marks_of_a_template_and_its_prefixes_give_the_same_targets(folder_of, c
         assert own.loss_weights.tolist() == other.loss_weights.tolist()
 
 
-def test_template_without_marks_and_prefixes_is_an_error_with_advice(copy_of):
-    """It puts the number of messages first."""
-    folder = copy_of("qwen3_vl", "{{ messages | length }}" + TEMPLATES["qwen3_vl"])
-    encoder = ProcessorEncoder(str(folder), 500)
+def test_template_whose_answers_cannot_be_found_is_an_error_with_advice(copy_of):
+    """It puts the number of messages first, and has no header for the next answer."""
+    template = "{{ messages | length }}" + TEMPLATES["qwen3_vl"].replace("add_generation_", "")
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", template)), 500)
     with pytest.raises(UsageError, match=r"generation %\}.*chat_template.jinja"):
         encode_rows(encoder)
+
+
+def test_answers_are_found_by_their_header(folder_of, copy_of):
+    """A template that puts the number of messages first does not keep the text of its start."""
+    plain = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
+    template = "{{ messages | length }}" + TEMPLATES["qwen3_vl"]
+    counted = ProcessorEncoder(str(copy_of("qwen3_vl", template)), 500)
+    for messages, media in ROWS:
+        own, other = (each.encode(messages, media) for each in (plain, counted))
+        assert own.input_ids[own.loss_weights > 0].tolist() == (
+            other.input_ids[other.loss_weights > 0].tolist()
+        )
 
 
 def test_row_over_max_tokens_is_refused_with_its_count(folder_of):

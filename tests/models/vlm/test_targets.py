@@ -299,6 +299,14 @@ def test_reasoning_of_earlier_answers_is_omitted_as_the_template_does(agent):
     ]
     expected = "one<|im_end|><think>\nblue\n</think>\n\ntwo<|im_end|>"
     assert targets(agent, messages) == expected
+    called = [
+        messages[0],
+        turn("assistant", "", tool_calls=[WEATHER], reasoning_content="green"),
+        turn("tool", "sunny"),
+        *messages[1:],
+    ]
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "X"}}</tool_call><|im_end|>'
+    assert targets(agent, called) == call + expected
 
 
 @pytest.mark.parametrize(
