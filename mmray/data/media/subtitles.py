@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from itertools import pairwise
 from typing import Any
 
 from mmray.data.rows import BadRow
 
-_TIME = r"(?:(\d+):)?(\d{1,2}):(\d{2})[,.](\d{1,3})"
+_TIME = r"(?:(\d+):)?(\d{1,2}):(\d{1,2})(?:[,.](\d+))?"
 _TIMES = re.compile(rf"\s*{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")
+_UNREAD_TIMES = re.compile(r"\s*[-+]?\d+:[\d:.,]*\s*-->")
 # <i>, <c.yellow>, <00:01.500> and {\an8} set the style or the time of a word.
-_MARKUP = re.compile(r"</?[^<>\n]*>|\{\\[^{}\n]*\}")
+_MARKUP = re.compile(r"</?[A-Za-z][^<>\n]*>|<[\d:.]+>|\{\\[^{}\n]*\}")
 _WORD_TIME = re.compile(r"<(?:\d+:)?\d{2}:\d{2}\.\d{3}>")
 _MAX_GAP_S = 0.1  # between a text and the next one that repeats a line of it
-_ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": " ", "&lrm;": "", "&rlm;": ""}
+_ENTITY = re.compile(r"&#?\w+;")
+_SPACES = {"&nbsp;": " ", "&lrm;": "", "&rlm;": ""}
 
 
 def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
@@ -33,22 +36,30 @@ def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
         Values {"text", "t0_s", "t1_s"} in the order of the file; times in seconds.
 
     Raises:
-        BadRow: It has no text with times, or a text ends before it starts.
+        BadRow: It has no text with times, times that cannot be read, or a text ends before it
+            starts.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    cues = [(n, match) for n, line in enumerate(lines) if (match := _TIMES.fullmatch(line))]
+    is_webvtt = lines[0].startswith("WEBVTT")
+    cues = []
+    for number, line in enumerate(lines):
+        if match := _TIMES.fullmatch(line):
+            cues.append((number, match))
+        elif _UNREAD_TIMES.match(line):
+            detail = f"{name}: the times of line {number + 1} cannot be read: {line[:40]!r}"
+            raise BadRow("parse", "span", detail)
     stops = [*(number for number, _ in cues[1:]), len(lines)]
     shown: list[tuple[float, float, list[str]]] = []
     for (number, match), stop in zip(cues, stops, strict=False):
         # The number of the next text; a file may lack the empty line before it.
         is_numbered = stop < len(lines) and lines[stop - 1].strip().isdigit()
-        words = _clean(lines[number + 1 : stop - is_numbered])
+        words = _clean(lines[number + 1 : stop - is_numbered], is_webvtt)
         if not words:
             continue
         start = _seconds(match.groups()[:4])
         end = _seconds(match.groups()[4:])
         if end <= start:
-            detail = f"{name}: the text {words[0][:40]!r} ends before it starts"
+            detail = f"{name}: the text {words[0][:40]!r} does not end after its start"
             raise BadRow("parse", "span", detail)
         shown.append((start, end, words))
     repeated = [0, *(_num_repeated(*pair) for pair in pairwise(shown))]
@@ -78,15 +89,14 @@ def _num_repeated(
     return 0 if count == len(lines) and start - before[1] > _MAX_GAP_S else count
 
 
-def _clean(lines: list[str]) -> list[str]:
+def _clean(lines: list[str], is_webvtt: bool) -> list[str]:
     """Return the lines of a text without markup, from those between two lines with times."""
     words = []
     for line in lines:
-        if not line:  # after it are comments and the name of the next text
+        if is_webvtt and not line:  # after it are comments and the name of the next text
             break
         line = _MARKUP.sub("", line)
-        for entity, character in _ENTITIES.items():
-            line = line.replace(entity, character)
+        line = _ENTITY.sub(lambda match: _SPACES.get(match[0], unescape(match[0])), line)
         words.append(line.strip())
     return [line for line in words if line]
 
@@ -94,4 +104,4 @@ def _clean(lines: list[str]) -> list[str]:
 def _seconds(groups: tuple[str | None, ...]) -> float:
     hours, minutes, seconds, fraction = groups
     whole = int(hours or 0) * 3600 + int(minutes or 0) * 60 + int(seconds or 0)
-    return whole + int((fraction or "0").ljust(3, "0")) / 1000
+    return whole + float(f"0.{fraction or 0}")
