@@ -226,6 +226,11 @@ def read_clip(
             frames_at = f"its frames are at {first:.2f} to {last:.2f} s"
             raise BadMedia("span", f"no frame at {start:.2f} to {end:.2f} s; {frames_at}")
     times_s = encoder.choose_times(end - start, phase)
+    if span is not None:
+        # Of a part without frames the first or last one would be repeated.
+        shown_s = min(end, last) - max(start, first)
+        scale = shown_s / (end - start)
+        times_s = [max(0.0, first - start) + scale * time for time in times_s]
     frames, _ = read_frames(media.data, [start + time for time in times_s], max_pixels)
     return Clip(frames, times_s)
 

@@ -191,6 +191,14 @@ def test_span_without_frames_is_refused(folder_of, tmp_path):
         reader.encode_row(prepared.read(np.arange(1))[0])
 
 
+@pytest.mark.parametrize("span", [(0.2, 2.2), (1.6, 3.0), (1.2, 1.8)])
+def test_span_beyond_the_frames_repeats_none(folder_of, reader, span):
+    data = encode_video("mkv", times_ms=range(1000, 2000, 40), audio="flac", audio_s=3.0)
+    clip = read_clip(Media("video", data, duration=1.0), reader.encoder, span)
+    assert shown_times(clip) == pytest.approx([span[0] + time for time in clip.times_s], abs=0.041)
+    assert len(clip.times_s) == len(reader.encoder.choose_times(span[1] - span[0], 0.5))
+
+
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     spec = model_settings(folder_of("qwen2_5_vl"))
     config: Any = SimpleNamespace(
