@@ -70,7 +70,7 @@ _PHOTOMETRIC = 262
 _MAX_SAMPLE_VALUES = (341, 281)  # SMaxSampleValue and MaxSampleValue
 _MAX_PAGES = 256
 # Values of SourceRow.notices.
-MORE_PAGES = (
+_MORE_PAGES = (
     "pages 2 and later of a TIFF are not used (in conversations `--pages images` makes them images)"
 )
 _MORE_FRAMES = "frames after the first of an animation are not used"
@@ -84,7 +84,11 @@ _HDR = "an HDR image (PQ or HLG) is not tone-mapped, so its colors are pale"
 _HDR_TRANSFERS = (16, 18)
 _TRANSFER_AT = {b"colrnclx": 11, b"\0\0\0\4cICP": 9}
 _HEAD_BYTES = 1 << 13  # of a file, which have its color space
-_DARK = "an image has 16 bits a sample and uses at most 14, so it is dark"
+_DARK = (
+    "an image has 16 bits a sample and uses less than a quarter of their range, so it is dark or "
+    "has little contrast"
+)
+_QUARTER = 1 << 14
 
 # Modes of 8 bits, whose conversion to RGB raises no error.
 _CONVERTIBLE = ("RGB", "RGBA", "L", "LA", "CMYK")
@@ -218,7 +222,7 @@ def exif_orientation(data: bytes, max_pixels: int) -> int:
     return _orientation(_open(data, max_pixels))
 
 
-def image_notices(data: bytes, max_pixels: int = MAX_PIXELS) -> list[str]:
+def image_notices(data: bytes, max_pixels: int = MAX_PIXELS, every_page: bool = False) -> list[str]:
     """Return what an image has and its decoded pixels do not, as clauses for `SourceRow.notices`.
 
     Not counted are further images of a JPEG (MPO), which are previews and maps of depth or gain.
@@ -226,6 +230,7 @@ def image_notices(data: bytes, max_pixels: int = MAX_PIXELS) -> list[str]:
     Args:
         data: Encoded bytes of an image that `decode` decodes.
         max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
+        every_page: Of all images of `split_pages`.
 
     Raises:
         BadImage: As `decode` does.
@@ -238,29 +243,51 @@ def image_notices(data: bytes, max_pixels: int = MAX_PIXELS) -> list[str]:
         return [_HDR] * _is_hdr(data)
     image = _open(data, max_pixels)
     notices = []
-    if _has_pages(image):
-        notices.append(MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
+    indices: Sequence[int] = (0,)
+    if every_page:
+        indices = _page_indices(image)
+    elif _has_pages(image):
+        notices.append(_MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
     notices += [_HDR] * _is_hdr(data)
+    largest = _largest_gray(data, max_pixels, indices) if every_page else 0
+    for index in indices:
+        notices += _sample_notices(_open(data, max_pixels, index), data, largest)
+    return notices
+
+
+def _sample_notices(image: ImageFile.ImageFile, data: bytes, largest: int) -> list[str]:
+    """Return the notices of an opened image of 16 bits; `largest`: sample of its other pages."""
     raw_mode = str(image.tile[0][3]) if image.tile else ""
     is_gray = image.mode.startswith("I")
-    if is_gray or ";16" in raw_mode:
-        with _errors_as_bad_image():
-            image.load()
-        pixels = np.asarray(image)
-        if is_gray:
-            largest = int(pixels.max())
-            is_stated, bits = _gray_bits(image, data, largest)
-            notices += [_GUESSED_WHITE] * (bits < 16 and not is_stated)
-            notices += [_DARK] * (bits == 16 and largest < 1 << 14)
-        # Pillow's pixels are the high bytes.
-        elif pixels[..., : 1 if image.mode == "LA" else 3].max() < 1 << (14 - 8):
-            notices.append(_DARK)
-    return notices
+    if not is_gray and ";16" not in raw_mode:
+        return []
+    with _errors_as_bad_image():
+        image.load()
+    pixels = np.asarray(image)
+    if not is_gray:  # Pillow's pixels are the high bytes
+        high = pixels[..., : 1 if image.mode == "LA" else 3]
+        return [_DARK] * bool(int(high.max()) - int(high.min()) < _QUARTER >> 8)
+    is_stated, bits = _gray_bits(image, data, pixels, largest)
+    if bits < 16:
+        return [_GUESSED_WHITE] * (not is_stated)
+    return [_DARK] * (max(largest, int(pixels.max())) - int(pixels.min()) < _QUARTER)
+
+
+def _largest_gray(data: bytes, max_pixels: int, indices: Sequence[int]) -> int:
+    """Return the largest sample of the gray pages of 16 bits, which have one white; 0 for none."""
+    largest = 0
+    for index in indices:
+        page = _open(data, max_pixels, index)
+        if page.mode.startswith("I"):
+            with _errors_as_bad_image():
+                page.load()
+            largest = max(largest, int(np.asarray(page).max()))
+    return largest
 
 
 def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
     """Return each page of a TIFF of several pages as a PNG with the pixels that `decode` returns of
-    it.
+    it; gray pages of 16 bits have one white, so that slices of a scan stay comparable.
 
     Args:
         data: Encoded bytes of any image.
@@ -277,9 +304,13 @@ def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
     indices = _page_indices(_open(data, max_pixels))
     if len(indices) > _MAX_PAGES:
         raise BadImage("pages", f"{len(indices)} pages; the limit is {_MAX_PAGES}")
+    if len(indices) == 1:
+        return []
     pages = []
-    for index in indices if len(indices) > 1 else []:
-        rgb = _decode_with_pillow(_open(data, max_pixels, index), data, max_pixels)
+    largest = _largest_gray(data, max_pixels, indices)
+    for index in indices:
+        page = _open(data, max_pixels, index)
+        rgb = _decode_with_pillow(page, data, max_pixels, largest=largest)
         red, green, blue = rgb.split()
         file = io.BytesIO()
         (red if red == green == blue else rgb).save(file, "PNG")
@@ -326,8 +357,8 @@ def _errors_as_bad_image() -> Iterator[None]:
     """Context manager that converts the errors of decoders to BadImage."""
     try:
         yield
-    except MemoryError:
-        raise  # not an error of the image, so its row must not be quarantined
+    except (MemoryError, BadImage):
+        raise  # the first is not an error of the image, so its row must not be quarantined
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
@@ -377,9 +408,15 @@ def _register_heif() -> bool:
 
 
 def _decode_with_pillow(
-    image: ImageFile.ImageFile, data: bytes, max_pixels: int, to_rgb: bool = True
+    image: ImageFile.ImageFile,
+    data: bytes,
+    max_pixels: int,
+    to_rgb: bool = True,
+    largest: int = 0,
 ) -> Image.Image:
-    """Return the upright image, in RGB unless only its size is needed. Raises BadImage."""
+    """Return the upright image, in RGB unless only its size is needed; `largest`: gray sample of
+    its other pages. Raises BadImage.
+    """
     if image.mode == "F":
         raise BadImage("format", "its samples are floats of unknown range: convert it to 8 bits")
     if image.format == "PNG":
@@ -395,7 +432,7 @@ def _decode_with_pillow(
     with _errors_as_bad_image():
         image.load()
         move = _TRANSPOSE.get(_orientation(image))
-        gray = _gray_to_8_bits(image, data)
+        gray = _gray_to_8_bits(image, data, largest)
         upright = gray if move is None else gray.transpose(move)
         is_checked = not to_rgb and upright.mode in _CONVERTIBLE
         rgb = upright if is_checked else _to_rgb(upright)
@@ -456,16 +493,14 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _gray_to_8_bits(image: Image.Image, data: bytes) -> Image.Image:
+def _gray_to_8_bits(image: Image.Image, data: bytes, largest: int = 0) -> Image.Image:
     """Return a loaded image, with 8 bits instead of 16 or 32 if it is gray: Pillow's own conversion
-    clips these to white. Transparent samples become white.
+    clips these to white. Transparent samples become white. `largest`: sample of its other pages.
     """
     if not image.mode.startswith("I"):
         return image
     wide = np.asarray(image).astype(np.int64)
-    if wide.min() < 0 or wide.max() > 65535:
-        raise ValueError("32-bit samples of unknown range: convert it to 8 bits")
-    _, bits = _gray_bits(image, data, int(wide.max()))
+    _, bits = _gray_bits(image, data, wide, largest)
     white = 2**bits - 1
     # White is zero: Pillow inverts samples of 8 bits only.
     if image.format == "TIFF" and _tag(image, _PHOTOMETRIC) == 0:
@@ -477,12 +512,22 @@ def _gray_to_8_bits(image: Image.Image, data: bytes) -> Image.Image:
     return Image.fromarray(gray)
 
 
-def _gray_bits(image: Image.Image, data: bytes, largest: int) -> tuple[bool, int]:
+def _gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) -> tuple[bool, int]:
     """Return whether a gray image of 16 or 32 bits states how many bits its samples use, and their
     number, so that white is 2**bits - 1.
 
-    A statement that the largest sample contradicts is ignored.
+    A statement that the largest sample contradicts is ignored. Raises BadImage.
+
+    Args:
+        image: The loaded image.
+        data: Its encoded bytes.
+        wide: Its samples.
+        largest: Largest sample of other pages.
     """
+    if wide.min() < 0 or wide.max() > 65535:
+        detail = f"its gray samples are {wide.min():,} to {wide.max():,}: convert it to 8 bits"
+        raise BadImage("format", f"{detail} (readable are samples of 0 to 65,535)")
+    largest = max(largest, int(wide.max()))
     stated = 16 if image.format in ("PPM", "JPEG2000") else 0  # Pillow has scaled them
     if image.format == "TIFF":
         largest_values = [value for tag in _MAX_SAMPLE_VALUES if (value := _tag(image, tag))]
@@ -497,7 +542,7 @@ def _gray_bits(image: Image.Image, data: bytes, largest: int) -> tuple[bool, int
             stated = 16
     if 0 < stated <= 16 and largest < 1 << stated:
         return True, stated
-    return False, next(bits for bits in _GRAY_BITS if largest < 1 << bits)
+    return False, next((bits for bits in _GRAY_BITS if largest < 1 << bits), 16)
 
 
 def _tag(image: Image.Image, tag: int) -> int:

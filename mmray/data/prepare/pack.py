@@ -25,7 +25,6 @@ from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.grouped import GroupedSource
 from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.images.decode import (
-    MORE_PAGES,
     BadImage,
     decode,
     exif_orientation,
@@ -561,8 +560,8 @@ class RowBuilder:
                     if self._subprocess_decoder is not None:
                         self._subprocess_decoder.check_pages(data, self._settings.max_pixels)
                     pages = split_pages(data, self._settings.max_pixels)
-                    notices = image_notices(data, self._settings.max_pixels) if pages else []
-                    row.notices += [text for text in notices if text != MORE_PAGES]
+                    if pages:
+                        row.notices += image_notices(data, self._settings.max_pixels, True)
                 except BadImage as bad:
                     raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
             names = [f"{image.name} page {number}" for number in range(1, len(pages) + 1)]

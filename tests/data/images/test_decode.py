@@ -151,12 +151,12 @@ def test_bit_depth_is_scaled_and_transparent_color_is_applied(data, expected):
     assert (pixels == pixels[..., :1]).all()
 
 
-def gray_tiff(largest, **tags):
-    """A TIFF of two gray samples of 16 bits, 0 and `largest`, and tags such as t281."""
+def gray_tiff(largest, least=0, **tags):
+    """A TIFF of two gray samples of 16 bits, `least` and `largest`, and tags such as t281."""
     directory = TiffImagePlugin.ImageFileDirectory_v2()
     for name, value in tags.items():
         directory[int(name[1:])] = value
-    samples = np.array([[0, largest]], np.uint16)
+    samples = np.array([[least, largest]], np.uint16)
     return encode(Image.fromarray(samples), "TIFF", tiffinfo=directory)
 
 
@@ -183,6 +183,7 @@ def gray_png(largest, significant_bits=None):
         (gray_tiff(2000, t341=65535), 8, "dark"),
         (gray_tiff(2000, t281=255), 125, "uses fewer"),
         (gray_tiff(4095, t262=0), 0, "uses fewer"),
+        (gray_tiff(40_000, least=30_000), 156, "little contrast"),
         (gray_png(4095), 255, "uses fewer"),
         (gray_png(2000, 12), 125, ""),
         (gray_png(40_000, 12), 156, ""),
@@ -216,6 +217,29 @@ def test_pages_of_tiff_are_noted_and_split_as_decode_sees_them():
     for pixels, sheet in zip(split, sheets, strict=True):
         assert np.array_equal(pixels, decode(encode(sheet, "TIFF")))
     assert split_pages(pages(photo())) == split_pages(animated("GIF")) == []
+
+
+def test_gray_pages_of_16_bits_have_one_white():
+    slices = [Image.fromarray(np.full((2, 2), value, np.uint16)) for value in (900, 3600)]
+    data = pages(photo(), *slices)
+    assert [int(decode(page)[0, 0, 0]) for page in split_pages(data)[1:]] == [56, 224]
+    assert "uses fewer" in image_notices(data, every_page=True)[0]
+    assert "pages 2 and later" in image_notices(data)[0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "detail"),
+    [
+        (np.array([[0, 70_000]], np.int32), "its gray samples are 0 to 70,000"),
+        (np.array([[-1000, 3000]], np.int32), "its gray samples are -1,000 to 3,000"),
+    ],
+)
+def test_gray_of_unknown_range_is_refused_with_its_range(samples, detail):
+    data = encode(Image.fromarray(samples), "TIFF")
+    for read in (decode, verify_image, image_notices):
+        with pytest.raises(BadImage, match=detail) as info:
+            read(data)
+        assert info.value.reason == "format"
 
 
 def test_smaller_copies_in_tiff_are_no_pages():
