@@ -28,6 +28,7 @@ IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
 FOLDER = "folder of paths"  # of all media, in the folder of the source
 NOTICES = "notices of the reader"  # list of SourceRow.notices that a format adds
+MORE_TEXTS = "a file has several texts or subtitles next to it, of which one is used"
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 _FILE_URL = "file://"
@@ -40,6 +41,7 @@ _SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
 MAX_TIME_S = 1e6
 TEXT_COLUMNS = ("text", "texts")
 TEXT_COLUMN = "column of the text"  # name in a text {"text": ...}, of one of several columns
+_TEXT_FIELDS = {"text", "timestamp", TEXT_COLUMN, *SPAN_COLUMNS, "start", "end"}
 MESSAGE_COLUMNS = ("messages", "conversations")
 # Columns of which a row has one.
 _KINDS = (
@@ -206,6 +208,8 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         texts = _single_column(values, ("text", "texts"), "no-text")
     text_columns = [item.get(TEXT_COLUMN) for item in texts if isinstance(item, dict)]
     plain, spans = _split_spans(values, texts)
+    fields = {name for item in texts if isinstance(item, dict) for name in item} - _TEXT_FIELDS
+    notices = [*notices, *(f"`{name}` of a text is not used" for name in sorted(fields))]
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     if isinstance(label, str) and (number := label_number(label)) is not None:

@@ -25,7 +25,14 @@ from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
-from mmray.data.rows import IMAGE_SIZE, BadRow, is_safe_path, is_valid_name
+from mmray.data.rows import (
+    IMAGE_SIZE,
+    MORE_TEXTS,
+    NOTICES,
+    BadRow,
+    is_safe_path,
+    is_valid_name,
+)
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -249,19 +256,19 @@ class ImageTextPairs(ListingSource):
         return any(
             _stem(name) in stems
             for name in names
-            if name.endswith((*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
+            if name.lower().endswith((*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
         )
 
     def list_rows(self) -> Rows:
         media: dict[str, list[str]] = defaultdict(list)
-        texts: dict[str, str] = {}
+        texts: dict[str, list[str]] = defaultdict(list)
         suffixes = (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
         for name in self.visible_files():
             stem = _stem(name)
             if _is_medium(name):
                 media[stem].append(name)
             elif name.lower().endswith(suffixes) and not is_about_the_data(name):
-                texts[_stem(stem) if _is_medium(stem) else stem] = name
+                texts[_stem(stem) if _is_medium(stem) else stem].append(name)
             else:
                 self.ignored[PurePosixPath(name).suffix] += 1
         # Folders only: photos of trains may be named train-12.jpg.
@@ -270,14 +277,17 @@ class ImageTextPairs(ListingSource):
             # With size and modification time, so that an edited text changes the signature of its
             # chunk.
             row: dict[str, Any] = {}
-            if stem in texts:
-                row["text_file"] = stat_signature(self.folder, texts[stem])
+            *others, text = texts.get(stem, [""])
+            if text:
+                row["text_file"] = stat_signature(self.folder, text)
+            if others:
+                row[NOTICES] = [MORE_TEXTS]
             if split := splits[f"{stem.rpartition('/')[0]}/"]:
                 row["split"] = split
             for name in media.get(stem, []):
                 yield name, {"id": name, media_kind(name) or "image": name} | row
             if stem not in media:
-                yield texts[stem], {"id": texts[stem]} | row
+                yield text, {"id": text} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk, a range of the pairs that the driver has listed.

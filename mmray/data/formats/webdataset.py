@@ -40,6 +40,8 @@ from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import (
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
+    MORE_TEXTS,
+    NOTICES,
     SPAN_COLUMNS,
     BadRow,
     ImageRef,
@@ -235,7 +237,8 @@ class WebDatasetSource(Source):
             values["text"] = decode_text(members["txt"].data or b"", "the txt")
         for extension, member in members.items():
             if f".{extension}" in SUBTITLE_SUFFIXES:
-                values.pop("text", None)
+                if values.pop("text", None) or "texts" in values:
+                    values[NOTICES] = [MORE_TEXTS]
                 text = decode_text(member.data or b"", member.name)
                 values["texts"] = parse_subtitles(text, member.name)
             kind = None if "." in extension else media_kind(f".{extension}")

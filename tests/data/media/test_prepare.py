@@ -20,7 +20,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media import decode
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.rows import BadRow
+from mmray.data.rows import MORE_TEXTS, BadRow
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.errors import DataError
@@ -345,6 +345,67 @@ def test_rolling_captions_of_three_lines_are_merged() -> None:
 def test_lines_that_are_sung_twice_are_kept(rows: list[str]) -> None:
     texts = parse_subtitles(cues(*((n, n + 1, row) for n, row in enumerate(rows))), "a.vtt")
     assert [each["text"] for each in texts] == [row.replace("\n", " ") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("first\n\nsecond", "first second"),
+        ("if a < b and b > c", "if a < b and b > c"),
+        ("I <3 you <i>->", "I <3 you ->"),
+        ("it&#39;s &quot;AT&T&quot;&lrm;", 'it\'s "AT&T"'),
+    ],
+)
+def test_text_of_subtitles_is_kept(lines: str, expected: str) -> None:
+    text = f"1\n00:00:01 --> 00:00:2,5\n{lines}\n\n2\n00:00:03,000 --> 00:00:04,000\nend\n"
+    assert parse_subtitles(text, "a.srt") == [
+        {"text": expected, "t0_s": 1.0, "t1_s": 2.5},
+        {"text": "end", "t0_s": 3.0, "t1_s": 4.0},
+    ]
+
+
+def test_one_of_several_texts_is_used_and_the_others_are_counted(tmp_path: Path) -> None:
+    source = clips_and_subtitles(tmp_path / "raw")
+    (source / "b.mp4").rename(source / "b.MP4")
+    (source / "b.vtt").rename(source / "b.VTT")
+    (source / "a.txt").write_text("other\n")
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert manifest.notices[MORE_TEXTS]["num_rows"] == 1
+    assert {row.key: row.texts[0] for row in read_all(tmp_path / "out")} == {
+        "a.flac": "other",
+        "b.MP4": "first words",
+    }
+    archive = tar(tmp_path / "tar")
+    add_member(archive, "b.txt", b"other")
+    manifest = prepare(str(archive), str(tmp_path / "of_tar"), LAX)
+    assert manifest.notices[MORE_TEXTS] == {"num_rows": 1, "example": "rows.tar/b"}
+
+
+def add_member(archive: Path, name: str, data: bytes) -> None:
+    with tarfile.open(archive, "a") as file:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        file.addfile(info, io.BytesIO(data))
+
+
+def test_fields_of_texts_that_are_not_used_are_counted(tmp_path: Path) -> None:
+    jsonl(tmp_path / "raw")
+    segment = {"text": "a", "start": 0.1, "end": 1.0, "speaker": "Ann", "words": []}
+    assert prepare_rows(tmp_path, [{"audio": "a.flac", "texts": [segment, "b"]}]) == []
+    notices = PreparedSet.open(str(tmp_path / "out")).manifest.notices
+    assert [*notices] == ["`speaker` of a text is not used", "`words` of a text is not used"]
+
+
+def test_comments_of_webvtt_are_left_out() -> None:
+    text = f"{VTT}\n\nNOTE\n\nNOTE\nlast comment\n"
+    texts = [each["text"] for each in parse_subtitles(text, "a.vtt")]
+    assert texts == ["first words", "last words"]
+
+
+def test_unreadable_times_of_subtitles_are_named() -> None:
+    text = "1\n00:00:01,000 --> 00:00:02,000\na\n\n2\n-00:00:03,000 --> 00:00:04,000\nb\n"
+    with pytest.raises(BadRow, match=r"a.srt: the times of line 6 cannot be read: '-00:00:03"):
+        parse_subtitles(text, "a.srt")
 
 
 def test_subtitles_without_empty_lines_between_them() -> None:
