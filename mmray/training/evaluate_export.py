@@ -46,7 +46,7 @@ from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings, held_out_rows
-from mmray.training.run_dir import RunDir, find_set
+from mmray.training.run_dir import RunDir, check_processor, find_set
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -157,12 +157,14 @@ def open_model(
         checkpoint, None for pretrained weights.
 
     Raises:
-        UsageError: The folder is not a run or has no such valid checkpoint, or the tokenizer cannot
-            be loaded.
+        UsageError: The folder is not a run or has no such valid checkpoint, the tokenizer cannot be
+            loaded, or the processor of the run has changed.
     """
     if isinstance(source, Config):
         return *with_tokenizer(source, log), None
-    return open_run(source, step)
+    opened = open_run(source, step)
+    check_processor(to_path(source), opened[0].model)
+    return opened
 
 
 def export_model(

@@ -19,14 +19,15 @@ from typing import Any, Literal
 
 import yaml
 
-from mmray.config import Config, Run, flatten, to_yaml
+from mmray.config import Config, Model, Run, Vlm, flatten, to_yaml
 from mmray.config.data import STORED_SHUFFLE
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.vlm.processor import read_processor_files
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.storage.paths import AnyPath, remove_tree, to_path, write_atomic
 from mmray.version import VERSION
 
 # Settings and sections that may change on resume: they change neither the sample order nor, except
@@ -61,12 +62,14 @@ RESUMABLE_CHANGES = (
     "train.compile",
     "train.float8",
 )
+PROCESSOR = "processor"  # folder with copies of the files of model.weights, without the weights
 FILES_BEFORE_CONFIG = (
     lease.FOLDER,
     "checkpoints",
     "tokenizer.json",
     "data.json",
     "environment.json",
+    PROCESSOR,
 )
 MAX_LISTED_CHANGES = 3
 PACKAGES = ("ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
@@ -225,8 +228,44 @@ def _compare_run(
         for key, new in data.items()
         if old.get(key) != new
     ]
+    if before["model"].get("weights") == getattr(config.model, "weights", None):
+        changes += _changed_processor_files(path, config.model)
     result = run.read_json("result.json")
     return changes, result.get("status") == "finished" and result["steps"] >= steps
+
+
+def _changed_processor_files(path: AnyPath, model: Model) -> list[str]:
+    """Return a text for each file of `model.weights` that is not as when the run in a folder
+    started: its config, and of the tokenizer, chat template and processors.
+    """
+    folder = path / PROCESSOR
+    if not isinstance(model, Vlm) or not folder.exists():
+        return []
+    saved = {file.name: file.read_bytes() for file in folder.iterdir()}
+    now = read_processor_files(model.weights)
+    if not now:  # loading the model explains it
+        return []
+    return [
+        f"model.weights: {name} in {model.weights} has changed; "
+        + (f"copy {folder / name} there" if name in saved else "remove it")
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def check_processor(path: AnyPath, model: Model) -> None:
+    """Check that the tokenizer, chat template and processors of a vision-language model are those
+    that a run started with.
+
+    Args:
+        path: Folder of the run, which has copies of their files.
+        model: The `model` section.
+
+    Raises:
+        UsageError: A file of `model.weights` has changed.
+    """
+    if changes := _changed_processor_files(path, model):
+        raise UsageError("\n".join([f"{path} was trained with other files:", *changes]))
 
 
 def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
@@ -348,6 +387,13 @@ def write_run_files(
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
         run.checkpoints.mkdir(exist_ok=True)
+        processor = path / PROCESSOR
+        if not (path / "config.yaml").exists():
+            remove_tree(processor)  # of a start that failed
+        if isinstance(config.model, Vlm) and not processor.exists():
+            processor.mkdir()
+            for name, content in read_processor_files(config.model.weights).items():
+                write_atomic(processor / name, content)
         run.write("tokenizer.json", tokenizer_json)
         run.write_json("data.json", data)
         run.write_json("environment.json", collect_environment())

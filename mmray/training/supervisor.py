@@ -41,7 +41,7 @@ from mmray.training.monitor import (
     signal_handlers,
 )
 from mmray.training.resolve import ResolvedRun
-from mmray.training.run_dir import RunDir, redact_text
+from mmray.training.run_dir import RunDir, check_processor, redact_text
 
 STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
 
@@ -345,6 +345,7 @@ class Supervisor:
             try:
                 if self.attempts > 1:
                     self.lease.claim_next_token()
+                    check_processor(self.run.path, self.resolved.config.model)
                 if self.trusted_from == math.inf and files.latest_complete_step(
                     self.run.checkpoints
                 ):

@@ -7,13 +7,51 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mmray.data.vlm.families import WEIGHTS_SETTING, Family
+from mmray.data.vlm.families import MODEL_CONFIG, WEIGHTS_SETTING, Family
 from mmray.data.vlm.video import FrameProcessor
 from mmray.errors import UsageError
+
+# Files of a model, besides its weights, that determine its inputs and answers.
+PROCESSOR_FILES = (
+    MODEL_CONFIG,
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def read_processor_files(weights: str) -> dict[str, bytes]:
+    """Return the content of each of PROCESSOR_FILES that a model has, by name.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
+    """
+    folder = Path(weights)
+    if folder.is_dir():
+        paths = {name: folder / name for name in PROCESSOR_FILES}
+        return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    from transformers.utils import cached_file
+
+    content = {}
+    for name in PROCESSOR_FILES:
+        with suppress(OSError, ValueError):  # loading the processor explains it
+            content[name] = Path(str(cached_file(weights, name))).read_bytes()
+    return content
 
 
 @contextmanager

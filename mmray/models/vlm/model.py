@@ -8,7 +8,7 @@ rows, the normalization of uint8 pixels on the device, and a loss without a matr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -509,7 +509,7 @@ def _build(weights: str, config: dict[str, Any] | None) -> Any:
 
     A folder with a config but no weights is a model with random weights.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+    from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, GenerationConfig
 
     if config is not None:
         hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -517,4 +517,7 @@ def _build(weights: str, config: dict[str, Any] | None) -> Any:
         hf_config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
         if has_weights(weights):
             return load_pretrained(WEIGHTS_SETTING, weights, AutoModelForMultimodalLM, hf_config)
-    return AutoModelForMultimodalLM.from_config(hf_config, dtype=torch.float32)
+    net = AutoModelForMultimodalLM.from_config(hf_config, dtype=torch.float32)
+    with suppress(OSError):  # without the file it is of the config
+        net.generation_config = GenerationConfig.from_pretrained(weights)
+    return net

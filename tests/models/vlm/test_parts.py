@@ -293,6 +293,18 @@ def test_limit_that_a_processor_cannot_keep_is_named(family, folder_of, tmp_path
     assert (size in (out / "README.md").read_text()) == bool(lines)
 
 
+def test_export_of_a_run_has_the_generation_settings_of_its_weights(folder_of, tmp_path):
+    """A run's checkpoint has none, and its model is built without reading the weights."""
+    folder = shutil.copytree(folder_of("qwen3_vl"), tmp_path / "base")
+    settings = {"eos_token_id": [1, 2], "repetition_penalty": 1.25}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = VlmConfig(weights=str(folder))
+    model = build(config, 0, Vlm(config).architecture())
+    out = export_vlm(model, config.model_dump(mode="json"), tmp_path / "out")
+    exported = json.loads((out / "generation_config.json").read_text())
+    assert exported | settings == exported
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_call_of_the_model_card_gives_the_answer_of_load(family, folder_of, tmp_path, monkeypatch):
     """Processor, chat template and generation settings come from the export alone."""

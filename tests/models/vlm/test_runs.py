@@ -5,18 +5,22 @@ numbers of ranks, and on Ray.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 
 import mmray
 from mmray import cli
-from mmray.config import Prepare
+from mmray.config import Prepare, to_yaml
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import shard_arrays
 from mmray.data.prepare.pipeline import prepare
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
-from mmray.training import driver
+from mmray.errors import UsageError
+from mmray.training import driver, run_dir
+from mmray.training.evaluate_export import load_run_config
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import token_runs, two_ranks
@@ -108,6 +112,46 @@ def test_killed_run_resumes_with_equal_weights(
     assert marks(outcome.path) == marks(calm)
     assert losses(outcome.path) == losses(calm)
     assert same_weights(*(final_weights(each) for each in (outcome.path, calm)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", "{{ messages }}"),
+        ("processor_config.json", '{"image_processor": {"size": 1}}'),
+        ("tokenizer.json", None),
+        ("preprocessor_config.json", "{}"),  # new
+    ],
+)
+def test_changed_file_of_the_weights_is_refused_by_name(name, content, calm, tmp_path, capsys):
+    """By a resume, a restart of workers, an evaluation and an export, until it is restored."""
+    run = shutil.copytree(calm, tmp_path / "run")
+    config = load_run_config(run)
+    weights = shutil.copytree(config.model.weights, tmp_path / "weights")
+    config = config.replace(
+        model=config.model.replace(weights=str(weights)),
+        run=config.run.replace(name="run", storage=str(tmp_path)),
+    )
+    (run / "config.yaml").write_text(to_yaml(config))
+    data = {"train": "made"}
+    assert run_dir.select_run(config, data, 9).action == "resume"
+    if content is None:
+        (weights / name).unlink()
+    else:
+        (weights / name).write_text(content)
+    problem = rf"model.weights: {name} in .*weights has changed; (copy .*run/processor|remove it)"
+    with pytest.raises(UsageError, match=problem):
+        run_dir.select_run(config, data, 9)
+    with pytest.raises(UsageError, match=problem):
+        run_dir.check_processor(run, config.model)
+    for command in (["export", str(run), str(tmp_path / "out")], ["evaluate", str(run)]):
+        assert cli.run(command, ConsoleReporter()) == 2
+        assert re.search(problem, capsys.readouterr().err)
+    if (run / "processor" / name).exists():
+        shutil.copy(run / "processor" / name, weights)
+    else:
+        (weights / name).unlink()
+    run_dir.check_processor(run, config.model)
 
 
 @pytest.mark.parametrize(
