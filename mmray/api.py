@@ -29,7 +29,7 @@ from mmray.errors import TrainingError, UsageError, require_positive, suggest
 from mmray.machine import torchrun_rank
 from mmray.report.sweep import SweepRecord
 from mmray.run import Run
-from mmray.storage.paths import AnyPath, remove_tree, to_path
+from mmray.storage.paths import AnyPath, check_kept, remove_tree, to_path
 
 if TYPE_CHECKING:
     from ray.tune import ResultGrid
@@ -168,6 +168,7 @@ def prepare(
         ResourceError: storage or cluster failed, maybe temporarily.
     """
     checked = Prepare.model_validate(_plain(settings))
+    check_kept("OUT", out)
     cluster = Cluster(
         address=address, wait_for_nodes=wait_for_nodes, queue_timeout_s=queue_timeout_s
     )
@@ -264,6 +265,7 @@ def score(
         ResourceError: storage or cluster failed, maybe temporarily.
     """
     require_positive(batch=batch)
+    check_kept("the set", data)
     with _shown(reporter, "loading the weights") as shown:
         from mmray.training.local import count_gpus
         from mmray.training.score import score_set
@@ -312,6 +314,7 @@ def select(
     """
     if where is None and deduplicate is None:
         raise UsageError("select needs --where or --deduplicate: which rows to leave out")
+    check_kept("OUT", out)
     with _shown(reporter, "selecting") as shown:
         from mmray.cluster.connect import data_session
         from mmray.data.prepare.select import check_selection, select_set
@@ -364,6 +367,7 @@ def show(
         DataError: the folder is not a prepared set, has no such split, or a shard is damaged.
     """
     require_positive(rows=rows)
+    check_kept("--out", prepared if out is None else out)
     with _shown(reporter, "reading") as shown:
         from mmray.data.store.prepared_set import PreparedSet
         from mmray.report.prepared import describe_basis, describe_unread
@@ -558,6 +562,7 @@ def export(
         UsageError: the folder is not a run, has no such checkpoint, or `out` has other files; or
             weights are interpolated of a run that started from random ones.
     """
+    check_kept("OUT", out)
     with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 
@@ -585,6 +590,7 @@ def export_weights(
     Raises:
         UsageError: the weights cannot be loaded, or `out` has other files.
     """
+    check_kept("OUT", out)
     with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 

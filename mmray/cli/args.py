@@ -23,6 +23,7 @@ from mmray.config import Config, recipes
 from mmray.console.reporter import ConsoleReporter
 from mmray.console.tables import rows_table
 from mmray.errors import UsageError
+from mmray.storage.paths import check_kept
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
@@ -299,6 +300,7 @@ def first_sentence(command: Callable[..., int]) -> str:
 
 def _check_writable(file: Path) -> None:
     """Raise UsageError if the file of --json cannot be written; called before the work."""
+    check_kept("--json", file)
     folder = file.parent
     if not folder.is_dir():
         raise UsageError(

@@ -15,7 +15,6 @@ from mmray.errors import ResourceError
 TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
 WAITING = "mmray-waiting"  # namespace of Ray's key-value store
-JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitted jobs
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
 # Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
 # has no dashboard.

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from mmray.cluster import placement, shared_storage
 from mmray.cluster.capacity import (
@@ -20,6 +19,7 @@ from mmray.cluster.capacity import (
 )
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
+from mmray.storage.paths import check_kept
 
 FREE_WAIT_S = 4.0
 # Memory of a run on the node of its driver: the driver, Ray Train's controller and its
@@ -162,7 +162,7 @@ def check_storage(config: Config) -> None:
         UsageError: The folder would be deleted with a job of Ray.
         ResourceError: A training node cannot write to it, or does not see files of other nodes.
     """
-    shared_storage.check_persistent(config.run.storage, Path.cwd())
+    check_kept("run.storage", config.run.storage)
     demand = resource_demand(config, with_data=False)
     nodes = placement.alive_nodes()
     if len(nodes) > 1 or "://" in config.run.storage:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import ray
 
-from mmray.cluster import ray_internals
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.placement import run_on_node
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import ResourceError
 from mmray.storage.paths import remove_tree, to_path, write_atomic
 
 PROBE_TIMEOUT_S = 60.0
@@ -22,28 +20,6 @@ CREDENTIALS = (
     "The bucket must exist; endpoint and credentials come from the environment of each node "
     "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
-
-
-def check_persistent(storage: str, cwd: Path) -> None:
-    """Check that `run.storage` is not in a job's copy of the working directory, which Ray deletes.
-
-    Args:
-        storage: The setting `run.storage`, a folder or URI.
-        cwd: The working directory of the driver.
-
-    Raises:
-        UsageError: It is a relative folder in such a copy.
-    """
-    if (
-        ray_internals.JOB_DIR in cwd.parts
-        and "://" not in storage
-        and not Path(storage).expanduser().is_absolute()
-    ):
-        raise UsageError(
-            f"run.storage {storage} is relative, and Ray deletes a job's copy of the working "
-            "directory later. Pass an absolute folder that every node sees (--run.storage "
-            "/shared/runs)."
-        )
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:

@@ -35,7 +35,7 @@ from mmray.report.prepared_figures import set_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SweepRecord, trial_columns
 from mmray.report.sweep_figures import sweep_figures
-from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.storage.paths import AnyPath, check_kept, to_path, write_atomic
 from mmray.sweep_files import SWEEP
 
 REPORT = "report.html"
@@ -58,6 +58,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     """
     folder = to_path(folder)
     out = to_path(out or folder / REPORT)
+    check_kept("--out", out)
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {problem}; give the folder of a run (runs/NAME) or of a sweep")

@@ -36,6 +36,7 @@ T = TypeVar("T")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 CHUNK_BYTES = 8 << 20
 TEMP_SUFFIX = ".unfinished"
+JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitted jobs
 _LOCAL = fs.LocalFileSystem()
 
 
@@ -256,6 +257,23 @@ def to_path(address: str | AnyPath) -> AnyPath:
     if scheme == "file":
         return Path(_from_uri(f"file://{authority}/{quote(key, safe='/%')}")[1])
     return RemotePath(f"{scheme}://{authority}", unquote(key).strip("/"), options)
+
+
+def check_kept(name: str, address: str | AnyPath) -> None:
+    """Check that an output is not in a job's copy of the working directory, which Ray deletes.
+
+    Args:
+        name: The setting or argument with the address, for the message.
+        address: Local path or URI of the output.
+
+    Raises:
+        UsageError: The output is in such a copy.
+    """
+    if "://" not in str(address) and JOB_DIR in Path(str(address)).expanduser().absolute().parts:
+        raise UsageError(
+            f"{name} {address} is in a job's copy of the working directory, which Ray deletes "
+            "later. Give an absolute path on a storage that every node sees, such as /shared/..."
+        )
 
 
 @cache

@@ -1,13 +1,11 @@
 """run.storage is written, read and cleaned up before the first step; errors name the node."""
 
-from pathlib import Path
-
 import pytest
 
 from mmray.cluster.doctor import check_storage
 from mmray.cluster.placement import alive_nodes
-from mmray.cluster.shared_storage import check_persistent, check_shared
-from mmray.errors import ResourceError, UsageError
+from mmray.cluster.shared_storage import check_shared
+from mmray.errors import ResourceError
 from mmray.storage.paths import list_files, to_path
 
 
@@ -34,12 +32,3 @@ def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path,
     ):
         check_shared("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
-
-
-def test_relative_storage_of_a_job_is_refused():
-    job = Path("/session/runtime_resources/working_dir_files/_ray_pkg_1")
-    with pytest.raises(UsageError, match=r"run.storage runs is relative"):
-        check_persistent("runs", job)
-    check_persistent("/shared/runs", job)
-    check_persistent("s3://bucket/runs", job)
-    check_persistent("runs", Path("/project"))

@@ -14,6 +14,7 @@ from mmray.errors import UsageError
 from mmray.storage import requests
 from mmray.storage.paths import (
     RemotePath,
+    check_kept,
     local_copy,
     move_tree,
     open_for_upload,
@@ -192,3 +193,43 @@ def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):
             )
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+def test_outputs_in_a_jobs_working_directory_are_refused(tmp_path, monkeypatch):
+    job = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    job.mkdir(parents=True)
+    monkeypatch.chdir(job)
+    for output in ("runs", job / "runs"):
+        with pytest.raises(UsageError, match=r"run.storage .*runs is in a job's copy"):
+            check_kept("run.storage", output)
+    check_kept("run.storage", "/shared/runs")
+    check_kept("run.storage", "s3://bucket/runs")
+    monkeypatch.chdir(tmp_path)
+    check_kept("run.storage", "runs")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["prepare", "/shared/rows.jsonl", "set"], "OUT set"),
+        (["select", "/shared/set", "small", "--where", "width > 9"], "OUT small"),
+        (["score", "set", "--weights", "/shared/run"], "the set set"),
+        (["show", "set"], "--out set"),
+        (["show", "/shared/set", "--out", "set.html"], "--out set.html"),
+        (["report", "/shared/run", "--out", "run.html"], "run.html"),
+        (["export", "/shared/run", "out"], "OUT out"),
+        (["doctor", "--json", "found.json"], "--json found.json"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_of_a_job_refuse_outputs_that_ray_deletes(
+    words, named, tmp_path, monkeypatch, capsys
+):
+    job = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    job.mkdir(parents=True)
+    monkeypatch.chdir(job)
+    assert cli.run(words, ConsoleReporter()) == UsageError.exit_code
+    assert f"{named} is in a job's copy of the working directory" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert list(job.iterdir()) == []
