@@ -211,17 +211,14 @@ class MemoryProbe:
             The micro-batch size in rows, and the bytes that its activations need on this rank.
 
         Raises:
-            OutOfMemoryError: It does not fit on every rank.
+            OutOfMemoryError: It does not fit on every rank; then the driver restarts the workers
+                with half of it, unless it is one row.
         """
         size = self._batch_shape.micro_batch_size
         activations = self.try_step(size, min(2 * size, self._rows))
         if self._on_all_ranks(activations is not None):
             return size, activations or 0
-        if size == 1:
-            raise OutOfMemoryError(ONE_ROW_TOO_LARGE)
-        raise OutOfMemoryError(
-            f"a micro-batch of {size} rows does not fit: lower --batch.micro, or set it to auto"
-        )
+        raise self._out_of_memory(size, "on at least one rank")
 
     def search(self) -> tuple[int, int]:
         """Search the largest micro-batch size that fits on every rank, with synthetic steps.
@@ -353,14 +350,17 @@ class MemoryProbe:
         if self._group.device.type == "cuda":
             torch.cuda.empty_cache()
         if not fits and self._together:
-            raise out_of_memory_error(
-                "out of memory in the dry run",
-                f"rank {self._group.rank}",
-                self._batch_shape.with_micro_batch_size(size),
-                ONE_ROW_TOO_LARGE,
-                fitting=self._largest,
-            )
+            raise self._out_of_memory(size, f"rank {self._group.rank}")
         return saved.peak if fits else None
+
+    def _out_of_memory(self, size: int, detail: str) -> OutOfMemoryError:
+        return out_of_memory_error(
+            "out of memory in the dry run",
+            detail,
+            self._batch_shape.with_micro_batch_size(size),
+            ONE_ROW_TOO_LARGE,
+            fitting=self._largest,
+        )
 
     def _accumulate(self, size: int, rows: int) -> None:
         """Compute the gradients while the other memory of a run is in use."""

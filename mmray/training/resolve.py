@@ -232,12 +232,13 @@ def _compare_settings(
     eval_sets: Sequence[PreparedSet],
     reporter: RunReporter,
 ) -> Prepare:
-    """Return the section `prepare` with the settings of the first training set, and log with which
-    others each set was prepared.
+    """Return the section `prepare` with the settings of the first training set, and log the chosen
+    settings with which a set was not prepared.
 
     If the run has prepared a source (`prepared_here`), the section is that of the source.
     """
     settings = config.prepare
+    defaults = Prepare()
     names = [name for name in Prepare.model_fields if name not in _READING_SETTINGS]
     sets = {str(each.folder): each for each in [*eval_sets, *train_sets]}
     for folder in dict.fromkeys(str(each.folder) for each in [*train_sets, *eval_sets]):
@@ -248,6 +249,8 @@ def _compare_settings(
             f"{name} {format_setting(new)}, not {format_setting(old)}"
             for name in names
             if (new := getattr(of_set, name)) != (old := getattr(settings, name))
+            # Defaults were not chosen for the run, but sets of a mixture are compared in all.
+            and (settings is not config.prepare or old != getattr(defaults, name))
             and (is_trained_on or name not in _TRAINING_SETTINGS)
         ]
         if differences:

@@ -197,11 +197,18 @@ def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeyp
     ] == 25 * 2**20
 
 
-def test_too_large_batch_is_refused_before_data_is_read():
-    with pytest.raises(
-        OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"
-    ):
+def test_too_large_micro_batch_is_halved_before_data_is_read():
+    """As FSDP does it, too: test_shards.py."""
+    message = r"in the dry run with micro-batches of 8 rows .*; continuing with 4 at a time"
+    with pytest.raises(OutOfMemoryError, match=message) as error:
         probe(state_with(7), 16, 8)
+    assert error.value.retry_shape.micro_batch_size == 4
+    with pytest.raises(OutOfMemoryError, match=r"micro-batches of 1 rows .*single row") as error:
+        probe(state_with(0), 16, 1)
+    assert error.value.retry_shape is None
+
+
+def test_batch_that_cannot_be_processed_is_refused_before_data_is_read():
     with pytest.raises(OutOfMemoryError, match="a single row does not fit"):
         probe(state_with(0), 16)
     broken = lambda rows: toy.rows(rows, 0) | {"input_ids": torch.full((rows, 6), 99)}  # noqa: E731

@@ -101,8 +101,8 @@ def test_run_has_and_states_the_settings_of_its_sets(tmp_path):
     reporter = Silent()
     resolved = resolve_run(wanted.replace(prepare=asked, data=data), reporter)
     assert settings_lines(reporter) == [
-        f"{first} was prepared with image_side 0, not 256; holdout 0.1, not 0; "
-        "columns text=title, not none; repair_text no, not yes. It is used as it is",
+        f"{first} was prepared with image_side 0, not 256; repair_text no, not yes. It is used as "
+        "it is",
         f"{second} was prepared with repair_text yes, not no. It is used as it is",
         f"{test} was prepared with caption {{}}, not a photo of a {{}}. It is used as it is",
     ]
@@ -126,7 +126,7 @@ def test_settings_of_a_source_that_the_run_prepares_stay(tmp_path, monkeypatch):
     resolved = resolve_run(wanted, reporter)
     assert resolved.config.prepare == asked and resolved.eval_sets[""].num_rows == 12
     [line] = settings_lines(reporter)
-    assert line.startswith(f"{train} was prepared with image_side 8, not 0; max_pixels 25000000")
+    assert line.startswith(f"{train} was prepared with max_pixels 25000000, not 999")
 
 
 @pytest.mark.parametrize(
