@@ -28,10 +28,6 @@ def require_positive(**numbers: float | None) -> None:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return a hint for a name that does not exist.
 
-    Args:
-        word: the unknown name.
-        known: all valid names.
-
     Returns:
         ``did you mean `clip`?`` if a name is similar, otherwise `known: ` and all names.
     """
@@ -116,8 +112,6 @@ class DeviceError(TrainingError):
         """Return a DeviceError for an error that a worker is handling, with its traceback as note.
 
         Args:
-            error: The error of the driver, of NCCL or of CUDA that the worker caught.
-            where: The GPU, for the message.
             node: ID of the node of the GPU in Ray; empty for this machine.
         """
         failed = cls(f"{first_line(error)} ({where})", node)

@@ -16,10 +16,6 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
     Args:
         name: Value of the setting, such as `my_package.models:MyModel`.
         setting: Name of the setting, such as `model.kind`, for errors.
-        known: Built-in names that the setting accepts, for errors.
-
-    Returns:
-        The class: the attribute of that name in the module.
 
     Raises:
         UsageError: The name has another form, or the class cannot be imported.
@@ -39,15 +35,6 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
 def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
     """Import the built-in class that a table has for a name, or a user's class.
 
-    Args:
-        name: A key of the table such as `contrastive`, or a user's `package.module:Class`.
-        setting: Name of the setting, such as `objective.kind`, for errors.
-        table: `module:Class` by built-in name, such as {"contrastive":
-            "mmray.objectives.contrastive:Contrastive"}.
-
-    Returns:
-        The class.
-
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
     """
@@ -58,8 +45,6 @@ def check_installed(package: str, setting: str, extra: str) -> None:
     """Raise UsageError if an optional package is not installed.
 
     Args:
-        package: Name of the module to import, such as `optuna`.
-        setting: What needs it, such as `--search optuna`, for the message.
         extra: The extra of mmray that installs it, as in `pip install "mmray[EXTRA]"`.
     """
     if find_spec(package) is None:

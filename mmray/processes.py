@@ -50,7 +50,6 @@ def describe_exit(exit_code: int | None, name: str = "worker") -> str:
     Args:
         exit_code: Exit code of `multiprocessing.Process`, negative for a signal; None: the process
             closed its connection, but did not end.
-        name: Name of the process in the sentence.
     """
     if exit_code is None:
         return f"the {name} process closed its connection"
@@ -60,11 +59,7 @@ def describe_exit(exit_code: int | None, name: str = "worker") -> str:
 
 
 def describe_signal(number: int) -> str:
-    """Return the name of a signal, such as `SIGTERM`; of SIGKILL also what sends it.
-
-    Args:
-        number: Number of the signal, positive.
-    """
+    """Return the name of a signal, such as `SIGTERM`; of SIGKILL also what sends it."""
     memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
     return f"{signal.Signals(number).name}{memory}"
 
@@ -88,9 +83,6 @@ class Channel:
     def send(self, message: Any) -> None:
         """Send a message to the function `on_message` that the parent has passed to `result`,
         without waiting for a reply.
-
-        Args:
-            message: Any object that can be pickled.
         """
         with self._lock:
             self.connection.send(("message", message))
@@ -98,12 +90,6 @@ class Channel:
     def call(self, message: Any) -> Any:
         """Send a message to the function `on_message` that the parent has passed to `result`, and
         wait for its reply.
-
-        Args:
-            message: Any object that can be pickled.
-
-        Returns:
-            What `on_message` returned.
         """
         with self._lock:
             self.connection.send(("call", message))
@@ -146,9 +132,6 @@ class ConnectedProcess:
     def send(self, message: Any) -> None:
         """Send an object to the process, which receives it with `connection.recv()` of its Channel.
 
-        Args:
-            message: Any object that can be pickled.
-
         Raises:
             ChildDied: The process has ended.
         """
@@ -189,11 +172,7 @@ class ConnectedProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Return the error for the caller to raise after the connection to the process was lost.
-
-        Returns:
-            A ChildDied, whose message names the process and, if it is known, how it ended.
-        """
+        """Return the error for the caller to raise after the connection to the process was lost."""
         return ChildDied(self.name, None)
 
 
@@ -223,12 +202,6 @@ class ChildProcess(ConnectedProcess):
         theirs.close()  # so that the end of the process is read as EOF
 
     def death(self) -> ChildDied:
-        """Wait up to EXIT_TIMEOUT_S (10 s) for the exit of the child after its connection was lost.
-
-        Returns:
-            The error for the caller to raise. It has the exit code, or None if the child still
-            runs.
-        """
         self.process.join(EXIT_TIMEOUT_S)
         return ChildDied(self.name, self.process.exitcode)
 
@@ -383,9 +356,6 @@ class ChildPool(Generic[Item, Result]):
     def is_lost_worker(self, error: BaseException) -> bool:
         """Return whether an error means that a process died, not that the pool's function raised
         it.
-
-        Args:
-            error: The error of a future that a process's `submit` returned.
         """
         return isinstance(error, ChildDied)
 
@@ -406,12 +376,6 @@ class ChildPool(Generic[Item, Result]):
     def compute_here(self, item: Item) -> Result:
         """Compute an item in this process: call `work(item, True)`, so that it protects the
         process.
-
-        Args:
-            item: The argument of the pool's function.
-
-        Returns:
-            Its result.
         """
         return self._work(item, True)
 

@@ -100,8 +100,7 @@ class TrialRow:
         run: Folder of the run, relative to the folder of the sweep.
         is_recipe: Whether the searched settings have the values of the recipe that the sweep
             started from.
-        rungs: Its values at the rungs that it reached (numbers of samples after which trials are
-            compared), ascending.
+        rungs: Its values at the rungs that it reached, ascending.
         curve: The held-out values of all evaluations.
     """
 
@@ -134,9 +133,6 @@ class TrialRow:
     def value(self, goal: str) -> float | None:
         """Return the value by which trials are compared.
 
-        Args:
-            goal: `throughput`, `loss` or `recall`.
-
         Returns:
             Samples/s for `throughput`, otherwise the newest held-out loss or recall@1 at which
             trials were compared (a rung); None if it was not measured.
@@ -151,12 +147,7 @@ class TrialRow:
         return f"{self.micro} x {self.accumulation} x {self.workers}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return this row as the JSON object of a line of trials.jsonl.
-
-        Returns:
-            The fields of this class by name, with `global` for `global_batch_size`. `rungs` is a
-            list of {"samples", "value", "elapsed_s"}, `curve` of (samples, value).
-        """
+        """Return this row as the JSON object of a line of trials.jsonl."""
         values = asdict(self)
         values["global"] = values.pop("global_batch_size")
         values["rungs"] = [rung._asdict() for rung in self.rungs]
@@ -184,8 +175,8 @@ class Recommendation:
     Attributes:
         best: Name of the trial.
         why: Sentences for the user.
-        per_global: Of a sweep of batch shapes (global batch and micro-batch) the name of the best
-            one by rows of the global batch as text, such as {"1024": "s003"}; else empty.
+        per_global: Of a sweep of batch shapes the name of the best one by rows of the global batch
+            as text, such as {"1024": "s003"}; else empty.
     """
 
     best: str
@@ -198,10 +189,5 @@ class Recommendation:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recommendation:
-        """Restore a recommendation from the JSON object `recommendation` of sweep.json.
-
-        Args:
-            values: `best` (name of a trial) and `why` (text), and optionally `per_global` (name of
-                a trial by global batch as text).
-        """
+        """Restore a recommendation from the JSON object `recommendation` of sweep.json."""
         return cls(values["best"], values["why"], values.get("per_global", {}))

@@ -33,7 +33,7 @@ WARMUP_ARRIVALS = 6  # first arrivals of a consumer, excluded because other proc
 
 
 class Arrival(NamedTuple):
-    """A block (several rows read together) that a consumer received.
+    """A block that a consumer received.
 
     Attributes:
         at_s: When it arrived, in seconds since the epoch (time.time()).
@@ -69,7 +69,6 @@ class CaptionDataset(Dataset[Any]):
     `encode(text)` returns a dict with `input_ids` and `attention_mask`, int64 [T].
 
     Args:
-        tokenizer_json: Content of tokenizer.json.
         max_tokens: Maximum number of tokens of a caption; longer ones are truncated.
         pad: Whether captions are padded to `max_tokens`; otherwise the collate function pads.
     """
@@ -93,9 +92,6 @@ class CaptionDataset(Dataset[Any]):
     def encode(self, text: str) -> dict[str, Tensor]:
         """Return the tokens of a caption.
 
-        Args:
-            text: The caption.
-
         Returns:
             `input_ids` and `attention_mask` (0 for padding), int64 [T]. T is `max_tokens` if the
             dataset was made with `pad`, otherwise the number of tokens, at most `max_tokens`.
@@ -116,7 +112,6 @@ class TextbookDataset(CaptionDataset):
 
     Args:
         files: (image file, caption) of each row.
-        tokenizer_json: Content of tokenizer.json.
         side: Height and width of an image in pixels.
     """
 
@@ -143,8 +138,6 @@ class TunedDataset(CaptionDataset):
     the unpadded caption.
 
     Args:
-        prepared: The set.
-        tokenizer_json: Content of tokenizer.json.
         side: Height and width of an image in pixels.
         max_tokens: Longer captions are truncated.
     """

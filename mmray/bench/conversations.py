@@ -57,7 +57,6 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
 
     Args:
         config: The model, of kind `vlm`, and the batch; one worker is measured.
-        pairs: Number of rounds, in each of which both loops are timed once.
         window_s: Approximate seconds of each timing.
 
     Returns:

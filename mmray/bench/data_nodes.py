@@ -44,12 +44,8 @@ def plan_data_nodes(
     """Return how many CPUs decode for a number of GPUs.
 
     Args:
-        config: The recipe, whose model, inputs and batch are measured.
-        gpus: Number of GPUs.
         samples_per_s: Rows per second of one GPU, as `throughput/samples_per_s` of a run with one;
             None: measured on this machine, on its GPU if it has one.
-        gpu_price: Price of a GPU per hour, in any currency.
-        cpu_price: Price of a CPU core per hour, in the same currency.
 
     Returns:
         A DataNodes: `cpus` (number of cores), the rates `samples_per_s` (of all GPUs) and
@@ -71,11 +67,7 @@ def plan_data_nodes(
 
 
 def measure_decoding(inputs: Inputs) -> float:
-    """Return how many JPEGs of 500 x 375 pixels a core decodes and resizes per second.
-
-    Args:
-        inputs: The section `model.inputs`, with the size to which images are resized.
-    """
+    """Return how many JPEGs of 500 x 375 pixels a core decodes and resizes per second."""
     return photos_per_s(lambda data: transform(decode(data), inputs), DECODE_S)
 
 

@@ -77,13 +77,7 @@ def baseline_loss(outputs: dict[str, Tensor]) -> Tensor:
 
 
 def copy_to(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield each batch on a device; it is copied in the step that uses it.
-
-    Args:
-        device: The target.
-        batches: Columns by name on the CPU, of which the inputs of the model (`image`, `input_ids`,
-            `attention_mask`) are copied.
-    """
+    """Yield each batch on a device; it is copied in the step that uses it."""
     for batch in batches:
         yield {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}
 
@@ -94,7 +88,6 @@ def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch
     The last batch is not yielded.
 
     Args:
-        device: The GPU.
         batches: Columns by name in pinned memory, of which the inputs of the model (`image`,
             `input_ids`, `attention_mask`) are copied on a side stream.
     """
@@ -124,7 +117,6 @@ def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
     would run slower code of dynamic height and width.
 
     Args:
-        model: The model.
         device: Without effect on a CPU and on GPUs before sm70, which Triton does not support.
 
     Returns:

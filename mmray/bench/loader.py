@@ -67,7 +67,6 @@ def bench_loader(
     Args:
         notify: Called with one line of text about the progress.
         data: A prepared set or a raw source; None: synthetic photographs.
-        images: Number of images.
         rounds: How often each loader is measured; the loaders take turns.
         window_s: Approximate seconds of each measurement.
         workers: Decode actors of the stream, and DataLoader workers in total; 0: one per core.
@@ -108,8 +107,6 @@ def compare_loaders(
 
     Args:
         build: Returns the loaders by name; called in the session.
-        actors: Decode actors of the stream, and DataLoader workers in total.
-        rounds: How often each loader is measured.
         ratios: By name two loaders whose rates are compared.
         notify: Called with one line of text after each measurement.
         rate: Name of the rows/s in the result.
@@ -236,12 +233,6 @@ def write_images(data: str | None, images: int, cache: Path) -> Path:
     Args:
         data: A prepared set or a raw source, from which rows are sampled; None: synthetic
             photographs.
-        images: Number of images.
-        cache: Parent of the folder, which keeps such images for later benchmarks.
-
-    Returns:
-        The folder, with the image files and captions.jsonl, a line {image: name of the file, text:
-        caption} for each.
     """
     if data is None:
         folder = cache / f"photos-{synthetic_images.VERSION}-{images}"
@@ -264,7 +255,6 @@ def format_needs(rates: Mapping[str, float], gpu_rate: float, actors: int) -> li
 
     Args:
         rates: Images/s of `stream original` and `stream prepared`.
-        gpu_rate: Images/s that the device consumes.
         actors: Decode actors of the measured stream.
     """
     lines = []

@@ -303,8 +303,6 @@ class Bench:
         """Run mmray's training loop on the synthetic batches.
 
         Args:
-            model: The model, not wrapped.
-            shape: Global batch and micro-batch in rows.
             steps: Total number of steps, with those before `first`.
             num_rows: Number of valid rows; steps after them have padding.
             first: First step that is taken, from 0; with `load` the step of the checkpoint.
@@ -312,12 +310,6 @@ class Bench:
                 such as `model/log_scale`; meta tensor of its shape) that returns the tensor to read
                 it into, it returns the state, nested dicts of tensors and JSON values. None: start
                 at step 0.
-            options: Other arguments of the training loop (fields of TrainSpec), such as
-                `callbacks`.
-
-        Returns:
-            A LoopResult: `status` (`finished`), `steps`, `rows_consumed`, `skipped_steps` and
-            `metrics`, the last logged ones by name, such as `train/loss`.
         """
         plan = SamplePlan(
             num_rows=num_rows,
@@ -356,9 +348,6 @@ class Bench:
             accumulated: Whether a step has all rows of this rank, in several micro-batches;
                 otherwise it has one micro-batch.
 
-        Returns:
-            Seconds of the timed steps, and the last logged loss.
-
         Raises:
             OutOfMemoryError: The micro-batch does not fit into memory.
         """
@@ -378,9 +367,6 @@ class Bench:
 
         Args:
             steps: Number of steps of one micro-batch; the first WARMUP_STEPS (3) are not timed.
-
-        Returns:
-            Seconds of the timed steps, and the last loss.
         """
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
@@ -446,11 +432,7 @@ class Bench:
         )
 
     def copy_of_model(self, shape: BatchShape) -> nn.Module:
-        """Return a copy of the model; it is compiled and uses CUDA graphs if the config has them.
-
-        Args:
-            shape: Global batch and micro-batch in rows, which the graphs are captured for.
-        """
+        """Return a copy of the model; it is compiled and uses CUDA graphs if the config has them."""
         model = compile_branches(deepcopy(self.model), self.config.train)
         self._use_graphs(model, shape)
         return model
@@ -475,9 +457,6 @@ def synthetic_run(
     """Return the arguments of mmray's training loop for a run on synthetic batches.
 
     Args:
-        config: Objective, optimizer and settings of the loop.
-        group: This rank and its process group.
-        model: The model, not wrapped.
         plan: Number of steps and rows.
         shape: Global batch and micro-batch in rows.
         options: Other fields of TrainSpec, such as `callbacks`.
@@ -504,8 +483,6 @@ def micro_batches(
     """Yield the micro-batches of each step, as slices of the same few batches.
 
     Args:
-        plan: Number of steps, and the positions of the rows of a step. Rows after the first epoch
-            are not valid.
         shape: Rows of a micro-batch; the last one of a step may be smaller.
         batches: Synthetic batches (tensors [B, ...] by column) with equal numbers of rows, used in
             rotation.
@@ -537,13 +514,8 @@ def build_model(
     """Build the model of a config as a worker does.
 
     Args:
-        config: Settings of model and training.
-        group: This rank and its process group.
         architecture: None: with the weights that the config names, {}: with random weights.
         double: Whether the model is in float64.
-
-    Returns:
-        The config without `auto` in `train`, and the model on its device, not wrapped.
     """
     seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
@@ -567,7 +539,6 @@ def build_bench(
     Args:
         config: Settings of model and training. The model has random weights.
         group: This rank and its process group.
-        micro: Rows of a micro-batch.
         log: Receives the metrics of mmray's loop; None: they are not written.
         rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
         double: Whether the model is in float64.

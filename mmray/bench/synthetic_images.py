@@ -88,7 +88,6 @@ def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
     """Yield rows that are evenly spaced over a prepared set.
 
     Args:
-        prepared: The set.
         num: Number of rows; fewer if the set has fewer.
 
     Yields:
@@ -124,10 +123,6 @@ def write_files(items: Iterable[tuple[bytes, str]], folder: Path) -> Path:
 
 
 def read_captions(folder: Path) -> list[tuple[str, str]]:
-    """Return (path of the image file, caption) of each image that `write_files` has written.
-
-    Args:
-        folder: The folder with the images and captions.jsonl.
-    """
+    """Return (path of the image file, caption) of each image that `write_files` has written."""
     rows = (json.loads(line) for line in (folder / CAPTIONS).read_text().splitlines())
     return [(str(folder / row["image"]), row["text"]) for row in rows]

@@ -101,9 +101,6 @@ class Demand:
     def with_cpus(self, more: float) -> Demand:
         """Return a copy of the demand (resources of a run), in which each worker has more CPUs.
 
-        Args:
-            more: Number of CPUs to add to each worker.
-
         Returns:
             The copy: `per_worker["CPU"]` is larger by `more`, such as {"CPU": 5, "GPU": 1} instead
             of {"CPU": 4, "GPU": 1} for 1; a missing entry counts as 0. All else is equal.
@@ -199,12 +196,7 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
-    """Return whether the resources of one run fit into the free resources of a cluster.
-
-    Args:
-        demand: Resources of the workers and of the data.
-        nodes: Nodes with their free resources.
-    """
+    """Return whether the resources of one run fit into the free resources of a cluster."""
     return max_concurrent(demand, nodes, 1) == 1
 
 
@@ -232,7 +224,6 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
     Args:
         demand: Resources of the workers and of the data; its number of workers is the largest
             result.
-        nodes: Nodes with their free resources.
     """
     # if more fit, fewer fit: bisect for the first count that does not fit
     counts = range(1, demand.workers + 1)
@@ -245,8 +236,6 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
     """Return the nodes of the largest cluster that the autoscaler can start for a run.
 
     Args:
-        demand: Resources of the run. A pool gets at most as many nodes as the run has workers and
-            data CPUs.
         nodes: The alive nodes, with their total resources.
         pools: Node types of the autoscaler.
 
@@ -269,11 +258,7 @@ def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None
     """Return a label selector that excludes some nodes.
 
     Args:
-        node_ids: Ray's hexadecimal node IDs.
         selector: The label selector to extend; nodes that it excludes stay excluded. None: empty.
-
-    Returns:
-        The conditions of `selector`, with {"ray.io/node-id": "!in(ID,ID)"}.
     """
     before = (selector or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
     return {

@@ -65,9 +65,6 @@ def needs_ray(cluster_config: Cluster) -> bool:
 
     It does if this process is connected to Ray, if `workers` allows more than one, if `address`,
     `resources_per_worker` or `wait_for_nodes` is set, or if RAY_ADDRESS is.
-
-    Args:
-        cluster_config: The `cluster` section.
     """
     return is_connected() or asks_for_cluster(cluster_config)
 
@@ -77,9 +74,6 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
     They do if `workers` allows more than one, if `address`, `resources_per_worker` or
     `wait_for_nodes` is set, or if the environment variable RAY_ADDRESS is.
-
-    Args:
-        cluster_config: The `cluster` section.
     """
     cluster_only = (
         cluster_config.address,
@@ -98,9 +92,7 @@ def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> It
     Otherwise these tasks run in child processes.
 
     Args:
-        cluster_config: The `cluster` section.
-        log: Called with (line, label), where the label is the word to print before the line, while
-            tasks wait for a CPU.
+        log: Called with (line, label), while tasks wait for a CPU.
 
     Raises:
         ResourceError: The cluster cannot be reached, or can never have a CPU for data.
@@ -130,12 +122,10 @@ def ray_session(
     Args:
         cluster_config: The `cluster` section; without `address` and RAY_ADDRESS, Ray is started
             here.
-        decode_actors: Number of decode actors (processes that read and decode rows); if Ray is
-            started here, it gets CPUs for them.
+        decode_actors: Number of decode actors; if Ray is started here, it gets CPUs for them.
         while_starting: Called without arguments in a thread while Ray starts; its errors are
             raised. It must not import Ray. None: nothing is called.
-        log: Called with (line, label), where the label is the word to print before the line, while
-            tasks of Ray Data wait for a CPU.
+        log: Called with (line, label), while tasks of Ray Data wait for a CPU.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.
@@ -269,7 +259,6 @@ def python_path(working_dir: Path, before: str) -> str:
     or Ray in these processes, which then do not start. Ray adds it in workers after their start.
 
     Args:
-        working_dir: The working directory of the driver.
         before: The value of PYTHONPATH; "" if it is not set.
     """
     paths = list(filter(None, before.split(os.pathsep)))
@@ -282,9 +271,6 @@ def check_working_dir(working_dir: Path) -> None:
     """Check that no file of the working directory replaces a package of the workers.
 
     Ray adds the directory to their module search path, before installed packages.
-
-    Args:
-        working_dir: The working directory of the driver.
 
     Raises:
         UsageError: A file or folder has the name of a package that workers import.
@@ -337,11 +323,6 @@ def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores:
 
     It is the number of cores, or the CPUs of all workers and of their decode actors and one more,
     if these are more; they then share cores.
-
-    Args:
-        cluster_config: The `cluster` section.
-        decode_actors: Number of decode actors (processes that read and decode rows) of the run.
-        available_cores: Cores of this machine that this process may use.
     """
     workers = cluster_config.max_workers
     cpus = max(1, cluster_config.resolve_cpus(available_cores))

@@ -130,13 +130,7 @@ def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
     """Report how many CPUs of this machine this process may use; always `ok`.
 
     Args:
-        usable: CPUs that affinity and quotas leave to this process.
-        logical: Logical CPUs of the machine.
         physical: Physical cores of the machine; None: unknown.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: always `ok`, with the numbers
-        as text.
     """
     cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
     return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
@@ -147,10 +141,6 @@ def check_memory(available_gib: float) -> Finding:
 
     Args:
         available_gib: Free memory in GiB.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
-        free memory as text.
     """
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
     return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
@@ -178,10 +168,6 @@ def check_shm(size_gib: float, memory_gib: float) -> Finding:
 
 def check_disk(what: str, folder: Path) -> Finding:
     """Check the free space of a disk; Ray stops spilling objects above 95 %.
-
-    Args:
-        what: Name of the check, such as `disk of run.storage`.
-        folder: A folder on the disk, which need not exist.
 
     Returns:
         A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if less than 5 GiB
@@ -335,15 +321,9 @@ def check_nodes(
     """Report the resources of the cluster, and warn if training workers leave no CPU for data.
 
     Args:
-        alive: The alive nodes as `ray.nodes()` returns them: dicts with `NodeID`, `Resources`
-            (amount by name) and others.
         free: Free resources of the cluster by name, such as {"CPU": 12, "GPU": 1}.
         local_cpus: Cores of this machine if mmray started Ray here; None: another cluster. Ray then
             counts more CPUs, because workers and data share the cores.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` or `warning`, with the
-        resources as text.
     """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"

@@ -80,13 +80,7 @@ def submit(client: JobSubmissionClient, words: Sequence[str], folder: Path) -> s
     """Start a command of mmray as a job, with the tracked files of a folder as working directory.
 
     Args:
-        client: Client of the cluster.
         words: The command after `mmray`, such as `["train", "clip"]`.
-        folder: Folder of a git repository. Files that the command names are uploaded too. Outside
-            a repository only these are.
-
-    Returns:
-        The submission ID of the job.
 
     Raises:
         UsageError: The files are over 50 MiB.
@@ -131,9 +125,6 @@ def files_to_upload(folder: Path, words: Sequence[str]) -> list[str]:
 def untracked_modules(folder: Path) -> list[str]:
     """Return the Python files of a git repository that are neither tracked nor ignored, and so are
     not uploaded.
-
-    Args:
-        folder: Folder of the repository.
     """
     words = ["git", "ls-files", "-z", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
@@ -144,7 +135,6 @@ def check_upload_size(folder: Path, files: Sequence[str]) -> None:
     """Raise UsageError if files are over 50 MiB, with the biggest.
 
     Args:
-        folder: Their folder.
         files: Relative paths.
     """
     sizes = sorted(((folder / file).stat().st_size / 2**20, file) for file in files)
@@ -163,7 +153,6 @@ def find_job(client: JobSubmissionClient, name: str) -> Job:
     name or folder.
 
     Args:
-        client: Client of the cluster.
         name: Submission ID, or name or folder of a run.
 
     Returns:
@@ -215,8 +204,6 @@ def follow(client: JobSubmissionClient, name: str, show: Print) -> int:
     leaves it.
 
     Args:
-        client: Client of the cluster.
-        name: Submission ID of the job.
         show: Called with each piece of the log, a text that may have several lines.
 
     Returns:
@@ -294,9 +281,6 @@ class _LogFollower:
 
 def list_jobs(client: JobSubmissionClient) -> list[dict[str, Any]]:
     """Return the submitted jobs that run or wait, and the 5 newest that have ended.
-
-    Args:
-        client: Client of the cluster.
 
     Returns:
         A dict for each job with the fields of Job: `name`, `command`, `status`, `run`, `start_s`

@@ -93,7 +93,7 @@ def _last_line(error: Exception) -> str:
 
 
 def check_node(gpus_of_ray: int, decodes_per_s: Callable[[], float]) -> tuple[str, list[Finding]]:
-    """Return the versions of packages on this node, and the findings about it (Ray task)."""
+    """Return the versions of packages on this node, and the findings about it."""
     busy_cores = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
     findings = [check_load(busy_cores, cores())]
     if gpus_of_ray:

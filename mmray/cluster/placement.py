@@ -116,7 +116,6 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
     late.
 
     Args:
-        demand: Resources of the workers and of the data.
         timeout_s: Longest wait in seconds; then the present nodes are returned without an error.
 
     Returns:
@@ -310,11 +309,6 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     Decode actors are the processes that read and decode rows. They get the nodes for data, but not
     the head node (whatever the setting is), unless it is the only node.
 
-    Args:
-        setting: `cluster.data_label`: `auto` (as in `data_label_selector`: nodes labeled
-            mmray/role=data, or nodes without GPUs), `none` (any node), or `name=value`.
-        nodes: The alive nodes, with resources and labels.
-
     Returns:
         Ray's label selector, a dict of label -> condition; {} selects any node.
     """
@@ -329,7 +323,6 @@ def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     """Return the label selector of the nodes for training workers.
 
     Args:
-        setting: `cluster.train_label`: `auto`, `none` (any node), or `name=value`.
         nodes: The alive nodes. `auto` selects mmray/role=train if one of them has a role, otherwise
             any node.
     """
@@ -349,11 +342,7 @@ def _has_roles(nodes: list[Node]) -> bool:
 
 
 def set_data_placement(cluster_config: Cluster) -> None:
-    """Restrict Ray Data jobs of this process to the nodes that `cluster.data_label` selects.
-
-    Args:
-        cluster_config: The `cluster` section.
-    """
+    """Restrict Ray Data jobs of this process to the nodes that `cluster.data_label` selects."""
     selector = data_label_selector(cluster_config.data_label, alive_nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = selector or None
 
@@ -394,12 +383,7 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
     """Start a Ray task on a node, without reserving CPUs and without retries.
 
     Args:
-        node: Ray's hexadecimal node ID.
         function: Called with `args` in a worker process of Ray on the node; it must be picklable.
-        args: Its arguments.
-
-    Returns:
-        The ObjectRef of its result.
     """
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     return (
@@ -435,11 +419,7 @@ def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this machine, such as `sleeping`, or `ended`.
-
-    Args:
-        pid: Process ID.
-    """
+    """Return the state of a process of this machine, such as `sleeping`, or `ended`."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status()
     return "ended"
@@ -451,7 +431,6 @@ def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float
     Args:
         processes: Node ID, process ID and start time (seconds since the epoch) of each. A process
             with another start time is not killed, because the ID was reused.
-        timeout_s: Seconds to wait until all are killed.
     """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
@@ -461,12 +440,8 @@ def kill_process(pid: int, started_s: float) -> bool:
     """Send SIGKILL to a process of this node, unless its process ID was reused.
 
     Args:
-        pid: Process ID.
         started_s: Its start time in seconds since the epoch; a process with another one is not
             killed.
-
-    Returns:
-        Whether the process was killed.
     """
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

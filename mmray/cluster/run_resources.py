@@ -35,10 +35,8 @@ def resource_demand(
     With `cluster.accelerator` `auto`, workers have GPUs if the cluster has, or can add, any.
 
     Args:
-        config: Settings of the run.
-        with_data: Include the CPUs of decode actors (processes that read and decode rows) in those
-            of each worker, if the cluster then still has CPUs for all workers. One reservation then
-            has all that the run needs.
+        with_data: Include the CPUs of decode actors in those of each worker, if the cluster then
+            still has CPUs for all workers. One reservation then has all that the run needs.
         excluded: IDs of nodes on which no worker may start.
 
     Returns:
@@ -75,8 +73,7 @@ def resource_demand(
 
 
 def min_decoders(config: Config) -> int:
-    """Return the smallest number of decode actors (processes that read and decode rows) of a
-    worker.
+    """Return the smallest number of decode actors of a worker.
 
     Args:
         config: Settings of the run; the smallest number of `data.workers` (1 for `auto`) is divided
@@ -91,7 +88,7 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
     Args:
         config: Settings of the run. Without effect if `cluster.wait_for_nodes` is set.
-        with_data: Include the CPUs of decode actors (processes that read and decode rows).
+        with_data: Include the CPUs of decode actors.
         excluded: IDs of nodes that the run cannot use.
 
     Raises:
@@ -116,9 +113,6 @@ def num_free_workers(config: Config) -> int:
     """Return how many workers fit into the free resources, without processes that read and decode
     rows.
 
-    Args:
-        config: Settings of the evaluation or run.
-
     Returns:
         At most the largest number of `cluster.workers`, and at least the smallest, also if fewer
         are free after a wait of 4 s.
@@ -138,8 +132,6 @@ def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
 
     Args:
         free_gib: Free memory of this machine in GiB.
-        is_single_node: Whether workers run here too. Their memory is not known, so nothing is
-            checked.
 
     Raises:
         ResourceError: It has less than the 0.6 GiB that the driver and Ray Train's controller need.
@@ -154,9 +146,6 @@ def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
 
 def check_storage(config: Config) -> None:
     """Check that the run's folder will be kept, and that all training nodes share it.
-
-    Args:
-        config: Settings of the run.
 
     Raises:
         UsageError: The folder would be deleted with a job of Ray.
@@ -184,11 +173,8 @@ def request_nodes(
     A run is elastic if `cluster.workers` is a range. Without effect if the cluster cannot grow.
 
     Args:
-        config: Settings of the run.
-        autoscaler: The run's request, which is sent or changed.
         running: Number of workers that the run has; nodes are requested for the others, up to its
             largest number of workers.
-        excluded: IDs of nodes on which no worker may start.
     """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False, excluded=excluded)

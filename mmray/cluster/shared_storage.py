@@ -85,7 +85,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
 
 
 def _read_and_write(storage: str, folder: str, node_id: str) -> None:
-    """Read the file of the driver, and write one (Ray task)."""
+    """Read the file of the driver, and write one."""
     probe = to_path(storage) / folder
     (probe / "driver").read_bytes()
     write_atomic(probe / node_id, "written")

@@ -37,8 +37,7 @@ class ResourceWait:
     Args:
         demand: The resources that the command needs.
         timeout_s: Seconds from the construction of this object after which the command gives up.
-        log: Called with (line, label), where the label is the word to print before the line, such
-            as `waiting`.
+        log: Called with (line, label), such as `waiting`.
         setting: Name of the setting with this limit, for messages.
     """
 
@@ -115,10 +114,7 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
     """Set for this process on which nodes `wait_for_data_cpu` waits for a free CPU, and how long.
 
     Args:
-        cluster_config: The `cluster` section: `data_label` selects the nodes, and `queue_timeout_s`
-            limits the wait.
-        log: Called with (line, label), where the label is the word to print before the line
-            (`waiting`), while a job waits.
+        log: Called with (line, label) (`waiting`), while a job waits.
     """
     global _data_jobs
     _data_jobs = _DataJobs(cluster_config, log)
@@ -155,9 +151,6 @@ def pending_reservations() -> list[str]:
 
 def reserve(demand: Demand) -> PlacementGroup:
     """Request the resources of all workers of a demand, which Ray reserves together or not at all.
-
-    Args:
-        demand: Number of workers, and the resources and labels of each.
 
     Returns:
         The placement group, with a bundle for each worker; `is_reserved` returns whether it has

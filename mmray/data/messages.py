@@ -151,23 +151,12 @@ def _is_target(message: Message) -> bool:
 
 
 def message_text(message: Message) -> str:
-    """Return the text parts of a message, joined by line breaks.
-
-    Args:
-        message: {"role": ..., "content": parts}, where parts is a list of {"type": "text", "text":
-            "..."} and of parts of media, which are left out.
-    """
+    """Return the text parts of a message, joined by line breaks."""
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
 def answer_question(question: str, answer: str, kinds: Sequence[str]) -> list[Message]:
     """Return a conversation of one question about media, and its answer.
-
-    Args:
-        question: Text of the user.
-        answer: Text of the assistant.
-        kinds: The type of each medium (`image`, `video` or `audio`), whose parts come before the
-            question.
 
     Returns:
         Two messages. The first is {"role": "user", "content": parts}: a part {"type": kind, "text":

@@ -366,8 +366,7 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
     Args:
         values: Values by the column names of the source, such as {"title": "a dog"}.
-        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
-            {"text": "title"}.
+        columns: Names in the source by mmray's column names, such as {"text": "title"}.
 
     Returns:
         The same values by mmray's names. Columns without an entry keep their name. If several
@@ -401,7 +400,6 @@ def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
     """Return the columns of the source for one of mmray's columns: one, or several of texts.
 
     Args:
-        columns: Names in the source by mmray's column names, such as {"text": "alt,synthetic"}.
         ours: mmray's column name, one of COLUMNS in mmray.builtin; without an entry the column of
             the source has the same name.
 
@@ -428,9 +426,6 @@ def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[st
 
 def to_utf8(text: str) -> str:
     """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates.
-
-    Args:
-        text: Any text, such as the name of a file.
 
     Returns:
         The text, in which a backslash and five characters, such as `udcff`, replace each lone

@@ -51,8 +51,6 @@ def quarantine_bad_rows(
         blocks: Arrays of R rows by column, of which these are read: `pos` int64 [R], the position
             in the sample order, -1 for padding; `valid` bool [R], False for padding and unreadable
             rows; and the columns in `config.model.label_checks()`, such as `label` int64 [R].
-        config: Settings of the run.
-        folder: Folder of the run.
         reader: Reads the training set; it returns why a row cannot be read.
         decoder: Decodes the bad rows. Its process starts with the first one; the caller closes it.
         plan: The sample order: which row (its number in the set) is at which position.
@@ -111,7 +109,6 @@ def append_bad_row(file: AnyPath, line: bytes) -> None:
     `merge_bad_rows` merges these objects.
 
     Args:
-        file: The file.
         line: The line without its line feed: a JSON object in UTF-8, as `quarantine_bad_rows`
             describes it.
     """
@@ -127,9 +124,6 @@ def merge_bad_rows(folder: AnyPath) -> None:
     """Merge the lines of the run's quarantine.jsonl that are separate objects on a store.
 
     Call it from one process only. Without effect on a local disk.
-
-    Args:
-        folder: Folder of the run.
     """
     file = folder / QUARANTINE
     if not isinstance(file, RemotePath) or not _parts_of(file).is_dir():

@@ -56,9 +56,6 @@ class BatchShape:
         If the micro-batch size is to be searched (`auto`), it becomes all rows of a rank, the upper
         limit of the search. Otherwise it shrinks only if a rank has fewer rows. It does not change
         if micro-batches are limited by tokens (`micro_tokens`).
-
-        Args:
-            world_size: Number of workers.
         """
         if self.micro_tokens is not None:
             return replace(self, world_size=world_size)
@@ -93,9 +90,6 @@ class BatchShape:
         """Return a `batch` section with this shape, for config.yaml: the one given, with this
         `global`, and as `micro` the micro-batch size, `auto` if it is searched, or None if
         micro-batches are limited by tokens.
-
-        Args:
-            batch: The section from which the shape was computed.
         """
         micro: int | Literal["auto"] | None = "auto" if self.auto else self.micro_batch_size
         if self.micro_tokens is not None:
@@ -157,7 +151,6 @@ def resolve_batch_shape(
 
     Args:
         batch: The `batch` section: `micro`, `accumulation`, `global_` and `tokens`.
-        world_size: Number of workers.
         max_row_tokens: Maximum number of tokens of a row; used only with `batch.tokens`.
         may_search: Whether the micro-batch is searched also if none of `micro`, `accumulation` and
             `tokens` is set.
@@ -231,8 +224,6 @@ def total_steps(train: Train, num_rows: int, global_batch_size: int) -> int:
 
     Args:
         train: The `train` section: `steps`, `samples` or `epochs`; one epoch by default.
-        num_rows: Number of rows of an epoch.
-        global_batch_size: Number of rows of a step, over all workers.
     """
     if train.steps is not None:
         return train.steps

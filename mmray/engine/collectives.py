@@ -51,8 +51,6 @@ class Group:
         it is not initialized.
 
         Args:
-            device: Device of this rank. For a GPU the process group needs a backend for the CPU
-                too, such as `cpu:gloo,cuda:nccl`.
             timeout_s: Timeout of its collectives from now on, in seconds; None: unchanged.
         """
         if not dist.is_initialized():
@@ -86,9 +84,6 @@ class Group:
         """Return the minimum of an int over all ranks.
 
         The collective runs on the CPU and does not wait for a GPU.
-
-        Args:
-            value: The int of this rank.
         """
         if self.world_size == 1:
             return value
@@ -127,10 +122,6 @@ class Group:
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
         """Sum gradients over ranks, and return those at this rank's rows; the backward of
         `all_gather`.
-
-        Args:
-            gradients: This rank's gradients at the rows of all ranks, [world_size x B, ...] in rank
-                order.
 
         Returns:
             Summed gradients [B, ...] at this rank's B rows.
@@ -198,9 +189,6 @@ class Group:
         Args:
             value: Anything that can be pickled; meant for rare, small values such as error
                 messages.
-
-        Returns:
-            A list with `world_size` values.
         """
         if self.world_size == 1:
             return [value]
@@ -214,9 +202,6 @@ class Group:
 
         Args:
             timeout_s: Timeout of its collectives in seconds.
-
-        Returns:
-            A process group of torch.distributed.
         """
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 

@@ -129,7 +129,7 @@ def build_grad_cache(
 
     Args:
         state: Objective, group and loss scaler of the step.
-        batch: This rank's micro-batches of the step (tensors by column).
+        batch: This rank's micro-batches of the step.
         embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and
             scalar outputs such as `logit_scale`; empty if no loss compares rows with each other.
             Then only the counts are reduced.
@@ -281,7 +281,6 @@ def pack(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
     Args:
         columns: Tensors [B, ...] by name.
-        dtype: Dtype of the matrix.
 
     Returns:
         [B, width]: the flattened columns of each row one after another, in the order of the dict.
@@ -351,7 +350,6 @@ def gather_outputs(
     of collectives matters more than their size.
 
     Args:
-        group: All ranks.
         embeddings: Outputs of this rank's rows by name, [rows, ...].
         names: Names of those to gather.
         batch: This rank's micro-batches, for `valid` and the padded number of rows.
@@ -418,7 +416,6 @@ def compute_pairwise_loss(
         rows: Number of rows to which every rank pads its own, at least B; equal on every rank.
         weights: Factors by which the loss sum is multiplied before it is differentiated, float64
             [K]: one number, or one for each of K summed objectives. `loss_sum` is not multiplied.
-        group: The ranks.
 
     Returns:
         A GlobalLossResult: `loss_sum` of this rank's rows, `metric_sums` by name, and `gradients`
@@ -498,10 +495,6 @@ def attach_negatives(
     """Return this rank's micro-batches with the columns of hard negatives for their rows.
 
     Args:
-        mining: The loss, whose `sample_hard_negatives` chooses the negatives.
-        batch: This rank's micro-batches of the step (tensors by column).
-        embeddings: Outputs of this rank's rows by name, [rows, ...], and scalar outputs such as
-            `logit_scale`.
         columns: Outputs of all ranks by name [G, ...], G = world_size x `batch.rows`, `valid` bool
             [G] and the int `offset`, the index of this rank's first row among the G; None with a
             single rank.
@@ -535,10 +528,7 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
     are trimmed by micro-batch, so those of a rank are padded to its widest first.
 
     Args:
-        group: All ranks.
-        mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B]
-            (position in the sample order).
-        batch: This rank's micro-batches of the step (tensors by column).
+        mining: Names the columns in `gathered_inputs`, such as `input_ids` [B, T] and `pos` [B].
 
     Returns:
         Columns by name [world_size x batch.rows, ...], padded with zeros; with a single rank those

@@ -58,12 +58,7 @@ class HeartbeatState:
         self._progress = 0
 
     def set_state(self, name: str) -> None:
-        """Set the state that is reported until another one is set; a new state counts as progress.
-
-        Args:
-            name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or
-                `saving`.
-        """
+        """Set the state that is reported until another one is set; a new state counts as progress."""
         self._state = name
         self.count_progress()
 
@@ -91,10 +86,6 @@ class HeartbeatState:
 def describe_process(rank: int, node: str) -> dict[str, Any]:
     """Return what identifies the process of a rank, for its heartbeats.
 
-    Args:
-        rank: The rank.
-        node: ID of its node, as the driver knows it.
-
     Returns:
         `rank`, `node`, `pid` and `started_s`, the start of the process in seconds since the epoch.
     """
@@ -116,7 +107,6 @@ class Heartbeat(HeartbeatState):
             `folder`/stacks.
         process_info: The rank and its process, as `describe_process` returns it: `rank`, `node`
             (ID), `pid` and `started_s` (seconds since the epoch).
-        folder: Folder of the run.
     """
 
     def __init__(
@@ -139,7 +129,6 @@ class Heartbeat(HeartbeatState):
 
         Args:
             step: Number of the step, counted from 1.
-            metrics: Unused.
         """
         self._step = step
         self.set_state("training")

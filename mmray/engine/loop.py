@@ -53,17 +53,9 @@ def train_loop(
     """Train until the last step of the run, or until a stop is requested.
 
     Args:
-        spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
-            log.
-        steps: Yields a list for each step with this rank's micro-batches on the CPU (tensors by
-            column), starting at the first step not yet taken.
         load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
             meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
             nested dicts of tensors and JSON values. None: start at step 0.
-
-    Returns:
-        A LoopResult: `status` (`finished` or `stopped`), `steps` and `rows_consumed` (over all
-        starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
 
     Raises:
         OutOfMemoryError: Memory ran out. If its `retry_shape` is a BatchShape (with a smaller
@@ -116,8 +108,7 @@ class Trainer:
         """Take the remaining steps.
 
         Args:
-            steps: Yields a list for each remaining step with this rank's micro-batches on the CPU
-                (tensors by column).
+            steps: Yields a list for each remaining step with this rank's micro-batches on the CPU.
 
         Returns:
             A LoopResult: `status` (`finished` or `stopped`), `steps` and `rows_consumed` (over all

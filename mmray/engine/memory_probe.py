@@ -60,7 +60,6 @@ def dry_run(
     """Take a synthetic step to find errors of shapes and memory before data is read.
 
     Args:
-        config: Settings of the run.
         model: Sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. It is unchanged
             afterwards.
         objective: Loss of the run, with `count(batch)` and `compute_loss(outputs, batch,
@@ -134,8 +133,8 @@ def probe_memory(
     Args:
         state: Model, objective and optimizer. The model and the random number generators are
             unchanged afterwards.
-        make_batch: Called with a number of rows; returns a synthetic micro-batch (tensors by
-            column) of this many rows on the training device.
+        make_batch: Called with a number of rows; returns a synthetic micro-batch of this many rows
+            on the training device.
         batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
             that fits on every rank is searched.
 
@@ -184,8 +183,8 @@ class MemoryProbe:
 
     Args:
         state: Model, objective, optimizer and group.
-        make_batch: Called with a number of rows; returns a synthetic micro-batch (tensors by
-            column) of this many rows on the training device.
+        make_batch: Called with a number of rows; returns a synthetic micro-batch of this many rows
+            on the training device.
         batch_shape: Rows of a step, and the micro-batch size: the upper limit of `search`, the only
             size of `try_given_size`.
     """
@@ -322,7 +321,6 @@ class MemoryProbe:
         """Compute the gradients of a synthetic step, in micro-batches.
 
         Args:
-            size: Rows of a micro-batch.
             rows: Rows of the step.
 
         Returns:
@@ -409,25 +407,15 @@ class FakeGroup(Group):
     """
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the value without communication, as if all ranks had the same."""
         return value
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Multiply a tensor by the world size in place, without communication, as if all ranks had
-        the same.
-        """
         return tensor.mul_(self.world_size)
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Repeat rows [B, ...] to [world_size x B, ...] without communication, as if all ranks had
-        the same.
-        """
         return rows.repeat(self.world_size, *(1 for _ in rows.shape[1:]))
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Add up the world_size parts of gradients [world_size x B, ...] to [B, ...], without
-        communication.
-        """
         return gradients.view(self.world_size, -1, *gradients.shape[1:]).sum(0)
 
 
@@ -451,10 +439,6 @@ def free_bytes(group: Group, headroom: int = 0) -> float:
 
     On a GPU it is its free memory less `headroom`; on a CPU 80 % of the free memory of the host,
     divided among the ranks on it.
-
-    Args:
-        group: The ranks, which share the memory of a host, and the device.
-        headroom: Bytes of a GPU to leave free.
     """
     if group.device.type == "cuda":
         return torch.cuda.mem_get_info(group.device)[0] - headroom

@@ -147,7 +147,6 @@ def _layers(module: nn.Module, branch: str, setting: str) -> tuple[dict[str, int
     """Number the weights of a branch by layer, as BEiT does (Bao et al. 2022, arXiv:2106.08254).
 
     Args:
-        module: The model.
         branch: Name of one of its branches.
         setting: Name of the setting, for errors.
 
@@ -189,7 +188,6 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
     a block is that of the next block times the factor.
 
     Args:
-        module: The model.
         config: The `optimizer` section. A user's class in `kind`, such as `torch.optim:SGD`, is
             called with (groups, lr=..., **settings), where groups are dicts with `params`,
             `weight_decay` and `lr_scale`, and settings those of `optimizer.settings`.
@@ -272,7 +270,6 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
     Args:
         optimizer: The optimizer; a group without `lr_scale` has the multiplier 1.
-        lr: The learning rate.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
@@ -315,21 +312,14 @@ def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -
     """Scale the gradients down in place, so that their norm is at most `max_norm`.
 
     Args:
-        weights: The parameters.
         norm: L2 norm of all their gradients, a scalar tensor.
-        max_norm: Maximum norm.
     """
     for part in _by_tensor_type(weights):
         clip_grads_with_norm_(part, max_norm, norm)
 
 
 def steps_on_device(optimizer: Optimizer, weights: list[nn.Parameter]) -> bool:
-    """Return True if `step_on_device` supports the optimizer: fused AdamW of unsharded weights.
-
-    Args:
-        optimizer: The optimizer.
-        weights: Its parameters.
-    """
+    """Return True if `step_on_device` supports the optimizer: fused AdamW of unsharded weights."""
     is_fused = isinstance(optimizer, EagerAdamW) and optimizer.defaults["fused"]
     return is_fused and not any(is_dtensor(weight) for weight in weights)
 
@@ -470,9 +460,6 @@ class ExponentialMovingAverage:
         prefix `module.`, and the number of updates as `n_averaged` (int64 scalar).
 
         torch's AveragedModel has the same state_dict.
-
-        Args:
-            model_state: The model's state_dict.
         """
         state = {
             f"module.{name}": self._averages[self._names[name]] if name in self._names else value

@@ -55,7 +55,6 @@ def select_precision(setting: str, device: torch.device) -> Precision:
     Args:
         setting: `fp32`, `bf16`, `fp16`, or `auto`: bf16 on GPUs that support it, fp16 on older
             ones, fp32 on a CPU.
-        device: Device of training.
 
     Returns:
         A Precision: `name` (`fp32`, `bf16` or `fp16`), `dtype` of autocast (None for fp32) and
@@ -70,12 +69,6 @@ def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
 
     It is a hash of the arguments, so that a second forward of the same micro-batch draws the same
     dropout masks.
-
-    Args:
-        seed: Seed of the run.
-        step: Number of the step.
-        rank: Rank of the worker.
-        micro_index: Index of the micro-batch in the step.
     """
     # Hashed, because neighboring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
@@ -86,7 +79,6 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed torch's random number generators.
 
     Args:
-        seed: The seed.
         deterministic: Also restrict torch to deterministic algorithms.
     """
     torch.manual_seed(seed)
@@ -100,7 +92,6 @@ def fork_seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Context manager that seeds torch's random number generators, and restores them at its end.
 
     Args:
-        seed: The seed.
         device: A GPU whose generator is seeded in addition to the CPU's; or the CPU.
     """
     devices = [device] if device.type == "cuda" else []

@@ -93,8 +93,7 @@ def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
 
     Args:
         micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool [B] (False for
-            rows to remove), `key` int64 [B] (hash of the row's key) and `pos` int64 [B] (position
-            in the sample order).
+            rows to remove), `key` int64 [B] and `pos` int64 [B].
 
     Returns:
         A LocalBatch: `micro_batches` (tensors [B, ...] by column; one without a valid row has a
@@ -146,7 +145,7 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
     """Split each micro-batch evenly into smaller ones; views, without copies.
 
     Args:
-        batch: This rank's micro-batches of a step (tensors by column).
+        batch: This rank's micro-batches of a step.
         micro_batch_size: Most rows of a micro-batch; equal on every rank, so that all get equally
             many.
 
@@ -196,12 +195,10 @@ class Prefetcher:
     the sample order.
 
     Args:
-        steps: The CPU micro-batches of each step (tensors by column). No step after the run's last
-            one is requested.
+        steps: The CPU micro-batches of each step. No step after the run's last one is requested.
         plan: The positions of the sample order that each step takes.
         first: The first step of `steps`, counted from 0.
         rank: Rank of this worker.
-        device: Device of training.
         timers: Receive the time of copies, as phase `transfer`.
         group_by_length: Whether `steps` has the rows of a step sorted by length; the order of their
             positions is then not checked.
@@ -289,8 +286,8 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
 
     Args:
         pixels: The array, uint8.
-        notify: Called with (label, line) if the memory cannot be pinned, where the label is the
-            word to print before the line. Training is then only slower.
+        notify: Called with (label, line) if the memory cannot be pinned. Training is then only
+            slower.
     """
     memory = torch.from_numpy(pixels)
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -350,7 +347,6 @@ class DeviceCopier:
     until the last copy is complete.
 
     Args:
-        device: The GPU.
         timers: Get the time of the copies, as phase `transfer`.
     """
 

@@ -178,7 +178,7 @@ class TrainState:
 
     Attributes:
         module: The model, not wrapped.
-        model: The model, wrapped for its ranks (such as in DDP).
+        model: The model, wrapped for its ranks.
         strategy: How it is distributed over ranks and devices.
         objective: The loss.
         group: All ranks.
@@ -216,13 +216,10 @@ class TrainState:
         """Build the state before the first step.
 
         Args:
-            train: The `train` section.
-            optimizer: The `optimizer` section.
             model: The model, not wrapped; it may be sharded already.
-            objective: The loss.
             group: All ranks; each calls this function.
             heartbeat: Counts each forward and backward as progress; None: it is not sent.
-            wrap: Wrap the model for `train.parallel` (such as in DDP).
+            wrap: Wrap the model for `train.parallel`.
 
         Returns:
             The TrainState, with a new optimizer.
@@ -264,11 +261,6 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
 
     Args:
         module: The model, not wrapped; it may be sharded.
-        optimizer: Optimizer of its parameters.
-
-    Returns:
-        `state`: for each parameter name the optimizer's values by key, such as `exp_avg` (tensor).
-        `param_groups`: the options of each group by name, such as `lr`, without `params`.
     """
     names = _trainable_names(module, optimizer)
     state = optimizer.state_dict()
@@ -288,8 +280,6 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
 
     Args:
         module: The model, not wrapped; it may be sharded.
-        optimizer: Optimizer of its parameters.
-        state: What `optimizer_state` returned: `state` and `param_groups`.
 
     Raises:
         ValueError: The number of parameter groups differs.

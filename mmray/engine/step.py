@@ -54,16 +54,9 @@ def optimizer_step(
 
     Args:
         state: Model, objective, optimizer and group of this rank; the weights change.
-        batch: This rank's micro-batches of the step (tensors by column); every rank has equally
-            many.
+        batch: This rank's micro-batches of the step; every rank has equally many.
         seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
             random numbers.
-        stop: Whether this rank requests the end of the run after this step.
-
-    Returns:
-        A StepResult: `means` (`loss` and metrics by name, this rank's part of the mean), `scalars`
-        (scalar outputs of the model by name), `grad_norm`, and `stop`, whether any rank requested
-        the end.
     """
     return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
 
@@ -122,7 +115,7 @@ def first_pass(
 
     Args:
         state: Model, objective, precision and timers of this rank.
-        batch: This rank's micro-batches of the step (tensors by column).
+        batch: This rank's micro-batches of the step.
         seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
             random numbers.
 
@@ -165,10 +158,7 @@ def forward_micro_batch(
     ...] such as `image_embed`, or scalars such as `logit_scale`.
 
     Args:
-        state: Precision, device and timers.
-        model: The model, wrapped or not.
         micro_batch: Tensors [B, ...] by column, on the device of the model.
-        seed: Seed of the random numbers of this forward.
         is_dummy: Whether its only row is invalid (padding or unreadable), kept because every rank
             must run the forward; running statistics of BatchNorm are then unchanged.
     """

@@ -402,7 +402,6 @@ def build_model(
     loaded; on the other ranks its parameters are on the meta device.
 
     Args:
-        config: Settings of the run.
         group: All ranks; each calls this function.
         architecture: Description of the model's layers, which `architecture()` of the same model
             returned and the checkpoint contains; the weights are then random. {}: random weights in

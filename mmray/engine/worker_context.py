@@ -76,22 +76,11 @@ class DriverHandle:
     heartbeat: Heartbeat
 
     def notify(self, label: str, text: str) -> None:
-        """Report a line for the console.
-
-        Args:
-            label: The word that the console prints before the line, such as `memory`.
-            text: The line.
-        """
+        """Report a line for the console."""
         self.report({"note": text, "label": label})
 
     def stage(self, title: str) -> None:
-        """Report the next stage of the start; any text.
-
-        Args:
-            title: Those of a worker are `importing the engine`, `building the model`, `dry run` or
-                `compiling in a dry run`, `loading the checkpoint`, `waiting for the first batch`,
-                `first step` and, as the last one, `training`.
-        """
+        """Report the next stage of the start; any text."""
         self.report({"stage": title})
 
     def phase(self, title: str) -> None:

@@ -32,10 +32,6 @@ References = Sequence[Sequence[str]]
 def exact_match(answers: Sequence[str], references: References) -> float:
     """Return the fraction of answers that equal a reference, without surrounding white space.
 
-    Args:
-        answers: One generated answer per question.
-        references: For each question a list of correct answers, any of which counts.
-
     Returns:
         The fraction, 0 to 1; 0 without questions.
     """
@@ -53,10 +49,6 @@ def vqa_accuracy(answers: Sequence[str], references: References) -> float:
     least three people gave it, averaged over the sets of all people but one. With fewer than four
     references any equal one counts fully. Texts are compared in lower case, without punctuation and
     articles, and with digits for numbers.
-
-    Args:
-        answers: One generated answer per question.
-        references: The people's answers to each question.
 
     Returns:
         The mean over the questions, 0 to 1; 0 without questions.
@@ -79,10 +71,6 @@ def anls(answers: Sequence[str], references: References) -> float:
     The similarity of an answer is that to the closest reference (equation 1). Letter case and the
     amount of white space are ignored. A similarity below 0.5 counts as 0.
 
-    Args:
-        answers: One generated answer per question.
-        references: The correct answers to each question.
-
     Returns:
         The mean over the questions, 0 to 1; 0 without questions.
     """
@@ -97,10 +85,6 @@ def caption_scores(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
     """Return BLEU-4 and CIDEr-D of generated captions.
-
-    Args:
-        hypotheses: One generated caption per image.
-        references: The captions of each image.
 
     Returns:
         `bleu_4` (0 to 1) and `cider` (0 to 10; 0 for a single image, or if all images have the same

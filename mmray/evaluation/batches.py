@@ -76,7 +76,6 @@ class EvalReader:
         omitted.
 
         Args:
-            rank: The rank.
             world_size: Number of ranks, which divide the rows.
             limit: Only the first `limit` rows of the set are divided; None: all.
 
@@ -111,12 +110,7 @@ class EvalReader:
                 self.on_rows(len(part))
 
     def skip(self, number: int, error: Exception) -> None:
-        """Add an unreadable row to `skipped`; the first of each 1000 is logged.
-
-        Args:
-            number: Index of the row in the set.
-            error: Why it cannot be read.
-        """
+        """Add an unreadable row to `skipped`; the first of each 1000 is logged."""
         self.skipped.append(f"row {number}: {error}")
         if len(self.skipped) % 1000 == 1:
             logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
@@ -124,10 +118,6 @@ class EvalReader:
     def count_bad_rows(self, num_rows: int, group: Any) -> int:
         """Return the number of rows in `skipped` on all ranks, the unreadable ones; a collective
         call.
-
-        Args:
-            num_rows: Number of readable rows of all ranks.
-            group: The Group of all ranks, which add their numbers.
 
         Raises:
             DataError: No row is readable; raised on every rank.
@@ -197,7 +187,6 @@ class EvalDataset(EvalReader):
     Args:
         prepared: The set with the held-out rows.
         inputs: Image size, preprocessing and tokenization of the model.
-        tokenizer_json: Content of tokenizer.json.
         settings: Metrics to compute, rows of a batch, and the limit of rows.
         max_pixels: Images with more pixels are not decoded.
         on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
@@ -231,9 +220,6 @@ class EvalDataset(EvalReader):
         Images that `prepare` has decoded are not checked, and a repeated call for a row only
         returns the result of the first one.
 
-        Args:
-            row: The stored row, with its encoded image.
-
         Raises:
             BadImage: The image cannot be decoded, or crashes the decoder.
         """
@@ -250,11 +236,6 @@ class EvalDataset(EvalReader):
 
     def collate_inputs(self, items: list[Any], texts: list[str]) -> Batch:
         """Return the tokens of texts, and the inputs of items other than images.
-
-        Args:
-            items: At least one object with an attribute `columns`, the arrays by name that
-                `reader.encode_row` returned for it.
-            texts: The C texts.
 
         Returns:
             `input_ids` and `attention_mask` int64 [C, T], and the columns by name as tensors

@@ -224,7 +224,6 @@ def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> 
 
     Args:
         config: The config of the run, with `evaluate.limit` and `evaluate.num_generations`.
-        eval_sets: The sets with the held-out rows by name, "" for the only set without a name.
     """
     total = 0
     for prepared in eval_sets.values():
@@ -240,7 +239,6 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     A model that generates text is not checked.
 
     Args:
-        config: The config of the run.
         model: The model that was built from it.
 
     Raises:
@@ -259,9 +257,6 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
 
 def best_metric(config: Config) -> str:
     """Return the metric of metrics.jsonl that selects the best checkpoint of a run.
-
-    Args:
-        config: The config of the run.
 
     Returns:
         `evaluate/loss` (lower is better) for a model that generates text, otherwise

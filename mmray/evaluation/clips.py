@@ -67,9 +67,6 @@ class ClipEvaluator(EvalDataset):
             model: The unwrapped model, whose outputs are embeddings such as `audio_embed`. It may
                 be sharded by FSDP, whose ranks must make the same calls; ranks with fewer clips
                 then embed synthetic ones.
-            group: The ranks.
-            objective: Not used.
-            global_batch_size: Not used.
             save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
                 returns (the content of examples.json). Given on one rank or none; None: not called.
 
@@ -155,7 +152,6 @@ class ClipEvaluator(EvalDataset):
         return files, identities, hits
 
     def _convert(self, number: int, row: Row) -> list[Any]:
-        """Return each clip of a row."""
         label = NO_LABEL if row.label is None else row.label
         clips = []
         for text_number in range(max(1, len(row.texts))):

@@ -59,7 +59,6 @@ class ConversationEvaluator(EvalReader):
     `perplexity`.
 
     Args:
-        config: The config of the run.
         prepared: The set with the held-out rows.
         max_pixels: Images with more pixels are not decoded.
         on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
@@ -95,7 +94,6 @@ class ConversationEvaluator(EvalReader):
             model: The vision-language model, not wrapped by DDP. It may be sharded by FSDP, whose
                 ranks must make the same calls; ranks with fewer readable rows then call it with a
                 synthetic row, which is not counted.
-            group: The ranks.
             objective: Unused; the loss is the cross-entropy of the assistant's tokens.
             global_batch_size: Unused.
             save_examples: Called with some generated answers, what `answer_examples` returns and
@@ -199,10 +197,6 @@ class ConversationEvaluator(EvalReader):
 def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
     """Compare generated answers with the correct ones.
 
-    Args:
-        answers: For each row an Answer: `number` of the row, `references` (correct answers) and
-            `text` (generated).
-
     Returns:
         `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
         `answered` (number of rows).
@@ -226,7 +220,6 @@ def answer_examples(
     Args:
         answers: Generated answers, sorted by row: `number` of the row, `references` (correct
             answers) and `text`.
-        prepared: The set.
         question: User message of rows that only have captions.
 
     Returns:

@@ -179,10 +179,6 @@ def embed_dataset(
 def in_lockstep(model: nn.Module, group: Group) -> bool:
     """Return whether all ranks must make the same calls of a model, because FSDP2 shards it and its
     forwards have collectives.
-
-    Args:
-        model: The unwrapped model.
-        group: The ranks.
     """
     return group.world_size > 1 and is_sharded(model)
 
@@ -198,8 +194,6 @@ def steps_in_lockstep(
     A rank that has fewer batches than another one then gets None in the last steps.
 
     Args:
-        model: The unwrapped model.
-        batches: The batches of this rank.
         group: The process group of the ranks (a Group of mmray; of one rank for a single process),
             which make this call together.
         calls_of: Called with a batch; returns how many calls of the model it needs, such as to
@@ -252,7 +246,6 @@ def embed_texts(
         model: The model; its `embed_text(input_ids, attention_mask)` returns embeddings [B, D].
         tokens: `input_ids` and `attention_mask` int64 [C, T].
         rows: Captions per call.
-        device: Device of the model.
         num_calls: Number of calls, at least as many as needed; the others embed one token, because
             ranks of a sharded model must make the same calls. None: as many as needed.
 
@@ -279,7 +272,6 @@ def gather_rows(local: RowFile, group: Group) -> Tensor:
 
     Args:
         local: The rows of this rank.
-        group: The ranks.
 
     Returns:
         All rows [N, D] on the CPU, mapped from a file, in rank order, which is that of the rows in

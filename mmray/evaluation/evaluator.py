@@ -56,9 +56,6 @@ class Evaluator(EvalDataset):
 
         Args:
             model: The unwrapped model, with the methods `embed_image` and `embed_text`.
-            group: The ranks.
-            objective: Objective of the run. `loss` is computed if it reads no outputs of the model
-                except the two embeddings.
             global_batch_size: Rows of a step of the run. The loss is computed within groups of this
                 many rows, unless `evaluate.loss_batch` is set.
             save_examples: Called with examples of hits and misses, what `RetrievalExamples.values`
@@ -186,9 +183,7 @@ def topk_accuracy(
 
     Args:
         hits: Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
-        name: Prefix of the metrics, such as `zero_shot`.
         num_classes: Number of classes; with at most 5 there is no top 5.
-        unit: What was counted, for the name of the total: `rows` or `boxes`.
 
     Returns:
         `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/UNIT` (the
@@ -207,11 +202,6 @@ def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, T
     images.
 
     A collective call; each rank of the process group computes a part.
-
-    Args:
-        embedded: The embeddings of all rows, N images and C captions. A query with several correct
-            results has the rank of the best one.
-        group: The ranks of the process group.
 
     Returns:
         `image_to_text` int64 [N] and `text_to_image` int64 [C]; 1 is the top.
@@ -241,7 +231,6 @@ def compute_ranks_in_parallel(
         gallery: L2-normalized embeddings [G, D].
         positives: Index of the query and of the gallery embedding of each correct pair, int64 [2,
             P]; at least one pair per query.
-        group: The ranks of the process group.
         gallery_counts: How many equal items of the gallery each embedding represents, int64 [G];
             None: one each.
 
@@ -271,11 +260,8 @@ def retrieval_scores(
     A collective call.
 
     Args:
-        embedded: The image and text embeddings of all rows.
         retrieval_ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of
             each caption among the images, `text_to_image` int64 [C]; 1 is the top.
-        group: The ranks of the process group.
-        objective: The objective of the run.
         global_batch_size: The loss is computed within groups of this many rows.
 
     Returns:

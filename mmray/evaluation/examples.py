@@ -63,8 +63,6 @@ def top_k(
         queries: L2-normalized embeddings [Q, D].
         gallery: L2-normalized embeddings [E, D].
         is_correct: Whether a gallery item is a correct result of a query, bool [Q, G].
-        k: Number of results per query.
-        device: Where scores are computed.
         index: The embedding of each gallery item, int64 [G]; None: item n has embedding n.
 
     Returns:
@@ -184,9 +182,6 @@ class RetrievalExamples:
 
     def values(self, num_rows: int) -> dict[str, Any]:
         """Return the content of examples.json.
-
-        Args:
-            num_rows: Number of images or clips that were ranked.
 
         Returns:
             JSON values: for each direction, such as `audio_to_text`, a list of queries {row, key,

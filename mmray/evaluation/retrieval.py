@@ -177,7 +177,6 @@ def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
 
     Args:
         ranks: Rank of the correct result of each query, int64 [Q], 1 is the top; at least one.
-        direction: `image_to_text` or `text_to_image`, the end of the names.
 
     Returns:
         `recall_at_K/DIRECTION` (0 to 1) for K 1, 5 and 10, and `median_rank/DIRECTION`.

@@ -83,10 +83,6 @@ def build_on(
     this holds only for a user's class.
 
     Args:
-        device: The device. Pretrained weights can be read only onto the CPU, with `build`.
-        spec: The `model` section.
-        vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
-            `model.vocab_size` rows if that is set.
         architecture: Description of the layers, as `architecture()` of the same model returned it;
             {}: the sizes are those in `spec`. None only for a model without pretrained weights, and
             for a user's class, which does not get it.
@@ -110,10 +106,6 @@ def build_on(
 
 
 def import_libraries(spec: ModelConfig) -> None:
-    """Import transformers, which takes seconds, for the kinds that always use it.
-
-    Args:
-        spec: The `model` section, whose `kind` is read.
-    """
+    """Import transformers, which takes seconds, for the kinds that always use it."""
     if spec.kind in ("clip", "siglip", "vlm"):
         import transformers.modeling_utils  # noqa: F401

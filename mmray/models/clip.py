@@ -49,8 +49,8 @@ class DualEncoder(nn.Module):
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
-    `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` (1 / temperature) and, if the
-    model has it, `logit_bias`.
+    `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` and, if the model has it,
+    `logit_bias`.
 
     Args:
         image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
@@ -193,9 +193,6 @@ class PretrainedDualEncoder(DualEncoder):
         the settings.
 
         Args:
-            spec: The `model` section. Its `weights` are `none`, a folder or a name on the Hugging
-                Face hub, or a checkpoint file of open_clip.
-            vocab_size: Number of tokens of the tokenizer.
             architecture: None: read the pretrained weights that `spec` names, if any. A dict: build
                 the model with random weights, which the caller then replaces. The dict describes
                 the layers, as `architecture()` of the same model returned it; {}: the sizes are
@@ -308,7 +305,6 @@ class Clip(PretrainedDualEncoder):
         Args:
             eos_id: Id of the token at the end of each caption, at which transformers pools; None:
                 the tokenizer has none.
-            pad_id: Id of the token of the padding.
         """
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None

@@ -58,21 +58,6 @@ class Fusion(PairHeads, TwoTower):
             self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Embed images and captions, and compute the outputs of the configured heads.
-
-        Args:
-            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T].
-                Optional: `negative_ids` and `negative_mask` int64 [B, T], hard negative captions,
-                and `boxes` float32 [B, N, 4], (left, top, right, bottom) in fractions of the input
-                image.
-
-        Returns:
-            `image_embed` and `text_embed` [B, D], L2-normalized, the scalar `logit_scale` and, if
-            configured, the scalar `logit_bias`. With a classification head also `class_logits` [B,
-            C]. With a matching head and negatives also `match` and `match_negative` [B], the logits
-            that an image matches its own and its negative caption. With a region head and boxes
-            also `region_logits` [B, N, C], each box against each label text.
-        """
         image = self.image(batch["image"])
         text = self.text(batch["input_ids"], batch["attention_mask"])
         outputs = {"image_embed": image.embed, "text_embed": text.embed, **self.scalar_outputs()}
@@ -84,19 +69,9 @@ class Fusion(PairHeads, TwoTower):
         return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         return self.image(image).embed
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D].
-        """
         return self.text(input_ids, attention_mask).embed
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -148,30 +123,10 @@ class Fusion(PairHeads, TwoTower):
         return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
 
     def use_tokenizer(self, encoder: Any) -> None:
-        """Tokenize the label names of the region head, unless their ids come from a checkpoint.
-
-        Args:
-            encoder: The tokenizer; its `encode(texts)` returns ids int32 [N, T] and numbers of
-                tokens int32 [N].
-        """
         if self.label_texts is not None and self.label_texts.token_ids is None:
             self.label_texts.tokenize(encoder)
 
     def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
-        """Return the scores and labels of the classification head and of the region head, for the
-        evaluation.
-
-        Args:
-            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T],
-                one caption per image. For classification also `label` int64 [B]. For regions also
-                `boxes` float32 [B, N, 4], `box_labels` int64 and `box_mask` bool [B, N]; without
-                `boxes` regions are skipped.
-
-        Returns:
-            A HeadScores (`scores`, `label` int64, `num_classes`, `unit`) under the keys
-            `classification` (scores [B, C]) and `regions` (scores [B x N, C]), each only if the
-            model has the head.
-        """
         scores = {}
         if self.class_head is not None:
             pair = self.embed_pair(batch["image"], batch["input_ids"], batch["attention_mask"])
@@ -183,18 +138,9 @@ class Fusion(PairHeads, TwoTower):
         return scores
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the image encoder, the text encoder and the cross-attention, under `image`, `text`
-        and `cross`.
-        """
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        """Return what is needed to build the model without its pretrained files, as JSON values.
-
-        Returns:
-            The transformers config of a tower under `text` and `image`, if the tower has one, and
-            the token ids of the label names under `labels`, if the model has a region head.
-        """
         return super().architecture() | (
             {} if self.label_texts is None else {"labels": self.label_texts.token_ids}
         )

@@ -95,7 +95,6 @@ class FrozenBase(NamedTuple):
         """Add the frozen weights to the state of a checkpoint that was saved without them.
 
         Args:
-            state: What `remove_from` returned, changed in place.
             model: The model, which has the frozen weights; it may be sharded.
         """
         own = model.state_dict()
@@ -108,9 +107,6 @@ def starts_from_files(spec: Any) -> bool:
     """Return whether all weights that a run started with are in the files of `model.weights`.
 
     With `inputs.language_token` they are not, because rows of its tokens are random.
-
-    Args:
-        spec: The `model` section: `kind`, `weights` and `inputs.language_token` are read.
     """
     weights = getattr(spec, "weights", "none")
     if weights == "none" or getattr(spec.inputs, "language_token", ""):
@@ -289,12 +285,7 @@ def save_adapters(
 
 
 def load_adapters(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load what `save_adapters` wrote into a model of transformers with the same adapters.
-
-    Args:
-        net: The model, changed in place.
-        weights: Content of adapter_model.safetensors, which peft wrote: tensors by name.
-    """
+    """Load what `save_adapters` wrote into a model of transformers with the same adapters."""
     own = net.named_parameters(remove_duplicate=False)
     names = {_peft_name(name): name for name, _ in own}
     net.load_state_dict({names[name]: each for name, each in weights.items()}, strict=False)

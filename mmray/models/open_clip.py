@@ -86,9 +86,6 @@ _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 def preprocessing(file: Path) -> dict[str, Any]:
     """Return the preprocessing settings that open_clip_config.json next to the weights defines.
 
-    Args:
-        file: The file of weights.
-
     Returns:
         Settings of `model.inputs`: those of `mean`, `std`, `interpolation` and `fit` that its
         `preprocess_cfg` has; {} without a config.
@@ -157,12 +154,7 @@ def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_kind(hf: dict[str, Tensor]) -> str:
-    """Return the `model.kind` of a checkpoint, `clip` or `siglip`.
-
-    Args:
-        hf: Its weights under the names of transformers, such as
-            `vision_model.post_layernorm.weight`.
-    """
+    """Return the `model.kind` of a checkpoint, `clip` or `siglip`."""
     return "siglip" if _PROBE in hf else "clip"
 
 

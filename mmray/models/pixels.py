@@ -73,7 +73,6 @@ class EmbedPixels(NormalizePixels):
         self._embed = embed
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the hidden states before the first block, of pixels uint8 [B, 3, S, S]."""
         return self._embed(self.normalize(image))
 
 
@@ -125,19 +124,6 @@ class PatchEmbeddings(NormalizePixels):
         self.position_embedding = embeddings.position_embedding
 
     def forward(self, image: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Return the hidden states [B, N, W] of images, as the first block takes them.
-
-        They are CLIP's class token, if the model has one, followed by the patches, with positions
-        added.
-
-        Args:
-            image: Pixels uint8 [B, 3, S, S].
-            norm: Applied to the hidden states: CLIP's `pre_layrnorm`. It is an argument because the
-                names of its weights are those of another module.
-
-        Returns:
-            Hidden states [B, N, W]: bf16 under autocast to bf16, see `residual_stream`.
-        """
         hidden = self.patch_embedding(self.normalize(image)).flatten(2).transpose(1, 2)
         if self.class_embedding is not None:
             class_token = self.class_embedding.expand(len(hidden), 1, -1)
@@ -147,12 +133,7 @@ class PatchEmbeddings(NormalizePixels):
 
 
 def use_patch_products(model: nn.Module) -> None:
-    """Compute the patch embeddings of a model as matrix products instead of convolutions.
-
-    Args:
-        model: Its convolutions of images (three input channels) into patches that do not overlap
-            are changed in place.
-    """
+    """Compute the patch embeddings of a model as matrix products instead of convolutions."""
     for layer in model.modules():
         if type(layer) is nn.Conv2d and _is_patch_embedding(layer):
             layer.__class__ = PatchConv2d
@@ -186,8 +167,5 @@ def residual_stream(hidden: Tensor) -> Tensor:
 
     Statistics of LayerNorm and sums of products stay in float32. fp16 lacks the range for a sum
     over all layers, so under autocast to fp16 hidden states keep their dtype.
-
-    Args:
-        hidden: Hidden states of any shape.
     """
     return hidden.bfloat16() if autocast_dtype(hidden) == torch.bfloat16 else hidden

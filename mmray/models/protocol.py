@@ -52,12 +52,11 @@ class Model(Protocol):
 
         Args:
             batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids`
-                and `attention_mask` int64 [B, T], right-padded, `label` (-1: none), `key` (hash of
-                the row's key) and `pos` (position in the sample order) int64 [B], `valid` bool [B],
-                False for padding. With `inputs.max_boxes` also `boxes` float32 [B, N, 4],
-                `box_labels` int64 and `box_mask` bool [B, N]; with an objective that needs hard
-                negatives `negative_ids` and `negative_mask` int64 [B, T]. `Towers.forward` and
-                `Vlm.forward` list the columns of clips and of conversations.
+                and `attention_mask` int64 [B, T], right-padded, `label` (-1: none), `key` and `pos`
+                int64 [B], `valid` bool [B], False for padding. With `inputs.max_boxes` also `boxes`
+                float32 [B, N, 4], `box_labels` int64 and `box_mask` bool [B, N]; with an objective
+                that needs hard negatives `negative_ids` and `negative_mask` int64 [B, T].
+                `Towers.forward` and `Vlm.forward` list the columns of clips and of conversations.
 
         Returns:
             Tensors by name, with one row per sample [B, ...], or a scalar of the step. The

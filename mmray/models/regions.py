@@ -98,7 +98,6 @@ def boxes_on_square(
     Args:
         boxes: N boxes (left, top, width, height) in pixels of the image.
         image_size: (width, height) of the image in pixels.
-        inputs: The `model.inputs` section, whose `fit` defines how the image becomes a square.
 
     Returns:
         float32 [N, 4], (left, top, right, bottom) in fractions of the square, clipped to it.
@@ -148,11 +147,7 @@ class LabelTexts(nn.Module):
         self._set(token_ids)
 
     def tokenize(self, encoder: Any) -> None:
-        """Tokenize the label names.
-
-        Args:
-            encoder: The TextEncoder of the run.
-        """
+        """Tokenize the label names."""
         ids, num_tokens = encoder.encode([*map(encoder.format_caption, self._names)])
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
 
@@ -206,7 +201,6 @@ def region_label_scores(
     Args:
         logits: Logits of each box for each label [B, N, C].
         batch: `box_labels` int64 [B, N], and `box_mask` bool [B, N], False for padding.
-        label_texts: The C label names, some of which may be empty.
 
     Returns:
         A HeadScores: `scores` [B x N, C], `label` int64 [B x N] (-1 for padding, which is not

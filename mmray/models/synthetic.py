@@ -26,10 +26,6 @@ def synthetic_rows(
     random pixels and random captions of the maximum length.
 
     Args:
-        model: The model.
-        spec: The `model` section, for `inputs` and `vocab_size`.
-        rows: Number of rows, all valid.
-        device: Device of the result.
         seed: Seed of the random numbers; a model's own method does not get it.
 
     Returns:
@@ -57,10 +53,10 @@ def synthetic_batch(
 
     Returns:
         `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
-        of a row's key) and `pos` (position in the sample order) int64 [rows], both 0, 1, ...;
-        `label` int64 [rows], zeros; `valid` bool [rows], True. Models with boxes also get `boxes`
-        float32 [rows, N, 4], `box_labels` int64 and `box_mask` bool [rows, N]; models of clips, in
-        place of `image`, the columns of audio and video that `Towers.forward` lists.
+        of a row's key) and `pos` int64 [rows], both 0, 1, ...; `label` int64 [rows], zeros; `valid`
+        bool [rows], True. Models with boxes also get `boxes` float32 [rows, N, 4], `box_labels`
+        int64 and `box_mask` bool [rows, N]; models of clips, in place of `image`, the columns of
+        audio and video that `Towers.forward` lists.
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side

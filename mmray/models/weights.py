@@ -145,13 +145,6 @@ def read_architecture(spec: Any) -> dict[str, Any]:
 
     The tensors themselves are not read.
 
-    Args:
-        spec: The `model` section, whose `weights` is a checkpoint file.
-
-    Returns:
-        {"config": values of transformers' config}, the argument `architecture` with which the model
-        is built without its weights.
-
     Raises:
         UsageError: The file cannot be read, or is no checkpoint of open_clip with a ViT.
     """
@@ -268,7 +261,6 @@ def set_dropout(config: Any, dropout: float) -> None:
 
     Args:
         config: Config of an encoder; it may lack some of the settings.
-        dropout: Probability.
     """
     for name in _DROPOUTS:
         if hasattr(config, name):
@@ -292,13 +284,7 @@ def encoder_config(
     """Return the config of an encoder: the one that a run saved, otherwise that of its weights.
 
     Args:
-        setting: Name of the setting that has `name`, such as `model.audio.weights`, for errors.
-        name: Path of a folder, or a name on the Hugging Face hub.
-        supported: Values of `model_type` that are accepted.
         saved: The config as JSON values; None: read that of the weights.
-
-    Returns:
-        The config, of a subclass of transformers' PretrainedConfig.
 
     Raises:
         UsageError: The config of the weights cannot be read, or is of another type.
@@ -312,11 +298,8 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
     """Load a saved model of transformers in float32, in evaluation mode.
 
     Args:
-        setting: Name of the setting that has `name`, such as `model.weights`, for errors.
         name: Path of a folder, or a name on the Hugging Face hub, from which the weights are
             downloaded unless they are in the cache.
-        model_class: Class of transformers with `from_pretrained`, such as CLIPModel or AutoModel.
-        config: Config of the model, of a subclass of transformers' PretrainedConfig.
         options: Further keyword arguments of `from_pretrained`.
 
     Returns:
@@ -343,13 +326,8 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     """Build an encoder of transformers without a pooler.
 
     Args:
-        setting: Name of the setting that has `name`, such as `model.text.weights`, for errors.
         name: Path of a folder, or a name on the Hugging Face hub, whose weights are loaded; None:
             random weights.
-        config: Config of transformers, which defines class and sizes of the encoder.
-
-    Returns:
-        The model that AutoModel builds for the config.
 
     Raises:
         UsageError: The weights cannot be read, or some are missing.
@@ -367,7 +345,6 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
 
     Args:
         net: Model of transformers, changed in place; new rows are initialized as the model does.
-        rows: Size of the vocabulary with the language tokens.
         language_token: Pattern of the tokens, such as `[{}]`, where the code of a language
             replaces {}; empty: none, and nothing is added.
     """
@@ -378,12 +355,6 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
 
 def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:
     """Check that a pretrained token embedding has a row for each token of the tokenizer.
-
-    Args:
-        setting: Name of the setting of the weights, such as `model.weights`, for errors.
-        weights: Address of the weights, for errors.
-        rows: Rows of the embedding.
-        vocab_size: Number of tokens of the tokenizer.
 
     Raises:
         UsageError: It has too few rows.
@@ -397,9 +368,6 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
 
 def transformer_config(part: Any) -> dict[str, Any]:
     """Return the config values of transformers for an encoder section.
-
-    Args:
-        part: A section with `width`, `depth` and `heads`, such as `model.text`.
 
     Returns:
         `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `intermediate_size` (4 x

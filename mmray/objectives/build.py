@@ -179,7 +179,6 @@ class WeightedSum:
         Args:
             outputs: Outputs that the terms' `score_outputs` name [B, ...] and their scalars, for
                 the B rows of a micro-batch, without gradient.
-            batch: Columns of the micro-batch by name.
             gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
                 `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
                 micro-batch's first row among the G.

@@ -58,7 +58,7 @@ class Contrastive(RowLoss):
 
         Args:
             outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar
-                `logit_scale` (1 / temperature), for the B local rows.
+                `logit_scale`, for the B local rows.
             batch: `valid` bool [B], False for padding; such rows have no loss and do not serve as
                 negatives.
             gathered: Rows of all ranks: `image_embed` and `text_embed` [G, D], `valid` bool [G],
@@ -120,24 +120,10 @@ class PairContrastive(Contrastive):
     """
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
-        """Return the rows that have a loss and serve as negatives, bool [B]: the valid ones with
-        both modalities.
-
-        Args:
-            outputs: The two embeddings [B, D] by name, such as `audio_embed` and `text_embed`; 0
-                for a missing modality.
-            valid: Column `valid` of the batch, bool [B], False for padding and unreadable rows.
-        """
         first, second = (outputs[name].detach().any(dim=1) for name in self.gathered_outputs)
         return valid & first & second
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the valid rows with both modalities, bool [B]; their number is the denominator of
-        the loss.
-
-        Args:
-            batch: `valid` bool [B], and for both modalities a column such as `has_audio` bool [B].
-        """
         names = [name.removesuffix("_embed") for name in self.gathered_outputs]
         first, second = (batch[f"has_{name}"] for name in names)
         return batch["valid"] & first & second
@@ -267,10 +253,6 @@ class Sigmoid(RowLoss):
             remote_valid: bool [V], the same of the rows of the texts.
             positive_row: Local row of each text's own image, int64 [V]; -1 or any other number
                 outside 0..B-1 if that image is on another rank.
-
-        Returns:
-            The loss summed over the B x V pairs of two valid rows, and the parts of the sum as
-            `loss_positive` (a text with its own image) and `loss_negative`, all scalars.
         """
         image = mask_invalid(outputs["image_embed"], valid)
         text = mask_invalid(remote["text_embed"], remote_valid)

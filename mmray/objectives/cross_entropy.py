@@ -103,13 +103,6 @@ class Classification(CrossEntropy):
     accuracy = "class_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the class of each row, int64 [B]; IGNORE_INDEX (-100) for rows without a label and
-        rows of padding.
-
-        Args:
-            batch: `label` int64 [B], -1 for a row without a label, and `valid` bool [B], False for
-                padding.
-        """
         return torch.where(
             batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX
         )
@@ -133,12 +126,5 @@ class RegionText(CrossEntropy):
     accuracy = "region_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the label of each box, int64 [B, N]; IGNORE_INDEX (-100) for boxes without a
-        label, and for padding.
-
-        Args:
-            batch: `box_labels` int64 [B, N], -1 for a box without a label; `box_mask` bool [B, N],
-                False for padding; and `valid` bool [B], False for rows of padding.
-        """
         labeled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
         return torch.where(labeled, batch["box_labels"], IGNORE_INDEX)

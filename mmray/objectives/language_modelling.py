@@ -49,10 +49,6 @@ class LanguageModelling:
                 many targets had the largest logit; both are scalars.
             batch: `targets` int64 [N], the tokens to predict.
             gathered: Unused, because rows are independent of each other.
-
-        Returns:
-            The loss sum and the number of target tokens, both scalars, and `token_accuracy`: the
-            number of targets that had the largest logit.
         """
         loss_sum = outputs["loss_sum"]
         sums = {"token_accuracy": outputs["num_correct"].to(loss_sum.dtype)}

@@ -120,13 +120,6 @@ class ClipMatching(Matching):
     score_outputs = ("media_embed_sum", "text_embed")
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        """Return the rows that have a loss, bool [B]: the valid ones with a text and with audio or
-        video.
-
-        Args:
-            batch: `valid` (False for padding and unreadable rows), `has_text`, and `has_audio` or
-                `has_video` or both, all bool [B].
-        """
         media = [batch[name] for name in ("has_audio", "has_video") if name in batch]
         return batch["valid"] & batch["has_text"] & torch.stack(media).any(dim=0)
 
@@ -149,7 +142,6 @@ def sample_negatives(
             T], `pos` int64 [G], `valid` bool [G] (False for padding), and the int `offset`, the
             index of the first of the B rows among the G. A row without text has zeros as
             `text_embed`.
-        name: Output whose similarity with the texts is used, in place of `image_embed`.
 
     Returns:
         Index of each image's negative among the G rows, int64 [B]; -1 if no caption differs.

@@ -104,9 +104,6 @@ def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of a run.
 
-    Args:
-        run: The content of the run folder, such as its config and metrics.
-
     Returns:
         By page section (`learning`, `recall`, `speed` and `start`) a list of charts, each a Figure
         with `name`, `title`, `summary` and `plot` (JSON data of Plotly). Charts of metrics that

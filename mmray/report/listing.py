@@ -26,9 +26,6 @@ MAX_PARALLEL = 16  # folders read at once: an object store needs about ten reque
 def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
     """Summarize the runs and sweeps directly in a folder, the last active first.
 
-    Args:
-        folder: Folder of runs, such as `runs`, on a local disk or an object store.
-
     Returns:
         A dict per run: `kind` (`run`), `name`, `state` (`running`, `finished`, `stopped`, `failed`
         or `unfinished`), `steps`, `loss` (last training loss), `metric` (name of the score), `last`

@@ -263,7 +263,6 @@ def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndar
 
     Args:
         prepared: The set; of at most MAX_ROWS (10,000) rows and MAX_BYTES (512 MiB) all are taken.
-        draw: Source of the random choice.
 
     Returns:
         Sorted row numbers, int64.
@@ -284,7 +283,6 @@ def read_statistics(
     """Compute the statistics of some rows, without decoding their media.
 
     Args:
-        prepared: The set.
         rows: Row numbers int64 [N], sorted.
         encoder: Its `encode(texts)` counts tokens; None: they are not counted.
 
@@ -357,7 +355,6 @@ class _RowViewer:
     """Converts rows to values for the page; a child process decodes their media.
 
     Args:
-        prepared: The set.
         encoder: Counts tokens; None: they are not counted.
         decoder: The child process.
         roots: Folders in which images of the source may be read.

@@ -98,9 +98,6 @@ class RunRecord:
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return a metric over the steps of the run.
 
-        Args:
-            name: Name in metrics.jsonl, such as `train/loss`.
-
         Returns:
             The steps at which it was logged, and its values, both of one length. A value that was
             NaN or infinite is None.

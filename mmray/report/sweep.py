@@ -55,15 +55,7 @@ COLUMNS = (
 
 
 def setting_columns(rows: Sequence[TrialRow]) -> list[Column]:
-    """Return a column for each setting that a sweep varies.
-
-    Args:
-        rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
-
-    Returns:
-        For each such setting a Column: `field` (name of a setting or a measurement), `title`,
-        `digits` and `scale`.
-    """
+    """Return a column for each setting that a sweep varies."""
     names = dict.fromkeys(name for row in rows for name in row.settings)
     return [Column(name, name) for name in names]
 
@@ -73,13 +65,6 @@ def trial_columns(rows: Sequence[TrialRow]) -> list[Column]:
     measured of a trial.
 
     The batch, such as its micro-batch, is among the measurements.
-
-    Args:
-        rows: Settings, status and measurements of each trial, the rows of trials.jsonl.
-
-    Returns:
-        For each column a Column: `field` (name of a setting or a measurement), `title`, `digits`
-        and `scale`.
     """
     settings = [column for column in setting_columns(rows) if column.field not in BATCH_SETTINGS]
     measured = [
@@ -112,13 +97,6 @@ class SweepRecord:
 
         The last row of each trial in trials.jsonl is used. Missing files give an empty summary and
         no trials.
-
-        Args:
-            folder: The folder of the sweep.
-
-        Returns:
-            A SweepRecord: `folder`, `summary` (content of sweep.json) and `trials` (a TrialRow
-            each).
         """
         rows = [
             TrialRow.from_json(line)
@@ -187,9 +165,6 @@ class SweepRecord:
         """Return the value by which a trial is compared; None if it was not measured.
 
         It is samples/s for the goal `throughput`, otherwise the newest held-out metric.
-
-        Args:
-            row: Settings, status and measurements of the trial, a row of trials.jsonl.
         """
         return row.value(self.goal_name)
 
@@ -210,8 +185,7 @@ class SweepRecord:
 
         Trials that train are ordered by the number of rungs that they reached (sample counts after
         which trials are compared), most first, and then by their value, the best first. Batch
-        shapes (global batch and micro-batch) are ordered by the global batch, ascending, and then
-        by their speed.
+        shapes are ordered by the global batch, ascending, and then by their speed.
         """
         sign = -1 if self.goal.maximize else 1
 
@@ -229,11 +203,7 @@ class SweepRecord:
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
     def status_label(self, row: TrialRow) -> str:
-        """Return the status of a trial as text for the page, such as `ended early` for `pruned`.
-
-        Args:
-            row: Settings, status and measurements of the trial, a row of trials.jsonl.
-        """
+        """Return the status of a trial as text for the page, such as `ended early` for `pruned`."""
         labels = {"finished": "measured"} if self.is_throughput else {"pruned": "ended early"}
         return labels.get(row.status, row.status).replace("_", " ")
 
@@ -247,9 +217,6 @@ class SweepRecord:
 
     def report_link(self, row: TrialRow) -> str | None:
         """Return the path of a trial's report.html relative to the sweep folder, for a link.
-
-        Args:
-            row: The row of the trial, which has the folder of its run.
 
         Returns:
             The path; None if the trial has no report, or its run is outside the sweep folder.

@@ -108,9 +108,7 @@ def write_set_page(
     quarantined rows.
 
     Args:
-        prepared: The set, or a split of it.
         out: The HTML file; default: `show.html` in the folder of the set.
-        num_rows: Number of rows of the sample.
         seed: Seed of the choice of rows.
         tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they are
             not counted.

@@ -130,9 +130,6 @@ class Lease:
         A fencing token is a number that grows with each claim on the folder. Before a write, a
         worker checks that no higher one exists.
 
-        Returns:
-            The new fencing token.
-
         Raises:
             TrainingError: another process has taken over the lease.
             StorageError: the storage failed.
@@ -265,11 +262,6 @@ class Lease:
 def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
     """Check that no other process has taken over a folder.
 
-    Args:
-        directory: Folder of the run or set.
-        fencing_token: Number of the claim of this process, or of the driver that started it, as
-            `Lease.acquire` or `Lease.claim_next_token` returned it.
-
     Raises:
         TrainingError: A claim with a higher number exists.
         OSError: The storage failed.
@@ -290,7 +282,6 @@ def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
     The result is for display only, because it may be out of date at once.
 
     Args:
-        directory: Folder of the run or set that the lease protects.
         stale_after_s: A process on another machine counts as the holder if its last heartbeat is
             younger than this, in seconds by the clock of this machine; by default 60.
     """

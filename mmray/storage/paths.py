@@ -95,11 +95,7 @@ class RemotePath:
         return replace(self, key=self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the path with another last part.
-
-        Args:
-            name: The new last part, such as `config.yaml`.
-        """
+        """Return the path with another last part."""
         return self.parent / name
 
     def exists(self) -> bool:
@@ -152,7 +148,6 @@ class RemotePath:
         """Return the content of the object as text.
 
         Args:
-            encoding: Its encoding.
             errors: `strict`, `replace` or another error handler of Python for invalid bytes.
 
         Raises:
@@ -161,11 +156,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the object with retries; an existing object is replaced.
-
-        Args:
-            data: The content.
-        """
+        """Write the object with retries; an existing object is replaced."""
 
         def write() -> None:
             with open_output(self) as stream:
@@ -174,23 +165,11 @@ class RemotePath:
         with_retries(write)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        """Write the object with retries; an existing object is replaced.
-
-        Args:
-            text: The content.
-            encoding: Its encoding.
-        """
+        """Write the object with retries; an existing object is replaced."""
         self.write_bytes(text.encode(encoding))
 
     def open(self, mode: str) -> Any:
-        """Open the object as a context manager.
-
-        Args:
-            mode: `rb`, or `wb`, which replaces the object when the block succeeds.
-
-        Returns:
-            A context manager with a file of pyarrow.
-        """
+        """Open the object as a context manager."""
         return open_input(self) if mode == "rb" else open_output(self)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
@@ -203,9 +182,6 @@ class RemotePath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object.
-
-        Args:
-            missing_ok: Return without an error if there is no such object.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -262,10 +238,6 @@ def to_path(address: str | AnyPath) -> AnyPath:
 def check_kept(name: str, address: str | AnyPath) -> None:
     """Check that an output is not in a job's copy of the working directory, which Ray deletes.
 
-    Args:
-        name: The setting or argument with the address, for the message.
-        address: Local path or URI of the output.
-
     Raises:
         UsageError: The output is in such a copy.
     """
@@ -298,7 +270,6 @@ def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
     pauses after transient errors.
 
     Args:
-        path: What the function reads or writes.
         call: Called without arguments, again after a failure that may be temporary.
 
     Returns:
@@ -311,14 +282,6 @@ def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
 def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
     """Open a file for random access.
 
-    Args:
-        path: the file.
-        mapped: map a local file into memory instead of reading it. Truncating the file then kills
-            its readers, so map only files that never change.
-
-    Returns:
-        A file of pyarrow, to be closed by the caller.
-
     Raises:
         OSError: the file cannot be opened.
     """
@@ -329,13 +292,6 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
 
 def open_sequential(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
     """Open a file for reading from its start to its end; each read from a store is retried.
-
-    Args:
-        path: The file.
-        mapped: Map a local file into memory instead of reading it.
-
-    Returns:
-        A file of pyarrow. Reads from a store raise TransientStorageError after all retries.
 
     Raises:
         OSError: The file cannot be opened.
@@ -446,12 +402,6 @@ def list_names(folder: AnyPath) -> list[str]:
 def list_files(folder: AnyPath) -> list[str]:
     """Return all files below a folder, also in its subfolders.
 
-    Args:
-        folder: A folder on a local disk or a store.
-
-    Returns:
-        Sorted paths relative to the folder, such as `a/b.jpg`.
-
     Raises:
         FileNotFoundError: The folder does not exist.
     """
@@ -481,10 +431,6 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
     It is streamed, because pyarrow's copy_files drops the last error, and a copy inside S3 is
     limited to 5 GB.
-
-    Args:
-        source: The file to read.
-        target: The file to write, which is replaced if it exists.
 
     Raises:
         OSError: A read or a write failed.

@@ -76,11 +76,6 @@ class RangeReader:
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return a range of bytes of a file.
 
-        Args:
-            name: Name of the file in the folder.
-            start: Index of the first byte.
-            stop: Index of the byte after the last.
-
         Raises:
             OSError: The file cannot be read.
             ValueError: The file ends before `stop`.

@@ -40,9 +40,6 @@ def with_retries(call: Callable[[], T]) -> T:
     Args:
         call: Called without arguments, again after a failure that may be temporary.
 
-    Returns:
-        What the function returned.
-
     Raises:
         TransientStorageError: With the last transient error, after ATTEMPTS (5) calls.
         OSError: A permanent error, unchanged.
@@ -74,7 +71,6 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
 
     Args:
         call: Called with each item, in threads; its results are dropped.
-        items: Its arguments.
 
     Raises:
         Exception: The error of the first item whose call failed.
@@ -90,7 +86,6 @@ def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
     Args:
         call: Called with each item, in threads.
-        items: Its arguments.
 
     Raises:
         Exception: The error of a call, instead of its result.

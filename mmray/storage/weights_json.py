@@ -17,7 +17,6 @@ def read_weights_json(setting: str, weights: str, names: Sequence[str]) -> dict[
     """Return the JSON object in one of the files of a model.
 
     Args:
-        setting: Name of the setting that has `weights`, for errors.
         weights: Folder of the model, or its name on the Hugging Face hub, from which a file is
             downloaded unless it is in the cache.
         names: File names; the first that exists is read.

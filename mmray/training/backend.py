@@ -61,9 +61,6 @@ def is_lost(error: BaseException) -> bool:
     """Return whether an error means that a worker, or the connection to another one, was lost.
 
     A process that exited by itself is not lost: an import failed, or user code called exit.
-
-    Args:
-        error: The error that a worker raised, or a ChildDied.
     """
     if isinstance(error, ChildDied):
         return error.exit_code is None or error.exit_code < 0
@@ -74,9 +71,6 @@ def is_lost(error: BaseException) -> bool:
 def is_process_lost(error: BaseException) -> bool:
     """Return whether a process was lost: `is_lost` for a single worker, which has no connections to
     others.
-
-    Args:
-        error: The error that the worker raised, or a ChildDied.
     """
     return isinstance(error, ChildDied) and is_lost(error)
 
@@ -129,7 +123,6 @@ class Attempt:
     Args:
         resolved: The run as it was resolved: its settings, sets and number of steps, and the batch
             shape for the number of workers of the attempt.
-        folder: Folder of the run.
         fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
             no longer write.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
@@ -143,7 +136,7 @@ class Attempt:
     bad_rows: set[int]
 
     def worker_context(self, decoders: int | None) -> WorkerContext:
-        """Return what each worker of the attempt (this start of the workers) needs.
+        """Return what each worker of the attempt needs.
 
         It has the settings, the reader of rows, and the evaluation set.
 
@@ -252,7 +245,6 @@ class Backend(Protocol):
         """Check that the run can start here, and log warnings.
 
         Args:
-            config: Settings of the run.
             reporter: Receives the warnings.
 
         Raises:
@@ -303,7 +295,6 @@ class Backend(Protocol):
         """Start no more workers of this run on a node, because a device failed there.
 
         Args:
-            config: Settings of the run.
             node: ID of the node.
 
         Returns:

@@ -51,9 +51,6 @@ class Coordinator:
         A message is kept until a later call counts it as received, because a reply may not reach
         the driver in time.
 
-        Args:
-            num_received: Number of messages that the driver has received since the start.
-
         Returns:
             The messages after them, as `push` got them, and the last heartbeat of each rank, as
             `heartbeat` got it, with its age in seconds as `age_s`.
@@ -88,9 +85,6 @@ class Coordinator:
 
     def record_bad_row(self, row: int) -> int:
         """Count an unreadable row.
-
-        Args:
-            row: Number of the row in the training set.
 
         Returns:
             The number of bad rows of all ranks; 0 if this row was counted before.

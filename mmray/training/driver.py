@@ -36,7 +36,6 @@ class RunOutcome:
     """Outcome of a run.
 
     Args:
-        path: Folder of the run.
         result: Content of result.json, as `Supervisor.train` returns it: `status` (`finished` or
             `stopped`), `steps`, `scores` (metrics of the last evaluation by name), `metrics` (the
             last line of metrics.jsonl) and others.
@@ -95,8 +94,6 @@ def train(
     """Train a run from start to end, or resume it if it exists.
 
     Args:
-        config: Settings of the run.
-        reporter: Receives progress and messages.
         start_s: time.monotonic() when the command started, from which the times of the stages of
             the start are measured; None: now.
         should_stop: Called without arguments each second; True stops like Ctrl-C, at a checkpoint.
@@ -141,8 +138,7 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     Args:
         config: Settings of the run: trackers, callbacks, objective, model kind, LoRA and float8 are
             checked.
-        log: Called with (message, label) for settings that only workers can check, where the label
-            is the word to print before the message.
+        log: Called with (message, label) for settings that only workers can check.
 
     Raises:
         UsageError: One cannot be loaded.

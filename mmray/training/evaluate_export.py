@@ -123,9 +123,6 @@ def pretrained_config(weights: str) -> Config:
     It is the recipe of their model kind (such as `clip`), with the settings that the weights
     define, such as image size and tokenizer.
 
-    Args:
-        weights: A folder saved by transformers, a hub name, or an open_clip checkpoint.
-
     Raises:
         UsageError: The weights are unknown or cannot be read.
     """
@@ -149,8 +146,7 @@ def open_model(
         step: Step of the checkpoint of a run, or `best` (highest held-out recall@1, or zero-shot
             accuracy if that is the task of `data.eval`; of a vision-language model lowest loss);
             None: the newest valid one.
-        log: Called with (warning, label), where the label is the word to print before the warning,
-            if weights have more tokens than their tokenizer.
+        log: Called with (warning, label), if weights have more tokens than their tokenizer.
 
     Returns:
         The config, content of tokenizer.json ("" for a vision-language model), and folder of the
@@ -181,19 +177,13 @@ def export_model(
     Args:
         source: Folder or URI of the run; or the config of pretrained weights, from
             `pretrained_config`.
-        out: Folder to write, or its URI.
         step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
             that is the task of `data.eval`; of a vision-language model lowest loss); None: the
             newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
-        adapters_only: Write the LoRA adapters and the fully trained layers without the weights that
-            the run started with.
         log: Called with (line, label), where the label, such as `warning`, is the word to print
             before the line.
-
-    Returns:
-        The folder that was written.
 
     Raises:
         UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
@@ -218,7 +208,6 @@ def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -
     accuracy of the initial weights on other data.
 
     Args:
-        model: The trained model, without adapters.
         settings: The `model` section of its run; `weights` are the initial weights.
         share: Factor of the trained weights, 0 to 1; that of the initial ones is 1 - share.
 
@@ -299,7 +288,6 @@ def evaluate_model(
             that is the task of `data.eval`; of a vision-language model lowest loss); None: the
             newest valid one.
         address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
-        reporter: Receives progress and messages.
         settings: Settings of the evaluation; None: those of the run or the config.
         where: Evaluate on the rows for which this condition on columns holds, such as `width >
             256`; None: `data.eval_where` of the run, or all rows if `data` is given.
@@ -458,8 +446,7 @@ def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Con
     Args:
         config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
             tokenizer, from `pretrained_config`.
-        log: Called with (warning, label) if the weights have more tokens, where the label is the
-            word to print before the warning.
+        log: Called with (warning, label) if the weights have more tokens.
 
     Returns:
         The config, whose section `model` has the vocabulary size and the padding token of the

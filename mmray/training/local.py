@@ -62,7 +62,6 @@ class RankProcess(ConnectedProcess):
     Coordinator, its argument).
 
     Args:
-        rank: The rank.
         pid: Its process ID.
         connection: Connection to it.
     """
@@ -125,9 +124,6 @@ class RankListener:
 
         Args:
             timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether they have.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -247,7 +243,6 @@ def check_gpus(config: Config, workers: int = 1) -> None:
     Args:
         config: Settings of the run. `cluster.accelerator` `gpu` requires GPUs, and `auto` requires
             one for each of several workers if there are any.
-        workers: Number of workers.
 
     Raises:
         ResourceError: torch can use fewer.
@@ -271,9 +266,6 @@ def resolve_on_this_machine(config: Config) -> Config:
     """Return the settings with values in place of `auto` for one worker on this machine.
 
     `cluster.accelerator` becomes `gpu` or `cpu`, and `cluster.cpus_per_worker` a number.
-
-    Args:
-        config: Settings of the run. `auto` and `gpu` use a GPU if torch can use one.
     """
     cluster = config.cluster
     device = "gpu" if cluster.accelerator != "cpu" and count_gpus() else "cpu"
@@ -376,10 +368,6 @@ def num_decode_processes(config: Config, workers: int) -> int:
 
     It is the largest number of `data.workers`. If that is `auto`, it is one for each worker; with
     GPUs the cores of the machine less 2 for each worker, but at least one for each.
-
-    Args:
-        config: Settings of the run.
-        workers: Number of workers.
     """
     if config.data.worker_range is not None:
         return config.data.worker_range[1]
@@ -393,7 +381,7 @@ def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) ->
 
     Args:
         config: Settings of the run. What they request from Ray has no effect.
-        log: Called with (line, label), where the label is the word to print before the line.
+        log: Called with (line, label).
 
     Raises:
         UsageError: torchrun started processes on several machines.

@@ -149,8 +149,7 @@ class Workers(Protocol):
         """Return whether the workers have no resources yet.
 
         Args:
-            log: Called with (line, label), where the label is the word to print before the line, if
-                the wait is long.
+            log: Called with (line, label), if the wait is long.
         """
         return False
 
@@ -250,11 +249,7 @@ class HangDetector:
         )
 
     def missing_ranks(self, world: int) -> list[int]:
-        """Return the ranks of which no call of `check` has had a heartbeat yet.
-
-        Args:
-            world: Number of ranks.
-        """
+        """Return the ranks of which no call of `check` has had a heartbeat yet."""
         return sorted(set(range(world)) - self._last.keys())
 
     def waits_for_data(self) -> tuple[list[int], float]:
@@ -266,9 +261,6 @@ class HangDetector:
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     """Return the heartbeats of the ranks that the others probably wait for.
-
-    Args:
-        records: The last heartbeat of each rank.
 
     Returns:
         Heartbeats of processes that have sent none for 5 s. If there are none, those of ranks that
@@ -287,7 +279,6 @@ def checkpoint_request_time_s(
     Args:
         preempted_at_s: Time of the preemption in seconds since the epoch; 0: unknown.
         checkpoint_duration_s: Seconds that a checkpoint takes; 0: unknown.
-        step_duration_s: Seconds that a step takes.
 
     Returns:
         Seconds since the epoch, early enough for two steps and two checkpoints; 0: immediately,
@@ -450,11 +441,6 @@ class AttemptMonitor:
         """Request that all ranks save a checkpoint after the next step and end.
 
         Without effect after an earlier request, whose reason is kept.
-
-        Args:
-            reason: `user` (Ctrl-C), `resize` (restart with more workers) or `preempted` (a node
-                will be preempted).
-            message: A line for the log.
         """
         if self.stop_reason is None:
             self.stop_reason = reason

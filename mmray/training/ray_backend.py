@@ -384,9 +384,6 @@ class RayWorkers(Workers):
 def name_in_views(folder: AnyPath) -> str:
     """Return the name of a run in Ray's dashboard and metrics.
 
-    Args:
-        folder: Folder of the run.
-
     Returns:
         The name of the folder, such as `clip`; of a trial of a sweep (SWEEP/trials/t001)
         `SWEEP-t001`.
@@ -398,9 +395,6 @@ def name_in_views(folder: AnyPath) -> str:
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that made a worker fail.
-
-    Args:
-        error: A worker's failure as Ray Train reports it.
 
     Returns:
         The error that a task raised (maybe in a task of a task), with a note that has its
@@ -429,15 +423,7 @@ def is_worker_lost(error: BaseException) -> bool:
 
 
 def cause_in_group(error: BaseException) -> WorkerFailed:
-    """Return why a worker group of Ray Train failed.
-
-    Args:
-        error: The error that Ray Train's trainer raised.
-
-    Returns:
-        A WorkerFailed with `cause`, the error of a worker, and `kind`: `lost` (also if the group
-        did not start), `device` or `raised`.
-    """
+    """Return why a worker group of Ray Train failed."""
     if not isinstance(error, ray.train.WorkerGroupError):
         reason = getattr(error, "controller_failure", error)
         return WorkerFailed("lost", TrainingError(f"Ray Train failed: {reason}"))
@@ -445,15 +431,13 @@ def cause_in_group(error: BaseException) -> WorkerFailed:
 
 
 def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
-    """Return how many decode actors (processes that read and decode rows) each worker has, and on
-    which nodes.
+    """Return how many decode actors each worker has, and on which nodes.
 
     A range `data.workers` is divided by the number of workers, rounded up. With `auto`, the maximum
     on a single machine follows from its cores and memory; on a cluster it is 1024, because each
     further actor requests a CPU and memory from Ray.
 
     Args:
-        config: Settings of the run.
         demand: The resources of the workers, including CPUs for data.
 
     Returns:

@@ -226,15 +226,7 @@ class ReservedTrainer(DataParallelTrainer):
 
 
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
-    """Return the options of Ray's RunConfig with which Ray writes its files to a folder.
-
-    Args:
-        folder: Local folder or folder on an object store.
-
-    Returns:
-        Keyword arguments: `storage_path` (str), and on an object store `storage_filesystem` (of
-        pyarrow).
-    """
+    """Return the options of Ray's RunConfig with which Ray writes its files to a folder."""
     if isinstance(folder, RemotePath):
         return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
     return {"storage_path": str(folder)}
@@ -325,8 +317,7 @@ def run_group(
         config: Settings of the run; the limits of time are read.
         folder: Ray Train writes its small files to the subfolder `ray`.
         demand: The resources of the workers.
-        log: Called with (line, label), where the label is the word to print before the line, such
-            as `waiting`.
+        log: Called with (line, label), such as `waiting`.
         on_message: Called with each message, a dict that a worker pushed.
         arguments: Further values by name for the loop, which can be pickled.
 

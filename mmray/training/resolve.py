@@ -94,7 +94,6 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
 
     Args:
         config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
-        reporter: Receives progress and messages.
 
     Returns:
         A ResolvedRun, ready to start: `config`, `train_set`, `eval_sets` (by name),
@@ -433,7 +432,6 @@ def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
     """Return the numbers of rows of a set that a model cannot use, by what they have.
 
     Args:
-        model: The `model` section.
         prepared: The set, of which the manifest is read.
 
     Returns:
@@ -552,10 +550,6 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 
     All its rows are held out, and none is compared with benchmarks. A source that the run also
     trains on keeps its settings, so that its training rows are not evaluated.
-
-    Args:
-        config: Settings of the run.
-        source: Address of the source or set.
     """
     trained_on = [str(to_path(address)) for address in Mixture.parse(config.data.train).addresses]
     settings = config.prepare
@@ -573,12 +567,6 @@ def training_rows(
 
     These are the rows that `data.where` selects; None: all. `data.captions` sets how often captions
     of each column are drawn, and rows without any are left out; None: all alike.
-
-    Args:
-        prepared: The set.
-        config: Settings of the run.
-        folder: Folder that all nodes can read, for the list of the selected rows.
-        reporter: Receives progress, the number of selected rows and the shares of captions.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.
@@ -599,12 +587,6 @@ def held_out_rows(
     These are the rows that `data.eval_where` selects; None: all. If the set stores captions from
     several columns of its source, only those of `data.eval_captions` are used; None: of the first
     column.
-
-    Args:
-        prepared: The set.
-        config: Settings of the run.
-        folder: Folder that all nodes can read, into which the list of selected rows is written.
-        reporter: Receives progress, the number of selected rows, and the column of the captions.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.

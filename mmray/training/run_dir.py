@@ -76,12 +76,7 @@ PACKAGES = ("ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", 
 
 
 def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
-    """Return whether a folder has other entries than expected.
-
-    Args:
-        path: The folder, which need not exist.
-        names: Names of the expected entries. Hidden files are ignored.
-    """
+    """Return whether a folder has other entries than expected."""
     return path.exists() and any(
         file.name not in names and file.name[0] != "." for file in path.iterdir()
     )
@@ -93,8 +88,6 @@ def forbidden_changes(
     """Return the differences between two configs outside the settings that may change.
 
     Args:
-        before: Settings of an existing run, nested by section as in config.yaml.
-        after: Settings of this command, nested in the same way.
         may_change: Names of settings, such as `train.steps`, and of sections with all their
             settings, such as `run`; by default those that may differ when a run is resumed.
 
@@ -117,9 +110,6 @@ class RunDir:
 
     `write(name, text)` and `write_json(name, value)` write one atomically, and `read_json(name)`
     returns its content, {} if it does not exist. `checkpoints` is the folder of the checkpoints.
-
-    Args:
-        path: Folder of the run.
     """
 
     path: AnyPath
@@ -130,29 +120,15 @@ class RunDir:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file atomically.
-
-        Args:
-            name: Path relative to the run's folder.
-            text: Content.
-        """
+        """Write a text file atomically."""
         write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write a JSON file atomically.
-
-        Args:
-            name: Path relative to the run's folder, such as `result.json`.
-            value: Content, a dict of JSON values.
-        """
+        """Write a JSON file atomically."""
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return the content of a JSON file; empty if it does not exist.
-
-        Args:
-            name: Path relative to the run's folder, such as `result.json`.
-        """
+        """Return the content of a JSON file; empty if it does not exist."""
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else {}
 
@@ -163,7 +139,6 @@ class RunSelection:
 
     Args:
         action: `start` a new run, `resume` an existing one, or `done`: it has finished.
-        path: The folder.
         skipped: A text for each existing folder that a run without a name does not resume, such as
             `runs/clip has finished`.
     """
@@ -179,16 +154,8 @@ def select_run(
     """Choose the folder of a run: a new one, or an existing run that this command resumes.
 
     Args:
-        config: Settings of this command.
         data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
             set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
-        steps: Number of steps after which a run counts as finished.
-        keep_shuffle: Whether an existing run may have another `data.shuffle_blocks`, which it
-            keeps.
-
-    Returns:
-        A RunSelection: `action` (`start`, `resume`, or `done` if the run has finished), `path` (the
-        folder), and `skipped`, runs that were not resumed with the reasons.
 
     Raises:
         UsageError: Resuming would change the run. The message lists the differences.
@@ -257,10 +224,6 @@ def check_processor(path: AnyPath, model: Model) -> None:
     """Check that the tokenizer, chat template and processors of a vision-language model are those
     that a run started with.
 
-    Args:
-        path: Folder of the run, which has copies of their files.
-        model: The `model` section.
-
     Raises:
         UsageError: A file of `model.weights` has changed.
     """
@@ -272,7 +235,6 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
     """Return the address of a run's training set, also if the set and the run were moved together.
 
     Args:
-        path: Folder of the run.
         address: Address of the set when the run started.
         fingerprint: Hash of the split `train` of the set, to recognize it.
 
@@ -296,9 +258,6 @@ def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
 
 def stored_shuffle(path: AnyPath) -> str:
     """Return how an existing run shuffles its rows, the setting `data.shuffle_blocks`.
-
-    Args:
-        path: Folder of the run.
 
     Returns:
         For a shuffle of blocks of adjacent rows a text such as `8x1400x16`: parts of the global
@@ -371,11 +330,9 @@ def write_run_files(
     config.yaml is written last, because a folder without it is not a run.
 
     Args:
-        path: Folder of the run.
         config: Settings, for config.yaml.
         data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
             set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
-        tokenizer_json: Content of tokenizer.json.
 
     Returns:
         A RunDir: `path`, and methods such as `read_json(name)` and `write(name, text)`.

@@ -117,7 +117,6 @@ def score_set(
         captions: Column of the captions to score, if the set has several; None: the first.
         batch: Rows that are embedded at a time.
         cluster: The `cluster` section: which Ray cluster and devices to use.
-        reporter: Receives progress and messages.
 
     Returns:
         The manifest with the new columns in `columns`: a Manifest with `num_rows`,
@@ -309,9 +308,7 @@ def embed_rows(
     Args:
         model: The model, on `device`, with `embed_image(pixels)` and `embed_text(input_ids,
             attention_mask)`.
-        prepared: The set.
         job: Settings of the model.
-        device: Device of the model.
 
     Returns:
         The mean cosine of a row's image and its captions, float64 [N], NaN for a row without

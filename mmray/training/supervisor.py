@@ -66,7 +66,6 @@ class Failure:
 
     Args:
         kind: One of these kinds.
-        error: The error.
         step: The last logged step, otherwise the step from which the workers resumed.
         logged: Whether the run has logged the metrics of any step.
     """
@@ -83,12 +82,6 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
     Preemptions do not count, nor do restarts with smaller micro-batches, whose number is limited
     because a micro-batch has at least one row.
-
-    Args:
-        failures: The number before.
-        failure: The new failure, with its kind such as `preempted`.
-        progressed: Whether a checkpoint was saved since the failure before, which resets the
-            number.
     """
     return (0 if progressed else failures) + (
         failure.kind != "preempted" and retry_shape(failure.error) is None
@@ -97,9 +90,6 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
 def retry_shape(error: BaseException) -> BatchShape | None:
     """Return the batch shape (with smaller micro-batches) to restart with after memory ran out.
-
-    Args:
-        error: The error of the workers.
 
     Returns:
         A BatchShape with a smaller micro-batch, if the error is an OutOfMemoryError that has one;
@@ -203,9 +193,7 @@ class Supervisor:
 
     Args:
         resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
-        run: Its folder.
         lease: The exclusive right of this process to write into the folder.
-        reporter: Receives progress and messages.
         backend: Starts the workers.
         starts: For each start a list of its stages as {"stage": name, "at_s": seconds since the
             command}, for result.json; it grows meanwhile. None: not recorded.
@@ -486,10 +474,6 @@ class Supervisor:
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a run whose checkpoint of the last step exists, without starting
     workers.
-
-    Args:
-        meta: Content of the checkpoint's meta.json: `step`, `rows_consumed` and `metrics`, a flat
-            dict with the step's line in metrics.jsonl, values by name such as `train/loss`.
 
     Returns:
         Fields of result.json: `status` (always `finished`), `steps`, `rows_consumed`,

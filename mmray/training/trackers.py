@@ -126,7 +126,6 @@ class TrackingReporter:
 
     Args:
         config: Settings of the run; `run.trackers` names the trackers.
-        folder: Folder of the run.
         reporter: The other reporter.
 
     Attributes:
@@ -234,13 +233,7 @@ class TrackerThread(threading.Thread):
         self.start()
 
     def put(self, step: int, entry: Entry) -> None:
-        """Queue a line of metrics, or images, unless the tracker could not start.
-
-        Args:
-            step: Number of the step.
-            entry: Finite values by name (a dict), or a list of images of an evaluation, each with
-                `title`, `caption` and a PIL `image`.
-        """
+        """Queue a line of metrics, or images, unless the tracker could not start."""
         if self.is_alive():
             self._queue.put((step, entry))
 

@@ -48,9 +48,6 @@ def validate_settings(config: Config) -> None:
 
     Uses neither Ray nor weights, and of the data only manifests.
 
-    Args:
-        config: Settings of the run.
-
     Raises:
         UsageError: They contradict each other, or a path or URI is invalid.
         DataError: The manifest of a set with `data.where` is damaged.
@@ -73,9 +70,6 @@ def check_selections(config: Config) -> None:
     Of a raw source, which is prepared later, the names in `prepare.keep` and `prepare.columns` are
     checked.
 
-    Args:
-        config: Settings of the run.
-
     Raises:
         UsageError: An expression is invalid, or a set has no column of a name.
         DataError: The manifest of a set is damaged.
@@ -87,9 +81,6 @@ def check_selections(config: Config) -> None:
 def check_eval_selections(config: Config) -> None:
     """Check `data.eval_where` and `data.eval_captions` against the columns of the sets to evaluate
     on.
-
-    Args:
-        config: Settings of the run.
 
     Raises:
         UsageError: An expression is invalid, or a set has no column of a name.
@@ -164,9 +155,6 @@ def unsupported_reasons(config: Config) -> list[str]:
 
     Imports no torch, so it can run before Ray.
 
-    Args:
-        config: Settings of the run.
-
     Returns:
         One sentence per problem, with its fix; empty if the settings are supported.
     """
@@ -209,9 +197,6 @@ def weights_reasons(model: Any) -> list[str]:
     fix; [] if they are.
 
     Reads config.json only. Weights on the hub of other models than `vlm` are not checked.
-
-    Args:
-        model: The `model` section.
     """
     if isinstance(model, Vlm):
         if model.weights in ("none", SAMPLE_VLM):
@@ -247,7 +232,6 @@ def _hf_weights_reasons(
 
     Args:
         setting: Name of the setting that has `weights`, such as `model.text.weights`.
-        weights: Its value.
         supported: Values of `model_type` in config.json that are accepted.
         model: The `model` section, for the image size.
     """
@@ -372,7 +356,6 @@ def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:
     can.
 
     Args:
-        config: Settings of the run.
         is_trained: Whether the model exists, so that its settings cannot be changed.
     """
     generates_text = config.model.generates_text
@@ -437,8 +420,7 @@ def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
 
     Args:
         config: Settings of a run.
-        log: Called with (message, label) if the patterns are not checked, where the label is the
-            word to print before the message.
+        log: Called with (message, label) if the patterns are not checked.
 
     Raises:
         UsageError: A pattern matches no weight, or no weight is left to train.

@@ -25,8 +25,8 @@ def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
     Args:
         config: The config of a trial's run. `cluster.cpus_per_worker` and `data.workers` are
             replaced if they are `auto`.
-        resources: `cpus_per_worker` and `decode_actors` (processes that read and decode rows) of a
-            trial when several run at once. A value of None replaces nothing.
+        resources: `cpus_per_worker` and `decode_actors` of a trial when several run at once. A
+            value of None replaces nothing.
     """
     if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
@@ -52,8 +52,8 @@ def plan_resources(
         num_trials: Number of trials that will run, an upper limit.
 
     Returns:
-        A TrialResources: `num_concurrent` (trials at a time), and for each `decode_actors`
-        (processes that read and decode rows) and `cpus_per_worker`; None: as a run alone has.
+        A TrialResources: `num_concurrent` (trials at a time), and for each `decode_actors` and
+        `cpus_per_worker`; None: as a run alone has.
     """
     demand = max(
         (resource_demand(config) for config in configs),
@@ -106,10 +106,8 @@ def fit_trials(
     Decode actors are the processes that read and decode rows.
 
     Args:
-        free: Nodes of the cluster with their free resources.
         nodes: The same nodes with all of their resources, for a trial that must wait for other
             jobs.
-        demand: Resources of one trial: workers and CPUs for data.
         max_trials: Upper limit of the number of trials.
         pools: Node types that an autoscaler can add.
 

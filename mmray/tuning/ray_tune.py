@@ -70,8 +70,7 @@ def run_trials_on_ray_tune(
     num_rungs: int,
     names: Sequence[str] | None,
 ) -> None:
-    """Train trials with Ray Tune, up to a rung (a number of samples after which trials are
-    compared).
+    """Train trials with Ray Tune, up to a rung.
 
     Ray Tune runs in a thread, while the calling thread handles signals. The rows of the trials in
     `state`, and in trials.jsonl, are updated meanwhile.
@@ -132,8 +131,7 @@ def replay_trials(sweep: SweepRecord) -> tune.ResultGrid:
     """Return the stored results of a sweep as Ray Tune's; nothing is trained.
 
     Args:
-        sweep: The sweep. Trials that reached no rung (a number of samples after which trials are
-            compared), such as infeasible ones, are left out.
+        sweep: The sweep. Trials that reached no rung, such as infeasible ones, are left out.
 
     Raises:
         UsageError: No trial of the sweep was measured.
@@ -204,12 +202,7 @@ def _tune_config(
 def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
     """Return Ray Tune's ASHA scheduler (Li et al. 2020), which ends trials at rungs.
 
-    A rung is a number of samples after which trials are compared; a quarter of them continues. The
-    metric and its mode are those of the TuneConfig that gets the scheduler.
-
-    Args:
-        rungs: Samples of each rung, ascending, each four times the one before. The scheduler gets
-            the first and the last one, and calculates those between.
+    The metric and its mode are those of the TuneConfig that gets the scheduler.
     """
     return ASHAScheduler(
         time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION

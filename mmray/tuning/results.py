@@ -109,7 +109,7 @@ def measured_row(
 
     Args:
         row: The row of trials.jsonl to update: settings, status and measurements.
-        trial: The trial, with its batch shape (global batch, micro-batch and workers).
+        trial: The trial, with its batch shape.
         outcome: How the trial ended: its status, such as `finished`, and its error.
         goal: `throughput`, `loss` or `recall`; selects the metric of the learning curve.
         lines: The lines of metrics.jsonl of the run by step; empty if it has not logged any.

@@ -18,10 +18,6 @@ MAX_RUNGS = 3
 def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
     """Return the rungs of a sweep: the numbers of samples after which trials are compared.
 
-    Args:
-        samples: Samples of a trial of the full length, the last rung.
-        min_samples: Smallest first rung.
-
     Returns:
         At most MAX_RUNGS (3) ascending numbers, each REDUCTION (4) times the one before, such as
         (1000, 4000, 16000); only `samples` if a quarter of it is below `min_samples`.
@@ -36,9 +32,6 @@ def num_promoted(count: int) -> int:
     """Return how many trials continue after they were compared at a rung (a number of samples).
 
     It is a quarter of them, rounded down, but at least two, or all if there are fewer.
-
-    Args:
-        count: Number of trials that have reached the rung.
     """
     return min(count, max(MIN_PROMOTED, count // REDUCTION))
 
@@ -50,9 +43,7 @@ def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list
     They are the best quarter, and at least two, of those that reached it.
 
     Args:
-        rows: The rows of trials.jsonl, one per trial, with the values at its rungs.
         rung: Index of the rung, from 0.
-        maximize: Whether a larger value of the goal is better.
 
     Returns:
         Names of the trials such as `t001`, the best one first.

@@ -194,9 +194,6 @@ def run_without_ray_train(configs: Sequence[Config]) -> bool:
     False if a config asks for several workers or a cluster, if the cluster has or can get several
     machines, or if this machine has a GPU, because Ray hides GPUs from the process that would
     train.
-
-    Args:
-        configs: Configs of the trials.
     """
     on_cluster = any(
         asks_for_cluster(config.cluster) or not is_single_node(config.cluster) for config in configs
@@ -266,10 +263,8 @@ def write_best_recipe(
     """Write the best trial as best.yaml, with the reason as its first line.
 
     Args:
-        folder: The folder of the sweep.
         plan: Recipe and data of the sweep; makes the recipe of the best trial.
         settings: Searched settings of the best trial, such as {"optimizer.lr": 0.001}.
-        best: Name of the best trial, and the reason.
     """
     recipe = plan.best_recipe(plan.trial(best.best, settings))
     folder.write("best.yaml", f"# {best.why}\n" + to_yaml(recipe))
@@ -278,14 +273,12 @@ def write_best_recipe(
 def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
     """Train all trials with the scheduler of the request.
 
-    A rung is a number of samples after which trials are compared. `halving` trains all trials to
-    the first rung, and the best ones to the next. `asha` lets Ray Tune's ASHA decide at each rung.
-    Results are in the rows of `state` and in trials.jsonl; a failed trial has its error there.
+    `halving` trains all trials to the first rung, and the best ones to the next. `asha` lets Ray
+    Tune's ASHA decide at each rung. Results are in the rows of `state` and in trials.jsonl; a
+    failed trial has its error there.
 
     Args:
         state: The running sweep: its folder, and a row for each trial.
-        configs: Configs at the corners of the search space (listed values and ends of ranges), by
-            which the number of trials at a time is planned.
 
     Raises:
         TrainingError: Ray Tune itself failed.

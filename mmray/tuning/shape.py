@@ -33,7 +33,7 @@ SUFFICIENT = 0.95
 
 
 class Visit(NamedTuple):
-    """One timing of a batch shape (global batch and micro-batch); a shape may be timed repeatedly.
+    """One timing of a batch shape; a shape may be timed repeatedly.
 
     Attributes:
         global_batch_size: Rows of the global batch.
@@ -71,7 +71,7 @@ class ShapeTask:
     Attributes:
         config: Settings of the workers.
         global_batch_sizes: Rows of each global batch, ascending.
-        visits: Batch shapes (global batch and micro-batch) that were timed.
+        visits: Batch shapes that were timed.
         failures: Batch shapes that did not fit into memory.
     """
 
@@ -81,12 +81,7 @@ class ShapeTask:
     failures: tuple[Failure, ...] = ()
 
     def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return a copy of the task with one more result in `visits` or `failures`.
-
-        Args:
-            outcome: A Visit, with step time and memory of a batch shape (global batch and
-                micro-batch), or a Failure, with the reason why it does not fit into memory.
-        """
+        """Return a copy of the task with one more result in `visits` or `failures`."""
         if isinstance(outcome, Visit):
             return replace(self, visits=(*self.visits, outcome))
         return replace(self, failures=(*self.failures, outcome))
@@ -94,7 +89,7 @@ class ShapeTask:
 
 @dataclass
 class Measurements:
-    """Measured batch shapes (global batch and micro-batch), as workers return them.
+    """Measured batch shapes, as workers return them.
 
     `step_times(global_batch_size)` returns the seconds of steps by micro-batch.
 
@@ -113,9 +108,6 @@ class Measurements:
     def step_times(self, global_batch_size: int) -> dict[int, list[float]]:
         """Return the measured step times of a global batch.
 
-        Args:
-            global_batch_size: Rows of the global batch.
-
         Returns:
             Seconds of a step, one for each time that it was measured, by rows of a micro-batch.
             Micro-batches that do not fit into memory are omitted.
@@ -132,10 +124,6 @@ class Measurements:
         """Return the largest peak memory of a rank, in GiB, with a measured global batch and
         micro-batch.
 
-        Args:
-            global_batch_size: Rows of the global batch.
-            micro_batch_size: Rows of a micro-batch.
-
         Raises:
             KeyError: They were not measured.
         """
@@ -148,10 +136,6 @@ class Measurements:
         They do not fit if this or a smaller micro-batch ran out of memory or needed more than
         `limit_gib`, the memory that a rank may use, or if the peaks of the next two smaller ones,
         extended linearly, exceed it.
-
-        Args:
-            global_batch_size: Rows of the global batch.
-            micro_batch_size: Rows of a micro-batch.
         """
         for failure in self.failures:
             if (
@@ -186,9 +170,6 @@ class Measurements:
 def micro_sizes(rows: int) -> list[int]:
     """Return the micro-batch sizes to try for a rank.
 
-    Args:
-        rows: Rows of a rank in a step.
-
     Returns:
         Ascending sizes from 1 to `rows`, each about twice the one before. Each divides `rows` into
         micro-batches of nearly equal size. 96 gives 1, 2, 4, 8, 16, 32, 48, 96.
@@ -202,7 +183,6 @@ def next_micro_batch_size(measurements: Measurements, global_batch_size: int) ->
 
     Args:
         measurements: Step times and memory of the batch shapes so far.
-        global_batch_size: Rows of the global batch.
 
     Returns:
         Rows of a micro-batch; None if enough is measured to choose the best one.
@@ -254,11 +234,6 @@ def best_two(measurements: Measurements, global_batch_size: int) -> list[int]:
     The second one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
     and needs less memory; otherwise the second fastest.
 
-    Args:
-        measurements: Step times and memory of the batch shapes so far, at least one of this global
-            batch.
-        global_batch_size: Rows of the global batch.
-
     Returns:
         Rows of one or two micro-batches.
     """
@@ -290,10 +265,6 @@ def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | N
 
 def build_rows(global_batch_sizes: Sequence[int], measurements: Measurements) -> list[TrialRow]:
     """Convert measurements to rows of trials.jsonl.
-
-    Args:
-        global_batch_sizes: The global batches in rows, in the order of the result.
-        measurements: Step times and memory of all measured batch shapes.
 
     Returns:
         A row per measured batch shape, and for each global batch one of the smallest micro-batch
@@ -345,7 +316,7 @@ def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRo
 def recommend(
     rows: Sequence[TrialRow], measurements: Measurements, own_global: int | None = None
 ) -> Recommendation | None:
-    """Return the best measured batch shape (global batch and micro-batch), and the reason.
+    """Return the best measured batch shape, and the reason.
 
     Its global batch is the smallest one with at least 95% of the highest samples/s.
 
@@ -423,11 +394,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
 
 
 def format_shape(row: TrialRow) -> str:
-    """Format the batch shape of a trial as `micro 32 x accumulation 4 x workers 2`.
-
-    Args:
-        row: The row of trials.jsonl, with its micro-batch, accumulation and workers.
-    """
+    """Format the batch shape of a trial as `micro 32 x accumulation 4 x workers 2`."""
     return f"micro {row.micro} x accumulation {row.accumulation} x workers {row.workers}"
 
 

@@ -19,8 +19,8 @@ from mmray.tuning.shape import Measurements, ShapeTask
 
 
 class ShapeGroup:
-    """A Ray worker group that measures batch shapes (global batch and micro-batch): as many workers
-    as fit, at most the configured ones.
+    """A Ray worker group that measures batch shapes: as many workers as fit, at most the configured
+    ones.
 
     `run(task, on_message)` returns the Measurements: `visits` (step time and memory of shapes) and
     `failures`.
@@ -28,7 +28,6 @@ class ShapeGroup:
     Args:
         config: Settings of the workers and of the cluster.
         scratch: Folder for files of Ray Train.
-        reporter: Receives log lines.
 
     Attributes:
         config: The config with values in place of `auto` in `cluster.accelerator` and
@@ -55,17 +54,10 @@ class ShapeGroup:
         """Start a new worker group that measures batch shapes, and wait for its result.
 
         Args:
-            task: The global batches to measure, and what earlier worker groups measured.
             on_message: Called with each message of rank 0, a dict with one or more of `status` and
                 `note` (texts), `trying` (a pair, the rows of the global batch and of the
                 micro-batch) and `measured` (a Visit with step time and memory, or a Failure with
                 the reason).
-
-        Returns:
-            A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
-            `visits` (timed shapes, with `global_batch_size`, `micro_batch_size`, `step_s` and
-            `peak_gib`) and `failures` (shapes that did not fit, with the reason). Those of earlier
-            groups are included.
 
         Raises:
             WorkerFailed: A worker was lost, or raised an error.

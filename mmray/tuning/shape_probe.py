@@ -86,9 +86,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
     `run.name`, or by default RECIPE-tune, in `run.storage`.
 
     Args:
-        base: The recipe.
         space: Search space with a list of `batch.global`; None: the recipe's own global batch.
-        reporter: Receives log lines.
 
     Returns:
         A SweepRecord: `folder`, `summary` (content of sweep.json) and `trials`, a TrialRow per
@@ -157,11 +155,6 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
     """Return the recipe with a measured batch shape (global batch, micro-batch and accumulation).
 
     `train.steps` and the warm-up are scaled, so that as many samples are trained as before.
-
-    Args:
-        base: The recipe.
-        best: The row of trials.jsonl of the batch shape, with its micro-batch, accumulation and
-            global batch.
     """
     assert best.global_batch_size is not None
     config = override_settings(base, _batch(best.global_batch_size) | {"batch.micro": best.micro})
@@ -171,13 +164,11 @@ def best_recipe(base: Config, best: TrialRow) -> Config:
 
 
 def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measurements:
-    """Measure batch shapes (global batch and micro-batch) in a process of this machine, or in a Ray
-    worker group.
+    """Measure batch shapes in a process of this machine, or in a Ray worker group.
 
     Args:
         task: Config, and the global batches to measure in rows.
         scratch: Folder for files of Ray Train, removed at the end.
-        reporter: Receives log lines.
 
     Returns:
         A Measurements: `workers` (number of ranks), `limit_gib` (memory that each may use),
@@ -218,7 +209,7 @@ def _with_vocab(config: Config) -> Config:
 def measure_in_groups(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    """Measure batch shapes (global batch and micro-batch) in worker groups.
+    """Measure batch shapes in worker groups.
 
     A group that runs out of memory is followed by another one, which measures smaller batch shapes.
     A worker that is lost for an unknown reason counts as out of memory only if another one is lost
@@ -231,7 +222,6 @@ def measure_in_groups(
             A message is a dict with one or more of `status` and `note` (texts), `trying` (a pair,
             the rows of the global batch and of the micro-batch that is timed next) and `measured`
             (a result for the task). It raises WorkerFailed if a worker was lost or raised an error.
-        reporter: Receives log lines.
 
     Returns:
         The measurements of all groups: `workers` (number of ranks), `limit_gib` (memory that each

@@ -51,7 +51,6 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
 
     Args:
         task: Global batches in rows, and what earlier worker groups measured.
-        group: All ranks.
         report: Called with a dict with one or more of `status` and `note` (texts), `trying` (a
             pair, the rows of the global batch and of the micro-batch) and `measured` (a Visit with
             step time and memory, or a Failure with the reason). A batch shape is reported before it
@@ -103,7 +102,6 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     because the speed does not depend on their values.
 
     Args:
-        config: Settings of the run.
         group: All ranks; each calls this function.
         report: Called with {"note": text} if weights cannot be read.
     """
@@ -146,17 +144,9 @@ class Stepper:
 
     @classmethod
     def create(cls, config: Config, model: nn.Module, group: Group) -> Stepper:
-        """Wrap the model for `train.parallel` (such as DDP or FSDP), and build an optimizer.
+        """Wrap the model for `train.parallel`, and build an optimizer.
 
         The learning rate is 0, so that the weights do not change.
-
-        Args:
-            config: Settings of the run.
-            model: The model, not wrapped.
-            group: All ranks.
-
-        Returns:
-            A Stepper, which takes training steps on synthetic batches, to time them.
         """
         objective = objectives.build(config.objective)
         state = TrainState.build(config.train, config.optimizer, model, objective, group)
@@ -167,10 +157,6 @@ class Stepper:
     def measure(self, global_batch_size: int, micro_batch_size: int) -> Visit | Failure:
         """Time steps with a global batch and micro-batch; a collective call that returns the same
         on all ranks.
-
-        Args:
-            global_batch_size: Rows of the global batch.
-            micro_batch_size: Rows of a micro-batch.
 
         Returns:
             A Visit: `step_s`, the median seconds of a step of the slowest rank, and `peak_gib`, the

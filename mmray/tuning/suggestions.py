@@ -48,7 +48,6 @@ def random_settings(base: Config, space: Space) -> list[dict[str, Any]]:
     smaller number.
 
     Args:
-        base: The recipe.
         space: Lists and ranges by setting, number of samples and seed.
 
     Returns:
@@ -87,7 +86,6 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     They are at most half of the samples, so that the others explore.
 
     Args:
-        base: The recipe.
         space: Lists and ranges by setting, and number of samples.
 
     Returns:
@@ -128,7 +126,6 @@ class MetricOnlyOptuna(OptunaSearch):
         """Pass a report of a trial to Optuna if it has the metric.
 
         Args:
-            trial_id: ID of the trial in Ray Tune.
             result: Reported values by name: the metric, unless the report is of the start, and
                 those that Ray Tune adds.
         """
@@ -142,7 +139,6 @@ def build_optuna(
     """Return a searcher of Ray Tune that suggests trials with Optuna's TPE.
 
     Args:
-        base: The recipe.
         space: Lists and ranges by setting, number of samples and seed.
         earlier: Settings of the trials of earlier commands, which are tried first. Finished ones
             are not trained again: they only report their values again, because the state of Ray

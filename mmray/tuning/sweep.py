@@ -51,9 +51,6 @@ class SweepDir(RunDir):
 
     `write_rows` and `read_rows` write and read the TrialRow of each trial, and `run(name)` returns
     the RunDir of one.
-
-    Args:
-        path: The folder.
     """
 
     def run(self, trial: str) -> RunDir:
@@ -61,18 +58,11 @@ class SweepDir(RunDir):
 
         Args:
             trial: Name of the trial, such as `t001`.
-
-        Returns:
-            A RunDir: `path`, and methods such as `read_json(name)`.
         """
         return RunDir(self.path / "trials" / trial)
 
     def write_rows(self, rows: Sequence[TrialRow]) -> None:
-        """Replace the content of trials.jsonl, in the order of the names of the trials.
-
-        Args:
-            rows: The rows of all trials, each with settings, status and measurements.
-        """
+        """Replace the content of trials.jsonl, in the order of the names of the trials."""
         ordered = sorted(rows, key=lambda row: row.trial)
         self.write(TRIALS, "".join(json.dumps(row.to_json()) + "\n" for row in ordered))
 
@@ -94,11 +84,8 @@ def resolve_sweep_dir(
     Logs why the newest earlier sweep of this recipe is not resumed.
 
     Args:
-        base: The recipe of the sweep, with `run.storage` and `run.name`.
         identity: Entries of sweep.json that must be equal for a sweep to be resumed, JSON values by
             name: `space`, `goal` and `rungs`, or `space` and `measures`.
-        reporter: Receives the log line.
-        restart: Also return the folder of such a sweep that has finished.
 
     Raises:
         UsageError: `run.name` is the folder of something else, or of a sweep with other settings.
@@ -173,8 +160,7 @@ class SweepReporter(RunReporter, Protocol):
             rows: The row of each trial, a TrialRow: `trial` (name), `status`, `settings` (value by
                 setting), `rungs` and others.
             goal: `throughput`, `loss` or `recall`.
-            num_rungs: Number of rungs of the sweep (numbers of samples after which trials are
-                compared).
+            num_rungs: Number of rungs of the sweep.
             progress: A SweepProgress: `elapsed_s`, `left_s` (estimated seconds to the end; None:
                 unknown) and `budget_spent` (spent fraction of the budget; None: no budget).
         """
@@ -189,7 +175,7 @@ class SweepState:
 
     Attributes:
         folder: The folder of the sweep.
-        plan: Recipe, goal, rungs (numbers of samples after which trials are compared) and data.
+        plan: Recipe, goal, rungs and data.
         reporter: Receives the progress of the trials.
         rows: TrialRow (settings, status and measurements) by name of the trial, also of earlier
             commands.
@@ -424,7 +410,6 @@ class SweepState:
         """Write sweep.json with the time used so far.
 
         Args:
-            status: `running`, `finished`, `stopped`, `budget` or `failed`.
             best: The recommended trial: `best` (name), `why` (the reason) and `per_global`; None if
                 there is none.
         """

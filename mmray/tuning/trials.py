@@ -79,20 +79,12 @@ def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
     """Return whether a sweep times micro-batches on synthetic batches instead of training trials.
 
     That is the goal `throughput` if no setting except `batch.global` is searched.
-
-    Args:
-        goal: `throughput`, `loss` or `recall`.
-        searched: Names of the searched settings.
     """
     return goal == "throughput" and set(searched) <= {"batch.global"}
 
 
 def default_axes(base: Config, goal: str) -> dict[str, str] | None:
     """Return the search space of a sweep without `--space`.
-
-    Args:
-        base: The recipe.
-        goal: `throughput`, `loss` or `recall`.
 
     Returns:
         Values or a range as text by setting. For `loss` and `recall` the learning rate, such as
@@ -113,14 +105,12 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     """Return the trial of a combination of settings.
 
     Args:
-        base: The recipe.
         name: Name of the trial, such as `t001`.
         settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
 
     Returns:
-        A Trial: `name`, `settings` (value by searched setting), `config`, `shape` (global batch,
-        micro-batch and workers) and `infeasible` (a reason, or None). Valid settings that
-        contradict each other make it infeasible.
+        A Trial: `name`, `settings` (value by searched setting), `config`, `shape` and `infeasible`
+        (a reason, or None). Valid settings that contradict each other make it infeasible.
 
     Raises:
         UsageError: A setting does not exist or has an invalid value.
@@ -149,13 +139,12 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     """Return trials of all listed values and both ends of each range, to check them before a sweep.
 
     Args:
-        base: The recipe.
         space: Lists and ranges by setting.
         goal: `throughput`, `loss` or `recall`.
 
     Returns:
         For each combination a Trial: `name`, `settings` (value by searched setting), `config`,
-        `shape` (global batch, micro-batch and workers) and `infeasible` (a reason, or None).
+        `shape` and `infeasible` (a reason, or None).
 
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
@@ -180,10 +169,6 @@ def typed_space(base: Config, space: Space) -> Space:
 
     For example the text `8` becomes 8 for `batch.micro`.
 
-    Args:
-        base: The recipe, for the types of settings.
-        space: Lists and ranges by setting.
-
     Raises:
         UsageError: A setting does not exist or has an invalid value.
     """
@@ -197,9 +182,6 @@ def typed_space(base: Config, space: Space) -> Space:
 
 def describe_space(space: Space) -> dict[str, list[Any]]:
     """Return the search space as JSON data for sweep.json.
-
-    Args:
-        space: Lists and ranges by setting.
 
     Returns:
         By setting the listed values, or the range as text in a list, such as {"optimizer.lr":
@@ -215,10 +197,6 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     """Return the `cluster` settings of the trial that needs most CPUs.
 
     A local Ray cluster is started with these.
-
-    Args:
-        trials: Trials of which at least one is feasible (its settings do not contradict each
-            other).
     """
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
@@ -229,9 +207,6 @@ def data_key(config: Config) -> str:
 
     It has the values of `data.train`, `data.eval` and the section `prepare`; it is not a path or a
     hash.
-
-    Args:
-        config: The config of a trial.
     """
     return f"{config.data.train} {config.data.eval} {config.prepare.model_dump_json()}"
 
@@ -242,8 +217,7 @@ class TrialResources:
 
     Attributes:
         num_concurrent: Number of trials at a time.
-        decode_actors: Largest number of decode actors (processes that read and decode rows) of a
-            trial; None: as a run alone.
+        decode_actors: Largest number of decode actors of a trial; None: as a run alone.
         cpus_per_worker: CPUs of a worker if the setting is `auto`; None: as a run alone.
     """
 
@@ -311,12 +285,9 @@ class SweepPlan:
 
         Args:
             name: Name of the trial, such as `t001`.
-            settings: Value by searched setting. Values that were sampled from ranges are rounded to
-                four significant digits, to keep recipes readable.
 
         Returns:
-            A Trial: `name`, `settings`, `config`, `shape` (global batch, micro-batch and workers)
-            and `infeasible` (a reason, or None).
+            A Trial: `name`, `settings`, `config`, `shape` and `infeasible` (a reason, or None).
         """
         rounded = self.request.space.round(settings)
         try:
@@ -397,9 +368,6 @@ class SweepPlan:
         """Return the recipe of the sweep with the settings of a trial, which trains on as many
         samples as the recipe without them. For the goals `loss` and `recall` its learning rate
         schedule is `cooldown`.
-
-        Args:
-            trial: A feasible trial.
         """
         assert trial.shape is not None
         config = as_recipe(trial.config, self.request.base, trial.shape)
@@ -445,8 +413,7 @@ def _as_many_samples(steps: int, base: Config, shape: BatchShape) -> int:
 
 
 def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) -> SweepPlan:
-    """Return the plan of a sweep, with the rungs (numbers of samples after which trials are
-    compared).
+    """Return the plan of a sweep, with the rungs.
 
     Args:
         request: Recipe, search space, goal and training length of a trial.

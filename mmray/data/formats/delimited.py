@@ -74,9 +74,8 @@ class CsvSource(JsonlSource):
 
     The first line has the names of the columns.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow.
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -89,12 +88,6 @@ class CsvSource(JsonlSource):
     delimiter: ClassVar[str] = ","
 
     def check(self, name: str) -> None:
-        """Raise DataError if the file is missing, has another format, or lacks a column of images
-        (or other media) or of texts; UsageError if it lacks a column of `prepare.keep`.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-        """
         super().check(name)
         layout = self._layout(name)
         file = f"{self.folder / name} ({self.describe()})"
@@ -102,27 +95,12 @@ class CsvSource(JsonlSource):
         check_named(layout.names, self.keep, self.columns, file)
 
     def describe(self) -> str:
-        """Return the format with the delimiter that was found, such as `CSV with the delimiter
-        comma`, and after a scan the number of records over several lines.
-        """
         text = f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
         if self.num_multi_line:
             text += f", {self.num_multi_line:,} over several lines (the longest: {self.longest[1]})"
         return text
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        """Yield the fields of each record of a file.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-            lines: Reader of this file, which may start at any record.
-
-        Yields:
-            The fields, in which each UTF-8 byte is one character (Latin-1); `parse` decodes them.
-            The header and blank lines are empty lists. A BadRow replaces a record with invalid
-            quoting, or whose quoted field contains rows; the lines after its first one are read
-            as records of their own.
-        """
         layout = self._layout(name)
         return (
             [] if lines.offset <= layout.start else record
@@ -266,20 +244,6 @@ class CsvSource(JsonlSource):
                 )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the rows of a chunk (a range of bytes of one file).
-
-        Args:
-            chunk: A part of one file, as `scan` yielded it.
-
-        Yields:
-            (line number, `file:line`, record). The line number counts from 1. A record is the
-            tuple (layout, fields) that `parse` takes: the layout of the file (names of its columns
-            and its delimiter), and the texts of the row as a list, or a BadRow for a row with
-            invalid quoting.
-
-        Raises:
-            DataError: The file changed after it was scanned.
-        """
         layout = self._layout(chunk.file)
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
@@ -298,23 +262,6 @@ class CsvSource(JsonlSource):
                         yield fields[number]
 
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
-        """Return the values of a row by column name, without empty fields.
-
-        The columns `images`, `audios`, `videos`, `texts`, `boxes`, `box_labels`, `messages` and
-        `conversations` are parsed as lists in JSON's or Python's notation. Other values are
-        texts.
-
-        Args:
-            record: (layout, fields), as `records` yields it: the layout of the file (names of its
-                columns and its delimiter), and the texts of the row as a list, in which each UTF-8
-                byte is one character (Latin-1), or a BadRow, which is raised.
-
-        Returns:
-            Values by the column names of the source, such as {"image": "a.jpg", "label": 3}.
-
-        Raises:
-            BadRow: The record is invalid, or has another number of fields than the header.
-        """
         layout, fields_or_error = record
         fields = _decode_fields(fields_or_error)
         names = layout.names
@@ -346,9 +293,8 @@ class TsvSource(CsvSource):
 
     The first line has the names of the columns.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow.
 
     Attributes:
         suffixes: Suffixes of its files.

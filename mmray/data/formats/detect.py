@@ -52,13 +52,6 @@ class SourceSpec:
 def source_class(name: str) -> type[Source]:
     """Return the class that reads a source format, a subclass of Source.
 
-    Args:
-        name: `json`, `coco`, `saved`, `webdataset`, `parquet`, `jsonl`, `csv`, `tsv`, `pairs` or
-            `folders`, or a user's `package.module:Class`.
-
-    Returns:
-        A subclass of Source, which is called with the arguments of Source.
-
     Raises:
         UsageError: The name is unknown, or its class cannot be imported.
     """
@@ -118,15 +111,8 @@ def open_source(
     """Create the object that reads a source; it reads nothing yet.
 
     Args:
-        spec: Name of the format, folder, and name of the file in it, from `detect_source`.
-        prepared_folder: Folder of the prepared set, where listings of the source are stored.
-        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
-            {"text": "title"}; a column without an entry has mmray's name.
-        caption_template: Caption of a class, with `{}` for its name: `a photo of a {}`.
-
-    Returns:
-        A Source of this format. Its `scan` yields parts of the source (chunks), and its `read` the
-        rows of a part.
+        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name.
     """
     folder = to_path(spec.address)
     return source_class(spec.format)(

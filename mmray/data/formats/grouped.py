@@ -40,9 +40,6 @@ class GroupedSource(ListingSource):
         self.has_types = source.has_types
 
     def describe(self) -> str:
-        """Return the format of the source, such as `CSV with the delimiter comma, grouped by
-        image`.
-        """
         return f"{self._source.describe()}, grouped by image"
 
     def list_rows(self) -> Rows:
@@ -83,20 +80,6 @@ class GroupedSource(ListingSource):
         return (*place, repr(images)), row.values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a row that the driver has listed.
-
-        Args:
-            record: Values of the grouped row by mmray's column names. If the other source could
-                not parse the row, only {"bad row": (stage, reason, detail)}, the arguments of
-                BadRow.
-
-        Returns:
-            `record` itself: `texts` (all captions of the image) and the other columns of its first
-            row.
-
-        Raises:
-            BadRow: The other source could not parse the row.
-        """
         if _BAD_ROW in record:
             raise BadRow(*record[_BAD_ROW])
         return record

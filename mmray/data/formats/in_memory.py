@@ -60,17 +60,12 @@ def store_rows(
 
     Args:
         dataset: A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or
-            DatasetDict, or an iterable of dicts, with the columns of a source (COLUMNS in
-            mmray.builtin), at least of images (or audio or video) and texts. An image may also be
-            a PIL image, an array of uint8 [H, W] or [H, W, C], or a path, relative to the working
-            directory.
-        folder: Parent folder, or its address, that all nodes can write.
+            DatasetDict, or an iterable of dicts, with the columns of a source, at least of images
+            (or audio or video) and texts. An image may also be a PIL image, an array of uint8 [H,
+            W] or [H, W, C], or a path, relative to the working directory.
         columns: Names in the dataset by mmray's column names, such as {"text": "title"}; a column
             without an entry has mmray's name.
         keep: Names of other columns to store, or ("all",); `prepare.keep`.
-
-    Returns:
-        The address of the folder with the files, a source for `prepare`.
 
     Raises:
         UsageError: The object is none of these kinds.
@@ -113,8 +108,8 @@ def encode_row(
     Args:
         row: Values by column name of the dataset; an image is a PIL image, an array, bytes or a
             path.
-        columns: Names in the dataset by mmray's column names (COLUMNS in mmray.builtin), such as
-            {"text": "title"}; a column without an entry has mmray's name.
+        columns: Names in the dataset by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name.
         keep: Names of other columns to return, or ("all",); `prepare.keep`.
 
     Returns:

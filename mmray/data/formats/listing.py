@@ -52,9 +52,8 @@ class ListingSource(Source):
     relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes` ([x, y, width,
     height] in pixels) and `box_labels`.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow.
 
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
@@ -100,21 +99,6 @@ class ListingSource(Source):
             yield line, location, values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a listed row, with the captions of its caption file if it has one.
-
-        Args:
-            record: Values of the row by column name, as `list_rows` yields them.
-                `text_file`, if the row has a caption file, is [path, size in bytes, modification
-                time in ns]; only the path is used. It is removed from `record`.
-
-        Returns:
-            The values without `text_file`. If there was one, `texts` are the non-blank lines of the
-            file, or [""] if it has none; of subtitles (.srt, .vtt) they are dicts {"text", "t0_s",
-            "t1_s"} with start and end in seconds.
-
-        Raises:
-            BadRow: The caption file cannot be read, is not UTF-8, or has no valid subtitles.
-        """
         name, *_ = record.pop("text_file", [None])
         if name is None:
             return record
@@ -201,9 +185,9 @@ class ClassFolders(ListingSource):
     The label is the name of the class, which `normalize_values` numbers and gives a caption. An
     image outside the folders of classes has neither, so it is an incomplete row.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow. The values are `id`, `image`, `text`, `label` and `split`.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
+    `image`, `text`, `label` and `split`.
     """
 
     title = "a folder for each class"
@@ -239,9 +223,9 @@ class ImageTextPairs(ListingSource):
     """Rows of a/b.jpg, or a clip a/b.mp4, with captions in a/b.txt or a/b.jpg.txt, one a line, or
     subtitles a/b.srt, whose texts have times; a file without its counterpart is an incomplete row.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow. The values are `id`, `image`, `audio` or `video`, `texts` and `split`.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
+    `image`, `audio` or `video`, `texts` and `split`.
     """
 
     title = "media and text pairs"
@@ -290,21 +274,6 @@ class ImageTextPairs(ListingSource):
                 yield text, {"id": text} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk, a range of the pairs that the driver has listed.
-
-        On an object store, several caption files are read at a time.
-
-        Args:
-            chunk: A range of pairs, as `scan` yielded it.
-
-        Yields:
-            A RawRow: `line` (number in the listing), `location` (path of the medium), and `values`:
-            `id`, `image`, `audio` or `video`, `texts` and `split`, or a BadRow if its text cannot
-            be read.
-
-        Raises:
-            DataError: The listing changed after it was scanned.
-        """
         if isinstance(self.folder, RemotePath):
             return iter_parallel(self.parse_item, self.records(chunk))
         return super().read(chunk)
@@ -315,9 +284,8 @@ class JsonArraySource(ListingSource):
 
     The array is read one object at a time. Each object is a row: values by column name.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow.
     """
 
     title = "JSON array"
@@ -325,16 +293,6 @@ class JsonArraySource(ListingSource):
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a file is one JSON array.
-
-        A .json file is, if its first character is `[`. A .jsonl or .ndjson file is only if the
-        first item is an object (`[{`), because a line of such a file may be a list. White space
-        is ignored.
-
-        Args:
-            folder: Folder of the source.
-            name: Path of the file in it.
-        """
         head = read_head(folder, name).removeprefix(BOM).lstrip()
         is_json = name.lower().endswith(".json")
         return head.startswith(b"[") and (is_json or head[1:].lstrip().startswith(b"{"))
@@ -387,11 +345,11 @@ class CocoSource(ListingSource):
     the memory. An image without captions gets `caption_template` with the names of its categories
     as its caption. Boxes keep COCO's [x, y, width, height] in pixels.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow. The values are `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and
-    `split`, as far as the documents define them. `scan` raises DataError if a document is not COCO
-    or describes other images than the first.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
+    `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and `split`, as far as the
+    documents define them. `scan` raises DataError if a document is not COCO or describes other
+    images than the first.
     """
 
     title = "COCO"
@@ -400,13 +358,6 @@ class CocoSource(ListingSource):
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
-        """Return whether a .json file is one document (COCO's or Karpathy's) instead of rows (JSON
-        lines or an array).
-
-        Args:
-            folder: Folder of the source.
-            name: Path of the file in it.
-        """
         text = read_head(folder, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
         try:
             first = orjson.loads(text.partition(b"\n")[0])

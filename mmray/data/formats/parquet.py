@@ -47,9 +47,8 @@ MAX_CHUNKS_PER_ROW_GROUP = 16
 class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow.
 
     A subclass for another kind of files replaces `names()` (their paths, relative to the folder of
     the source), `splits(names)` (split by path; None: none), `cumulative_rows(name)` (rows up to
@@ -68,12 +67,6 @@ class ParquetSource(Source):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether a folder has Parquet files other than those that img2dataset writes:
-        FOLDER.parquet next to each FOLDER of pairs.
-
-        Args:
-            names: Visible files of the folder, as relative paths.
-        """
         if not any(name.lower().endswith(cls.suffixes) for name in names):
             return False
         if not ImageTextPairs.matches_folder(names):
@@ -88,9 +81,6 @@ class ParquetSource(Source):
     def splits(self, names: list[str]) -> dict[str, str | None]:
         """Return the split of each file by the names of files and folders.
 
-        Args:
-            names: Paths of the files, relative to the folder of the source.
-
         Returns:
             Split by path, such as {"val/0.parquet": "val"}; None for files without a split, and
             for a source that is a single file.
@@ -99,9 +89,6 @@ class ParquetSource(Source):
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Read the row counts and the schema of a file from its metadata.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
 
         Returns:
             Cumulative numbers of rows, up to the end of each row group, such as [100, 200, 230],
@@ -138,22 +125,6 @@ class ParquetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks in order, each a range of rows of one file that one task reads.
-
-        A chunk has several small row groups, or a part of a large one. If Hugging Face `datasets`
-        stored the column `label` (or the one that `columns` names for it) as a ClassLabel, the
-        attribute `class_names` of this source is set before the first chunk of that file is
-        yielded: a tuple with the name of label n at index n, with spaces instead of underscores.
-        Otherwise it stays ().
-
-        Args:
-            rows_per_chunk: Approximate number of rows of a chunk. A row group is split into at most
-                MAX_CHUNKS_PER_ROW_GROUP (16) chunks, because each reads the group up to its rows.
-            previous_chunk_ends: Not used.
-
-        Raises:
-            DataError: A file is damaged, or has no column of images or texts.
-        """
         index = 0
         names = self.names()
         splits = self.splits(names)
@@ -199,10 +170,6 @@ class ParquetSource(Source):
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
         """Return the column types that Hugging Face `datasets` stored in a file.
 
-        Args:
-            name: Path of the file, relative to the folder of the source.
-            schema: Arrow schema of the file.
-
         Returns:
             By column name its feature as JSON, such as {"label": {"_type": "ClassLabel", "names":
             [...]}}; {} if none are stored.
@@ -217,20 +184,6 @@ class ParquetSource(Source):
                 yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the rows of a chunk (a range of rows of one file), not converted to Python values.
-
-        If the file is damaged inside the chunk, each following row is a BadRow.
-
-        Args:
-            chunk: A part of one file, as `scan` yielded it.
-
-        Yields:
-            (row number, `file:row`, record batch of one row), with rows numbered from 1 in the
-            file; a BadRow instead of the record batch if the row cannot be read.
-
-        Raises:
-            DataError: The file changed after it was scanned.
-        """
         check_unchanged(self.folder, chunk)
         row_number = chunk.first_line
         try:
@@ -257,18 +210,6 @@ class ParquetSource(Source):
         check_unchanged(self.folder, chunk)
 
     def parse(self, record: pa.RecordBatch) -> dict[str, Any]:
-        """Convert one row to Python values, so that invalid UTF-8 affects only this row.
-
-        Args:
-            record: A record batch of one row.
-
-        Returns:
-            Values by the column names of the source; None for null.
-
-        Raises:
-            BadRow: A text of the row is not UTF-8; the row is then quarantined, and others are
-                kept.
-        """
         try:
             values: dict[str, Any] = record.to_pylist()[0]
         except UnicodeDecodeError as error:
@@ -292,9 +233,9 @@ class ParquetSource(Source):
 class HFSavedSource(ParquetSource):
     """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`.
 
-    `open_source` constructs it. `scan` yields its chunks (parts that one task reads each), and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow. Its other methods are those of ParquetSource, for Arrow files.
+    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
+    RawRow: line, location, and values by mmray's column names or a BadRow. Its other methods are
+    those of ParquetSource, for Arrow files.
     """
 
     title = "Hugging Face datasets"
@@ -308,12 +249,6 @@ class HFSavedSource(ParquetSource):
         return has_arrow and any(name.rpartition("/")[2] == "state.json" for name in names)
 
     def names(self) -> list[str]:
-        """Return the paths of the Arrow files that state.json of each split lists, in order,
-        relative to the folder of the source.
-
-        Raises:
-            DataError: There is no valid state.json, or the dataset has an index of its rows.
-        """
         states = [
             name
             for name in self.files_with_suffix("state.json")
@@ -352,33 +287,11 @@ class HFSavedSource(ParquetSource):
         return super().features(name, schema) | stored
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
-        """Return the split of each file: the name of its first folder, None for a file at the top.
-
-        Args:
-            names: Paths of the files, relative to the folder of the source.
-
-        Returns:
-            Split by path, such as {"train/data-00000.arrow": "train"}.
-        """
         return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks in order: ranges of rows of local files, or complete files of an object
-        store.
-
-        One task reads a chunk. An Arrow stream has no index, so counting its rows on an object
-        store would read it completely. The attribute `class_names` of this source is set to the
-        names of the labels 0, 1, ..., a tuple, if the column of labels is a ClassLabel.
-
-        Args:
-            rows_per_chunk: Approximate number of rows of a chunk of a local file.
-            previous_chunk_ends: Not used.
-
-        Raises:
-            DataError: A file is damaged, or has no column of images or texts.
-        """
         if isinstance(self.folder, Path):
             yield from super().scan(rows_per_chunk, previous_chunk_ends)
             return
@@ -389,15 +302,6 @@ class HFSavedSource(ParquetSource):
             yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
-        """Read the row counts and the schema of an Arrow file.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-
-        Returns:
-            Number of rows up to the end of each record batch, and the Arrow schema. The first is
-            empty on an object store, because counting would read the file.
-        """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,
@@ -409,15 +313,6 @@ class HFSavedSource(ParquetSource):
     def batches(
         self, name: str, start: int, stop: int, only: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield a range of rows of an Arrow file as record batches, at most as large as its own.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-            start: Number of the first row in the file, from 0.
-            stop: Number after the last row.
-            only: Names of the columns to read; None: those that mmray reads and those of
-                `prepare.keep`.
-        """
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,

@@ -109,7 +109,6 @@ class Source(ABC):
     names of the source or raises BadRow.
 
     Args:
-        folder: Folder of the source.
         name: Path of its file in the folder; empty: the whole folder.
         columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
             without an entry has mmray's name. mmray's columns are those of RawRow.
@@ -177,7 +176,6 @@ class Source(ABC):
         """Return whether a file with one of the suffixes has this format; True by default.
 
         Args:
-            folder: Folder of the source.
             name: Path of the file in it.
         """
         return True
@@ -250,7 +248,7 @@ class Source(ABC):
 
     @abstractmethod
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the unparsed rows of a chunk (a part of one file).
+        """Yield the unparsed rows of a chunk.
 
         Args:
             chunk: A part of one file, as `scan` yielded it.
@@ -267,7 +265,7 @@ class Source(ABC):
         """Yield the labels of the rows that have one.
 
         Args:
-            chunks: Chunks (parts of files) that `scan` yielded.
+            chunks: Chunks that `scan` yielded.
 
         Yields:
             Class numbers, or names of classes as text.
@@ -293,7 +291,7 @@ class Source(ABC):
         """
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk (a part of one file), parsed and with mmray's column names.
+        """Yield the rows of a chunk, parsed and with mmray's column names.
 
         A row without a split gets the split of the chunk, which file names define.
 
@@ -381,8 +379,8 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
     """Return the names of the columns of a source that mmray reads, whether it has them or not.
 
     Args:
-        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
-            {"text": "title"}; a column without an entry has mmray's name.
+        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name.
     """
     names = (*COLUMNS, *CHAT_COLUMNS)
     return {theirs for column in names for theirs in source_columns(columns, column)}
@@ -396,11 +394,7 @@ def check_named(
     The names are those of `prepare.keep`, and those of `columns` if several columns have texts.
 
     Args:
-        names: Names of all columns of the source.
         keep: Value of `prepare.keep`: names of columns, or ("all",), which names none.
-        columns: Names in the source by mmray's column names, such as {"text": "alt,synthetic"} for
-            two columns of texts.
-        file: The file, for the message.
     """
     flag_of = {name: "--keep" for name in keep if name != KEEP_ALL}
     for ours in columns:
@@ -421,8 +415,8 @@ def check_columns(
 
     Args:
         names: Names of all columns of the source.
-        columns: Names in the source by mmray's column names (COLUMNS in mmray.builtin), such as
-            {"text": "title"}; a column without an entry has mmray's name.
+        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
+            without an entry has mmray's name.
         file: The file, for the message.
         no_match: Text that is added to the message if no column resembles one of images or texts.
     """
@@ -471,10 +465,6 @@ def changed_error(file: str) -> DataError:
 def file_signature(folder: AnyPath, name: str) -> str:
     """Return a digest that detects a change of a file without reading it.
 
-    Args:
-        folder: Folder of the source.
-        name: Path of the file in it.
-
     Returns:
         SHA-256, in hexadecimal, of its name, size and modification time.
     """
@@ -486,7 +476,6 @@ def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
     """Raise DataError if the file of a chunk changed after it was scanned.
 
     Args:
-        folder: Folder of the source.
         chunk: A part of a file; its `signature` is a hash of name, size and modification time of
             the file when it was scanned.
     """
@@ -498,7 +487,6 @@ def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
     """Return the first bytes of a file.
 
     Args:
-        folder: Folder of the source.
         name: Path of the file in it.
         size: Number of bytes; a shorter file is returned completely.
 

@@ -50,9 +50,6 @@ def splits_of_folders(names: Collection[str]) -> dict[str, str | None]:
     differs from it in that word and in numbers: `seg_train` and `seg_test` are splits, and
     `train_station` and `bus` are not.
 
-    Args:
-        names: Names of folders in the same folder.
-
     Returns:
         Split by name: `train`, `test`, `val`, `valid`, `validation`, `dev`, `eval`, or VALUE of a
         folder `split=VALUE`; None for a folder that is not a split.
@@ -74,9 +71,6 @@ def split_of_file(path: str) -> str | None:
     The outermost folder with the name of a split counts, otherwise the file name. There the word
     must not be part of a longer one: `train-00000-of-00001.parquet` is train, `cc3m_val_0001.tar`
     is val, and `contest.tar` has no split.
-
-    Args:
-        path: Relative path, with `/`.
 
     Returns:
         `train`, a held-out split (`test`, `val`, `valid`, `validation`, `dev` or `eval`), or the
@@ -119,9 +113,6 @@ def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
     single folder `train` next to `bus` may be the vehicle, but rows named `test` must not be
     trained on. Files without a split next to others with one become `train` when the set is
     assembled.
-
-    Args:
-        paths: Relative paths of the files.
 
     Returns:
         Split by path, such as {"val/0.tar": "val", "0.tar": None}.

@@ -102,9 +102,9 @@ class JsonlSource(Source):
 
     A line is one row, a JSON object of values by column name.
 
-    `open_source` constructs it, with the arguments of Source. `scan` yields its chunks (parts
-    that one task reads each), and `read(chunk)` the rows of one as RawRow: line, location, and
-    values by mmray's column names or a BadRow.
+    `open_source` constructs it, with the arguments of Source. `scan` yields its chunks, and
+    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
+    BadRow.
 
     A subclass for another text format replaces `check(name)` (raises DataError for a wrong file),
     `iter_records(name, lines)` (yields the records of a file; a false value for a blank one) and
@@ -129,11 +129,6 @@ class JsonlSource(Source):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        """Return whether a folder has several files of this format, each of which names a split.
-
-        Args:
-            names: Visible files of the folder, as relative paths.
-        """
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
@@ -142,23 +137,11 @@ class JsonlSource(Source):
         return self.files_with_suffix(self.suffixes)
 
     def describe(self) -> str:
-        """Return the format for messages, such as `JSON lines`, and whether it is in UTF-16."""
         return f"{self.title}{' in UTF-16' if any(map(self.is_utf16, self.names())) else ''}"
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield chunks in order: parts of a file with complete records, each of which one task
-        reads.
-
-        Args:
-            rows_per_chunk: Number of records of a chunk, blank lines included.
-            previous_chunk_ends: Byte offsets at which an earlier scan ended chunks. A chunk also
-                ends there, so a file that grew keeps its chunks. Not used for a folder of files.
-
-        Raises:
-            DataError: A file is missing or has another format.
-        """
         names = self.names()
         splits = {} if self.name else splits_of_files(names)
         index = 0
@@ -200,17 +183,6 @@ class JsonlSource(Source):
                 yield chunk()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the rows of a chunk (a range of bytes of one file), not parsed.
-
-        Args:
-            chunk: A part of one file, as `scan` yielded it.
-
-        Yields:
-            (line number, `file:line`, bytes of the line).
-
-        Raises:
-            DataError: The bytes of the chunk differ from the scanned ones.
-        """
         line = chunk.first_line
         with open_sequential(self.text_path(chunk.file)) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
@@ -242,11 +214,7 @@ class JsonlSource(Source):
             self._convert_utf16(name)
 
     def is_utf16(self, name: str) -> bool:
-        """Return whether a file starts with the byte order mark of UTF-16.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-        """
+        """Return whether a file starts with the byte order mark of UTF-16."""
         if name not in self._is_utf16:
             self._is_utf16[name] = read_head(self.folder, name, 2) in _UTF16_MARKS
         return self._is_utf16[name]
@@ -254,9 +222,6 @@ class JsonlSource(Source):
     def text_path(self, name: str) -> AnyPath:
         """Return the path from which to read a file: its own, or for a file in UTF-16 that of the
         copy in UTF-8 that `check` writes into the folder of the prepared set.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
         """
         if not self.is_utf16(name):
             return self.folder / name
@@ -279,23 +244,11 @@ class JsonlSource(Source):
         """Yield the records of a file: its lines, or b"" for a line of white space only.
 
         Args:
-            name: Path of the file, relative to the folder of the source.
             lines: Iterates the lines of the file as bytes.
         """
         return (line if line.strip() else b"" for line in lines)
 
     def parse(self, record: Any) -> dict[str, Any]:
-        """Parse the JSON object of a line.
-
-        Args:
-            record: The line, bytes in UTF-8.
-
-        Returns:
-            The object as a dict: values by the column names of the source.
-
-        Raises:
-            BadRow: It is no JSON object.
-        """
         return parse_json(record)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
@@ -314,9 +267,6 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
         strict: Whether infinities and repeated names are errors. NaN is always accepted. False: of
             a repeated name the last value counts.
 
-    Returns:
-        The object as a dict.
-
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
     """
@@ -333,9 +283,6 @@ def load_json(data: bytes, strict: bool = True) -> Any:
         data: Its UTF-8 bytes.
         strict: Whether infinities and repeated names are errors. NaN is always accepted. False: of
             a repeated name the last value counts.
-
-    Returns:
-        The value as json.loads returns it.
 
     Raises:
         BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
@@ -354,10 +301,6 @@ def load_json(data: bytes, strict: bool = True) -> Any:
 
 def decode_text(data: bytes, name: str) -> str:
     """Decode UTF-8, or UTF-16 with a byte order mark; the mark is removed.
-
-    Args:
-        data: A complete text.
-        name: Name of the file or line, for the message.
 
     Raises:
         BadRow: With stage `parse` and reason `encoding`.

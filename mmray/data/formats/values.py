@@ -37,9 +37,9 @@ def normalize_values(
     stays as it is; `parse_row` then rejects the row.
 
     Args:
-        values: Values by mmray's column names (COLUMNS in mmray.builtin). Only `image`, `text`,
-            `texts`, `id`, `key`, `label`, `messages`, `conversations` and CHAT_COLUMNS (such as
-            `prompt` and `completion`) are converted.
+        values: Values by mmray's column names. Only `image`, `text`, `texts`, `id`, `key`, `label`,
+            `messages`, `conversations` and CHAT_COLUMNS (such as `prompt` and `completion`) are
+            converted.
         class_names: Names of the labels 0, 1, ...; empty: unknown.
         caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
 

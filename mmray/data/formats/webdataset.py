@@ -99,19 +99,6 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield one chunk (what one task reads) for each tar.
-
-        If the folder has a file classnames.txt or classes.txt, the attribute `class_names` of this
-        source is set before the first chunk: a tuple of its non-blank lines, the names of the
-        labels 0, 1, ..., with spaces instead of underscores.
-
-        Args:
-            rows_per_chunk: Not used, because the rows of a tar are known only after reading it.
-            previous_chunk_ends: Not used.
-
-        Raises:
-            DataError: A tar is compressed or cannot be read.
-        """
         names = self.files_with_suffix(self.suffixes)
         self.class_names = self._listed_classes
         splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
@@ -135,21 +122,6 @@ class WebDatasetSource(Source):
         return (self.folder / name).stat().st_size, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield the samples of a tar, not parsed.
-
-        Args:
-            chunk: The tar, as `scan` yielded it.
-
-        Yields:
-            (number, location, sample): the number of the sample in the tar, from 1; the path of the
-            tar and the name of the sample, such as `0.tar/0001`; and its members by extension, a
-            dict such as {"jpg": ..., "txt": ...}, where each value is an ImageRef, whose `data` are
-            the bytes of the member, or a BadRow if it cannot be read.
-
-        Raises:
-            DataError: The tar changed after it was scanned, or the files of a sample are not
-                adjacent.
-        """
         samples = _group_samples(_iter_members(self.folder, chunk.file))
         extensions: dict[str, frozenset[str]] = {}  # extensions in earlier samples, by their name
         for number, (stem, sample) in enumerate(samples, 1):
@@ -166,21 +138,6 @@ class WebDatasetSource(Source):
         check_unchanged(self.folder, chunk)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the samples of a tar, parsed.
-
-        A sample without a split gets that of the tar, otherwise that of its folder in the tar.
-
-        Args:
-            chunk: The tar, as `scan` yielded it.
-
-        Yields:
-            A RawRow: `line` (number of the sample in the tar), `location` (`TAR/SAMPLE`) and
-            `values` by column name, or a BadRow instead of these.
-
-        Raises:
-            DataError: The tar changed after it was scanned, or the files of a sample are not
-                adjacent.
-        """
         for row in super().read(chunk):
             folder = row.location.removeprefix(f"{chunk.file}/").rpartition("/")[0]
             split = split_of_file(f"{folder}/")
@@ -189,26 +146,6 @@ class WebDatasetSource(Source):
             yield row
 
     def parse(self, record: Sample) -> dict[str, Any]:
-        """Return the values of a sample by column name.
-
-        Its text is `txt`, `srt` or `vtt`, otherwise that of `json`; a column of `json` that the
-        user named with --columns overrides both. Its label is `cls`.
-
-        Args:
-            record: Members by extension without the first dot, such as `jpg`, `0.jpg`, `txt`,
-                `json` or `cls`: an ImageRef, also of a text, whose `data` are the bytes. A BadRow
-                as a member rejects the sample.
-
-        Returns:
-            As far as the sample has them: `images`, a list of ImageRef with the bytes; `audio` and
-            `video`, ImageRef with the bytes; `text` or `texts` and `label`; of `json` the columns
-            `split`, `language`, `boxes`, `box_labels`, `t0_s`, `t1_s`, `messages` and
-            `conversations`, those that --columns names, and those of `prepare.keep`.
-
-        Raises:
-            BadRow: A member is damaged or invalid, or the sample has only images with unknown
-                names.
-        """
         members: dict[str, TarMember] = {}
         for extension, member in record.items():
             if isinstance(member, BadRow):

@@ -86,7 +86,6 @@ class BoxColumns:
                 and `num_boxes` int32 [R] are changed in place at `index`. A box is (left, top,
                 right, bottom) in fractions of the square. Entries after the boxes of the row are
                 not changed.
-            index: Index of the row in the block.
             row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
                 `box_labels` are class numbers or None.
             image_size: (width, height) of its upright image in pixels, before it was transformed.

@@ -120,7 +120,6 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     first page or frame is decoded.
 
     Args:
-        data: Encoded bytes.
         max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
@@ -144,9 +143,6 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 def decode_damaged(data: bytes) -> np.ndarray:
     """Decode the readable part of an image, to show a damaged or truncated one.
-
-    Args:
-        data: Encoded bytes.
 
     Returns:
         Pixels uint8 [H, W, 3] as they are stored, without EXIF orientation; gray or black where
@@ -172,7 +168,6 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     Raises the same errors as `decode`, but computes only one pixel in 64 of most JPEGs.
 
     Args:
-        data: Encoded bytes.
         max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
@@ -191,7 +186,6 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return the size of an image according to its header, without decoding its pixels.
 
     Args:
-        data: Encoded bytes.
         max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
 
     Returns:
@@ -208,10 +202,6 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 def exif_orientation(data: bytes, max_pixels: int) -> int:
     """Return the EXIF orientation of an image.
-
-    Args:
-        data: Encoded bytes.
-        max_pixels: Maximum width x height.
 
     Returns:
         1 (upright) to 8; 1 if there is none or its EXIF block is damaged.
@@ -521,7 +511,6 @@ def _gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) 
     Args:
         image: The loaded image.
         data: Its encoded bytes.
-        wide: Its samples.
         largest: Largest sample of other pages.
     """
     if wide.min() < 0 or wide.max() > 65535:

@@ -41,9 +41,7 @@ def read_image(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> bytes:
     """Return the encoded bytes of an image.
 
     Args:
-        folder: Folder of the source, which paths of images are relative to.
         image: Inline bytes, a file, or a byte range of a file. It must have no URL.
-        roots: Folders to which symbolic links out of `folder` are followed.
 
     Returns:
         The bytes; fewer than `image.length` if the file ends before.
@@ -122,7 +120,6 @@ def read_file(folder: AnyPath, name: str, roots: Roots = ()) -> bytes:
     A local file whose name differs only in the Unicode normalization (NFC or NFD) is found.
 
     Args:
-        folder: Folder of the source.
         name: Path of the file, relative to the folder.
         roots: Folders to which symbolic links out of `folder` are followed.
 
@@ -224,9 +221,6 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
     `prepare` leaves such a row out and can retry it. A TransientStorageError is not converted: it
     is not about this file, and would reject all the following rows.
 
-    Args:
-        name: Path of the file, for the message.
-
     Raises:
         BadRow: With stage `read` and reason `unreadable`.
     """
@@ -240,10 +234,6 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
 
 def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | None]:
     """Return values that show later whether a file was changed.
-
-    Args:
-        folder: Folder of the source.
-        name: Path of the file, relative to the folder or absolute.
 
     Returns:
         The name, the size in bytes and the modification time in ns. Size and time are None for a
@@ -261,7 +251,6 @@ def locate_file(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> ImageRef
     """Return a reference whose file is relative to the folder of the source, or to one of `roots`.
 
     Args:
-        folder: Folder of the source.
         image: From `parse_image`; its file may be an absolute path, an address on an object store,
             or a path with `..`.
         roots: Further folders in which files may be; their symbolic links are not followed here.

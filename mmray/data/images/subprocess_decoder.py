@@ -52,7 +52,6 @@ class SubprocessDecoder:
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
-            max_pixels: Maximum width x height of the image.
             transform_args: (inputs, augment, uniforms): sections `model.inputs` and `augment`, and
                 the random numbers of the augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1) or
                 None, with which the child also resizes and augments the image. None: only decode,
@@ -77,12 +76,6 @@ class SubprocessDecoder:
     ) -> MediaInfo:
         """Decode audio or video completely in the child process, because corrupt data may crash the
         decoder.
-
-        Args:
-            data: Encoded bytes.
-            kind: `audio` or `video`.
-            max_pixels: Maximum width x height of a frame.
-            header_only: Read the header only, which may crash too.
 
         Returns:
             A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per
@@ -132,7 +125,6 @@ class SubprocessDecoder:
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
-            damaged: Also decode the readable part of a damaged or truncated image.
 
         Returns:
             The data URI; None if the image cannot be decoded.

@@ -236,7 +236,6 @@ def resize_with_pillow(
     Args:
         rgb: Pixels uint8 [H, W, 3].
         size: (width, height) of the result in pixels.
-        interpolation: `bilinear` or `bicubic`.
         box: Part of the image (left, top, right, bottom) in pixels, which may be fractional.
 
     Returns:

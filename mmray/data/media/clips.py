@@ -81,7 +81,6 @@ def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
 
     Args:
         media: Audio or video with its bytes.
-        with_sound: Include the sound of a video that starts before its frames or ends after them.
 
     Returns:
         (start, end) in seconds, as timestamps of the file; the start of most files is 0.
@@ -130,7 +129,6 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
         by_kind: Media of the row by kind (`audio`, `video`, `image`), each a Media with `data`, the
             encoded bytes, and `duration` in seconds.
         window: Start and end of the clip in seconds, as timestamps of the file.
-        rate: Samples per second of the result.
 
     Returns:
         Mono samples int16 [N], N = round(length of the window x rate), less if the sound starts or
@@ -155,7 +153,7 @@ def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.nd
 
 
 class ClipColumns:
-    """Decodes clips of audio and video into the columns of a block (several rows read together).
+    """Decodes clips of audio and video into the columns of a block.
 
     A block has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio` int16 [R, N] (mono),
     `num_samples` int32 [R] and `has_text` bool [R], False for a row without a text. A row without
@@ -222,7 +220,6 @@ class ClipColumns:
             index: Index of the row in the block.
             row: The stored row, with at most one text. The clip shows the span of this text,
                 otherwise the whole file; at most `model.inputs.clip_s` seconds.
-            image_size: Not used.
             uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS (51)] in [0, 1); they choose the
                 augmentation of the frames, the place of the clip in a longer span, and the times of
                 its frames. None: the middle of the span, and no augmentation.
@@ -281,9 +278,9 @@ class ClipColumns:
         """Return the columns of a batch, trimmed to the longest clip.
 
         Args:
-            rows: Columns of a block (several rows read together) for the rows of the batch: `video`
-                uint8 [B, frames, 3, S, S], `num_frames` int32 [B], `audio` int16 [B, samples],
-                `num_samples` int32 [B] and `has_text` bool [B].
+            rows: Columns of a block for the rows of the batch: `video` uint8 [B, frames, 3, S, S],
+                `num_frames` int32 [B], `audio` int16 [B, samples], `num_samples` int32 [B] and
+                `has_text` bool [B].
 
         Returns:
             `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] (mono,

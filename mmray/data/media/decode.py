@@ -95,9 +95,6 @@ def _is_available() -> bool:
 def require_decoder(what: str) -> None:
     """Raise UsageError if PyAV is not installed, the package of the extra `media` that decodes
     audio and video.
-
-    Args:
-        what: What needs it, for the message.
     """
     if not _is_available():
         raise UsageError(f"{what}: {_EXTRA_HINT}")
@@ -107,8 +104,6 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
     """Return what the header of audio or video states, without decoding it.
 
     Args:
-        data: Encoded bytes.
-        kind: `audio` or `video`.
         max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
 
     Returns:
@@ -126,7 +121,6 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
     """Decode audio or video completely, and measure where it starts and ends.
 
     Args:
-        data: Encoded bytes.
         kind: `audio` or `video`; the sound of a video is decoded too.
         max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
 

@@ -20,7 +20,6 @@ def encode_audio(
 
     Args:
         samples: int16 [N], at least one.
-        rate: Samples per second.
         codec: `flac` (lossless) or `mp3`.
         bits_per_s: Bit rate of MP3 in bits per second; None: FFmpeg's default.
 
@@ -65,9 +64,7 @@ def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
     the same.
 
     Args:
-        data: Encoded audio.
         end_s: Timestamp of its end in seconds.
-        rate: Samples per second of the result.
 
     Returns:
         The bytes of the FLAC file.

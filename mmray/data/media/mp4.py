@@ -15,9 +15,6 @@ def header_problem(data: bytes) -> str:
 
     It states more samples, in all tracks and fragments, than the file has bytes: FFmpeg allocates
     some 40 bytes for each. Or it is compressed, as QuickTime could write it.
-
-    Args:
-        data: Encoded bytes.
     """
     total = 0
     for name, start, end in _boxes(data, 0, len(data)):

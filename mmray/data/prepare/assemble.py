@@ -54,16 +54,6 @@ def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[in
     A chunk is the part of the source that one task has packed; its record describes its rows and
     shards.
 
-    Args:
-        out: Folder of the set.
-        chunks: Indices of the chunks.
-
-    Yields:
-        The number of the first good row of the chunk among all good rows of these chunks, and its
-        record, the dict that `read_chunk_record` returns: `rows` (lists of values by column),
-        `shards` (fields of their Shards), `bad_rows`, `columns`, `chunk`, `job`, `class_names` and
-        `files`.
-
     Raises:
         DataError: A record was deleted.
     """
@@ -222,8 +212,8 @@ class PackedRows:
 
     @cached_property
     def by_shard(self) -> np.ndarray:
-        """The numbers of the N rows, int64 [N], in the order in which the shards (files of the set)
-        store them: by shard, and within a shard in source order.
+        """The numbers of the N rows, int64 [N], in the order in which the shards store them: by
+        shard, and within a shard in source order.
         """
         return np.argsort(self.shard_of, kind="stable")
 
@@ -254,7 +244,6 @@ def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -
     """Read the digests and shards of all rows that tasks have packed, to find duplicates.
 
     Args:
-        out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
         rule: `prepare.duplicates`: `image`, `row`, `text` or `keep`. With `row`, `contents` are
             digests of images and captions, otherwise of the images (of a conversation always with
@@ -367,8 +356,8 @@ class PrepareResult:
     """The rows that become the set, and counts of the rows that do not.
 
     Attributes:
-        shards: The shards (files of the set), with the rows of each that are dropped. Rows without
-            a split are training rows if others have one.
+        shards: The shards, with the rows of each that are dropped. Rows without a split are
+            training rows if others have one.
         quarantine: Name of the file that lists bad and dropped rows.
         reasons: Number of bad and dropped rows by reason, such as {"truncated": 3}.
         examples: By reason the location (`file:line`) and a sentence about one such row, as one
@@ -399,7 +388,6 @@ def quarantine_rows(
     source order.
 
     Args:
-        out: Folder of the set.
         chunks: Indices of the chunks, the parts of the source that one task has packed.
         packed: Digests, splits and shards of their rows.
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
@@ -490,7 +478,6 @@ def max_bad_rows(max_bad_fraction: float, total: int) -> int:
 
     Args:
         max_bad_fraction: `prepare.max_bad_fraction`, 0 to 1.
-        total: Number of rows of the source.
     """
     return int(max_bad_fraction * total + 1e-6)
 
@@ -508,7 +495,6 @@ def rejection_error(
 
     Args:
         source: Path of the source, for the message.
-        out: Folder of the set.
         num_read: Number of rows that were read, including bad ones.
         total: Number of rows of the source; larger than `num_read` if prepare stopped early.
         result: The PrepareResult, of which `reasons`, `examples` and `quarantine` are read.
@@ -555,7 +541,6 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, and write its tokenizer.json.
 
     Args:
-        out: Folder of the set, whose shards exist already.
         manifest: Its manifest, which need not be written; its shards are read.
         vocab_size: Maximum number of tokens; 0: no tokenizer.
 
@@ -579,9 +564,6 @@ def sample_captions(prepared: PreparedSet) -> Iterator[str]:
     They are from evenly spaced groups of adjacent rows; all captions if the set is small. An object
     store sends the groups with their images: at most about MAX_SAMPLED_BYTES (8 GiB), and 1 MiB
     between two groups.
-
-    Args:
-        prepared: The set.
     """
     num_rows = prepared.num_rows
     sampled = min(

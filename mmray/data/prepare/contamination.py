@@ -281,9 +281,6 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) ignores color, so mean
     colors are added.
 
-    Args:
-        image: RGB image of any size.
-
     Returns:
         pHash uint64 [4], and the mean colors of 4 x 4 cells, uint8 [48].
     """

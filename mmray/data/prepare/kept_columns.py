@@ -26,8 +26,7 @@ _ADVICE = "Name other columns with --keep NAME,NAME, or change the source"
 
 
 class KeptColumns:
-    """Collects the columns that `prepare.keep` stores, for the rows of one chunk (a part of the
-    source).
+    """Collects the columns that `prepare.keep` stores, for the rows of one chunk.
 
     `append(split, values, location)` adds the values of each row in the order in which the rows are
     stored, and `write(folder, shard_files)` writes all at the end.
@@ -83,7 +82,6 @@ class KeptColumns:
         """Write the columns of each shard to an Arrow file of its own in `columns/kept` of the set.
 
         Args:
-            folder: Folder of the set.
             shard_files: By split, the path of the shard that has its rows, relative to `folder`;
                 the key is None for rows without a split.
         """

@@ -98,8 +98,7 @@ class PrepareJob:
         source: Format and location of the source, from `detect_source`.
         out: Folder or URI of the set.
         settings: The `prepare` section, whose `rows_per_shard` is a number, not `auto`.
-        retry: Whether to pack chunks (parts of the source) again in which rows could not be read or
-            decoded.
+        retry: Whether to pack chunks again in which rows could not be read or decoded.
         class_names: Names of the labels 0, 1, ..., known after the source was scanned.
     """
 
@@ -111,7 +110,7 @@ class PrepareJob:
 
     @property
     def rows_per_shard(self) -> int:
-        """Largest number of rows of a shard (a file of the set), `prepare.rows_per_shard`."""
+        """Largest number of rows of a shard, `prepare.rows_per_shard`."""
         assert self.settings.rows_per_shard != "auto", "the pipeline chooses a number first"
         return self.settings.rows_per_shard
 
@@ -129,8 +128,8 @@ class PrepareJob:
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
-        """Create the object that reads the source: its `scan` yields chunks (parts of files), its
-        `read` the rows of a chunk. With `prepare.group` = image it is a GroupedSource.
+        """Create the object that reads the source: its `scan` yields chunks, its `read` the rows of
+        a chunk. With `prepare.group` = image it is a GroupedSource.
 
         It can be created on the driver or in a task, and reads nothing before `scan` or `read` is
         called.
@@ -181,8 +180,7 @@ RECORD_COLUMNS = (
 def record_path(index: int) -> str:
     """Return the path of the record of a chunk, relative to the folder of the set.
 
-    A chunk is the part of the source that one task packs. Its record is a JSON file that shows that
-    it is packed.
+    Its record is a JSON file that shows that it is packed.
 
     Args:
         index: Index of the chunk in the source, from 0.
@@ -196,7 +194,7 @@ def record_path(index: int) -> str:
 def pack_chunk(
     job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
 ) -> tuple[int, int, int]:
-    """Pack one chunk (a part of the source): write its rows to shards, and then its record.
+    """Pack one chunk: write its rows to shards, and then its record.
 
     The record, a JSON file, marks the chunk as done. Does nothing if a current record exists,
     because an interrupted prepare has packed the chunk.
@@ -316,11 +314,7 @@ def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
 
 
 def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
-    """Return the record of a chunk (a part of the source) that one task has packed.
-
-    Args:
-        out: Folder of the set.
-        name: Path of the JSON file with the record, relative to the folder, from `record_path`.
+    """Return the record of a chunk that one task has packed.
 
     Returns:
         None if the record is missing or unreadable, otherwise a dict:
@@ -345,7 +339,7 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing a chunk (a part of the source) again would give the same result.
+    """Return whether packing a chunk again would give the same result.
 
     That is so if its lines, the settings, and the files of media and of shards are unchanged. False
     also if a row could not be read for a reason that may be temporary; with `job.retry` if any row

@@ -120,7 +120,6 @@ def ensure_prepared(
         source: Address of a prepared set or of a raw source; or `sample`, `sample-vlm` or
             `sample-av`, which are generated in the cache.
         cache: Folder for sets that are prepared here (`data.cache`).
-        settings: The `prepare` section.
         log: Called with (message, label), where the label, such as `prepared`, is the word to print
             before the message.
         progress: Called with a PrepareProgress: `stage` (`scan`, `pack`, `deduplicate`, `hash` or
@@ -182,20 +181,12 @@ def prepare(
     resumes if it is called again with the same arguments.
 
     Args:
-        source: Path or URI of a file or a folder.
         out: Folder or URI of the set; it must be empty, or have this set from an earlier prepare.
-        settings: The `prepare` section.
         progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
             `stage` (`scan`, `pack`, `deduplicate`, `hash` or `tokenize`), `done_rows`, `total_rows`
             (0: unknown), `bad_rows` and `is_estimate`. None: not reported.
-        log: Called with (message, label), where the label is the word to print before the message:
-            `source`, `splits`, `ignored`, `columns`, `kept`, `example` or `download`. None: not
-            logged.
-        retry: Also read those parts of the source again in which an earlier prepare could not read
-            or decode rows.
-
-    Returns:
-        The Manifest of the set, which is written to `out`.
+        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept`,
+            `example` or `download`. None: not logged.
 
     Raises:
         DataError: The source is invalid, or has more bad rows than the settings allow.
@@ -229,11 +220,9 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
     """Log how `prepare` understands a source, and check its first rows; write nothing.
 
     Args:
-        source: Path or URI of a file or a folder.
-        settings: The `prepare` section.
-        log: Called with (message, label), where the label is the word to print before the message:
-            `source`, `splits`, `ignored`, `columns`, `kept`, `example`, `download`, `dry run` (the
-            number of good rows) or `bad` (a reason of bad rows).
+        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept`,
+            `example`, `download`, `dry run` (the number of good rows) or `bad` (a reason of bad
+            rows).
 
     Raises:
         DataError: The source does not exist or is invalid.

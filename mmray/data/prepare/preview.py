@@ -73,8 +73,8 @@ def understand(
 
     Args:
         job: Source and settings. Its output folder must exist; some formats write a list of files.
-        chunk_ends: `stop` of the chunks (parts of the source) of an earlier prepare, in bytes, so
-            that a file that grew keeps them; empty: there was none.
+        chunk_ends: `stop` of the chunks of an earlier prepare, in bytes, so that a file that grew
+            keeps them; empty: there was none.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
         num_labeled: Number of chunks, from the first, whose labels are read for the names of the
             classes, if the source does not define them; None: all.
@@ -199,7 +199,7 @@ def describe_source(
     Args:
         job: Location of the source, and the `prepare` settings.
         source: The source, whose `scan` was iterated.
-        chunks: The chunks (parts of the source) that `scan` yielded.
+        chunks: The chunks that `scan` yielded.
         first_rows: The first rows, parsed: values by column, or a BadRow.
 
     Yields:

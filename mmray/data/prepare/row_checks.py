@@ -47,7 +47,6 @@ def check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
     """Check that vision-language models accept the shape of an image of a conversation.
 
     Args:
-        name: Name of the image, for the error.
         size: Its width and height in pixels.
 
     Raises:

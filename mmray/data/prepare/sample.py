@@ -120,10 +120,6 @@ def generate(out: Path) -> Path:
     Args:
         out: Folder in which the set gets a folder named by its version, `v1-seed0`.
 
-    Returns:
-        Path of sample.jsonl, whose rows have `id`, `image` (path relative to this file), `texts`
-        (one to three captions) and `split` (`train` or `test`). Eight rows are damaged on purpose.
-
     Raises:
         UsageError: `out` is not writable.
     """
@@ -283,6 +279,5 @@ def tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
 
     Args:
         color: (red, green, blue), 0 to 255.
-        rng: Source of the random numbers.
     """
     return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in color)

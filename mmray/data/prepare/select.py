@@ -50,14 +50,10 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     """Open a set, and check the arguments of `select_set` against its columns.
 
     Args:
-        source: Address of the set.
         where: Condition on the columns of a row, such as `clip_score > 0.25`; None: all rows.
         deduplicate: `COLUMN=COSINE`, such as `semantic=0.95`: a column of embeddings that `mmray
             score --embeddings` wrote (`semantic`: the only one), and the cosine (above 0, at most
             1) from which images count as equal. None: not requested.
-
-    Returns:
-        The opened set.
 
     Raises:
         UsageError: One is invalid, or names a column that the set does not have.
@@ -89,9 +85,8 @@ def select_set(
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
         progress: Called with a PrepareProgress, whose `stage` is `select`, `compare` or `copy`;
             `done_rows` and `total_rows` are set.
-        log: Called with (message, label), where the label is the word to print before the message:
-            `selected`, with the number of rows for which `where` holds, and `similar`, with the
-            number of those that `deduplicate` drops.
+        log: Called with (message, label): `selected`, with the number of rows for which `where`
+            holds, and `similar`, with the number of those that `deduplicate` drops.
 
     Returns:
         The Manifest of the smaller set, which is written to `out`.

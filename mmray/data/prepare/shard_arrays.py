@@ -44,7 +44,6 @@ def shard_arrays(
     """Return an array of each shard of a set, computing those that are not stored yet.
 
     Args:
-        prepared: The set.
         folder: Folder of the arrays, which is created, and which all nodes can write. Each array is
             a file in it, named by `array_file`.
         compute: Picklable function, called in a task with a PreparedSet of the rows of one shard;

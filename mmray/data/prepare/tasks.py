@@ -47,12 +47,6 @@ def map_tasks(
     Args:
         work: Picklable function, called with one item in a task; returns a dict of JSON values
             without the key `error`.
-        items: Arguments of `work`, values that JSON can encode, such as chunks of a source as
-            dicts.
-        runs_model: Whether the function runs a model on a GPU, if there is one. On Ray actors then
-            have a GPU each, if the cluster has any. Without Ray one process has all cores, or the
-            GPU.
-        hint: Last sentence of errors: what to do next.
 
     Yields:
         The dict that `work` returned for each item: on Ray as soon as it is complete, in any order;
@@ -147,7 +141,6 @@ def run_with_crash_limit(
             call the decoder's `check(data, max_pixels)` for each image, and `check_media(data,
             kind, max_pixels)` for each audio or video, before it decodes the data itself. These
             decode in a child process, and raise BadImage for bad data and if the data crash it.
-        out: Folder of the attempt file.
         name: Path of the attempt file in it, without the suffix; it identifies the item.
         item_name: What is processed, for the message.
 

@@ -120,7 +120,6 @@ class ShardCache:
         needs it fetches it.
 
         Args:
-            name: File name of the entry in the folder of the cache.
             size: Its size in bytes; an entry of another size is fetched again.
             fetch: Called without arguments; returns the bytes from the object store. Its errors are
                 raised.
@@ -147,7 +146,6 @@ class ShardCache:
         """Return an entry if it is in the cache; it is then the most recently used one.
 
         Args:
-            name: File name of the entry.
             size: Its size in bytes.
 
         Returns:

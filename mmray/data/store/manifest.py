@@ -141,7 +141,7 @@ class Manifest:
 
     @property
     def has_image_checksums(self) -> bool:
-        """Whether the digests of the shards (files of the set) cover the bytes of the images.
+        """Whether the digests of the shards cover the bytes of the images.
 
         They do not if the set is index-only (refers to the images in its source) and was prepared
         with `check` `none`, so that no image was read.
@@ -150,11 +150,7 @@ class Manifest:
 
 
 def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of the source that have texts, if they are several; otherwise ().
-
-    Args:
-        columns: Value of `prepare.columns`, such as ["image=url", "text=alt,synthetic"].
-    """
+    """Return the columns of the source that have texts, if they are several; otherwise ()."""
     pairs = [column.partition("=") for column in columns]
     several = [theirs for ours, _, theirs in pairs if ours in TEXT_COLUMNS and "," in theirs]
     return split_names(several[0]) if several else ()
@@ -177,8 +173,6 @@ class RowCounts:
         Args:
             split: Their split; None: none.
             language: Their language; None: unknown.
-            kinds: Sorted kinds of the media of each, such as `audio image image`.
-            number: Number of rows.
         """
         if language:
             self._languages[language] += number
@@ -235,7 +229,6 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     grew still read the older one.
 
     Args:
-        folder: Folder of the set.
         manifest: Numbers of rows, splits, source and settings, and the shards.
     """
     shards = manifest.shards

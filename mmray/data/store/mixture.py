@@ -173,7 +173,6 @@ def read_each(
     """Read rows by their numbers; a row that cannot be read becomes an error in its place.
 
     Args:
-        prepared: A set or a mixture.
         rows: Row numbers int64 [N].
         errors: Types of errors that belong to a row and are returned; others are raised. By default
             FileNotFoundError and ValueError (BadRow, or a damaged shard).

@@ -50,7 +50,6 @@ class PreparedSet:
     `texts` or `messages`, `label` and others.
 
     Args:
-        folder: Folder of the set.
         manifest: Its manifest, from `read_manifest`.
         split: Split whose rows are the set, such as `train`; None: all rows.
         cache: Cache of this node for reads from an object store; None: none.
@@ -143,15 +142,11 @@ class PreparedSet:
 
         Args:
             cache: The cache; not used if the set is on a local disk.
-            shuffle_block: Number of adjacent rows that are fetched at once.
         """
         return self._with(cache=cache, shuffle_block=shuffle_block)
 
     def with_captions(self, weights: Mapping[str, float]) -> PreparedSet:
         """Return this set, whose rows have the texts of some columns of the source only.
-
-        Args:
-            weights: Relative frequency by column, with which training takes its texts.
 
         Returns:
             A set with the same rows and numbers; `texts` of its rows are limited to these columns,
@@ -169,12 +164,7 @@ class PreparedSet:
         return self._with(label_numbers=numbers)
 
     def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
-        """Return a set that has the rows of other shards (files) in the same folder.
-
-        Args:
-            shards: The shards of the result, such as some of this set's, or all of them with more
-                dropped rows (rows of a file that are not part of the set).
-        """
+        """Return a set that has the rows of other shards (files) in the same folder."""
         return self._with(manifest=replace(self.manifest, shards=shards))
 
     @property
@@ -282,7 +272,7 @@ class PreparedSet:
 
         Raises:
             IndexError: A number is outside the set.
-            OSError: A shard (file of the set) cannot be read.
+            OSError: A shard cannot be read.
             ValueError: A shard is damaged; the message has its name.
         """
         return self._read_batches(rows)
@@ -314,9 +304,6 @@ class PreparedSet:
 
         Args:
             rows: Row numbers int64 [N].
-
-        Returns:
-            A list of captions for each row, in this order.
         """
         return self._read_batches(rows, "texts")
 
@@ -339,8 +326,7 @@ class PreparedSet:
             None.
 
         Raises:
-            DataError: A shard (file of the set) has no such columns, because the set grew after it
-                was scored.
+            DataError: A shard has no such columns, because the set grew after it was scored.
         """
         types = column_types(self.manifest.columns)
         names = [name for name, kind in types.items() if kind in TYPES]

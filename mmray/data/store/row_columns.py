@@ -39,20 +39,12 @@ Columns = dict[str, dict[str, str]]  # type of each column by its name, by folde
 def column_file(folder: str, shard_file: str) -> str:
     """Return the path of the Arrow file with columns of the rows of a shard, relative to the folder
     of the set: `columns/FOLDER/NAME.arrow`.
-
-    Args:
-        folder: Name of the folder of these columns, such as `kept`.
-        shard_file: Path of the shard, such as `shards/NAME.arrow`.
     """
     return f"{COLUMNS_DIR}/{folder}/{PurePosixPath(shard_file).stem}.arrow"
 
 
 def caption_flag(name: str) -> str:
-    """Return the name of the kept column that is true for rows with captions of a text column.
-
-    Args:
-        name: Column of the source, such as `alt`, for which it is `has_caption_alt`.
-    """
+    """Return the name of the kept column that is true for rows with captions of a text column."""
     return "has_caption_" + re.sub(r"\W", "_", name)
 
 
@@ -103,8 +95,6 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
 
     Args:
         first: What `value_type` returns; None: all values are missing.
-        second: The other one.
-        are_fields: Whether the values are fields of a CSV, which also can be texts.
 
     Returns:
         The type that stores both exactly, such as `double` for `int64` and `double`; None if both
@@ -129,11 +119,8 @@ def write_columns(folder: AnyPath, name: str, shard_file: str, columns: pa.Recor
     """Write columns of all rows of a shard; the file appears when it is complete.
 
     Args:
-        folder: Folder of the set.
         name: Name of the folder of these columns, such as `kept`.
         shard_file: Path of the shard, relative to the folder of the set.
-        columns: The columns with their names: a value for each row of the shard file, also for
-            those that are dropped from the set.
     """
     (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
     with (
@@ -149,7 +136,6 @@ def read_columns(
     """Read columns of all rows of a shard.
 
     Args:
-        folder: Folder of the set.
         columns: `columns` of its manifest, types by name by folder: `{"kept": {"width": "int64"}}`.
         shard_file: Path of the shard, relative to the folder of the set.
         names: Names of columns of the set.

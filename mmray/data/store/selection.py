@@ -109,10 +109,6 @@ class RowFilter:
     def selected(self, columns: Mapping[str, pa.Array]) -> np.ndarray:
         """Return the numbers of the rows that the condition selects, sorted, int64.
 
-        Args:
-            columns: A pyarrow array by name for each column in the condition, with a value for each
-                row. A row's number is its index in these arrays.
-
         Raises:
             ValueError: A value has a type that the condition cannot compare.
         """
@@ -205,12 +201,6 @@ def check_where(
         types: Type of each column of the set by name: `bool`, `int64`, `double` or `string`, or
             None for a type that is not known yet. None: the columns are not known, and only the
             syntax is checked.
-        location: Name or path of the set, for the message.
-        setting: Setting that has the expression, such as `data.where`.
-
-    Returns:
-        A RowFilter: `columns` are the names in the expression, and `selected(columns)` the numbers
-        of the rows that it selects.
 
     Raises:
         UsageError: It is invalid, or the set lacks a column; the message has the part.
@@ -234,7 +224,6 @@ def drop_rows(
     """Return a set without the rows that a condition does not select; no file is written.
 
     Args:
-        prepared: The set.
         where: The condition on its columns, such as `similarity > 0.3` (see RowFilter).
         setting: Setting that has the condition, for messages.
         on_rows: Called with (done, total): numbers of rows checked so far and of all rows.
@@ -292,10 +281,7 @@ def select_rows(
     If all rows are selected, it is the set itself.
 
     Args:
-        prepared: The set.
         where: The condition on its columns, such as `similarity > 0.3` (see RowFilter).
-        folder: Folder that all nodes can read, in which the list of shards is stored.
-        setting: Setting that has the condition, for messages.
         on_rows: Called with (done, total): numbers of rows checked so far and of all rows.
 
     Raises:

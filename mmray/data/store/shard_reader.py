@@ -26,7 +26,7 @@ MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 
 
 class ReadRequest(NamedTuple):
-    """Rows to read from one record batch (8 adjacent rows) of a shard (file of the set).
+    """Rows to read from one record batch (8 adjacent rows) of a shard.
 
     Attributes:
         shard: Number of the shard in the table of shards.
@@ -45,7 +45,7 @@ class ReadRequest(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A range of bytes of a shard (file of the set) that is read in one request.
+    """A range of bytes of a shard that is read in one request.
 
     Attributes:
         start: First byte.
@@ -101,13 +101,11 @@ class ShardReader:
         """Read record batches and call a function with each.
 
         Args:
-            requests: Record batches to read, in any order, with the rows that are wanted of each.
             consume: Called with (request, record batch), a ReadRequest and the pyarrow.RecordBatch
                 that it names. On an object store several threads call it.
             whole_blocks: If the block (range of adjacent rows) of a record batch is not in the
                 cache, fetch all of it into the cache; False: read only the record batches of
                 `requests`.
-            refresh: Fetch blocks again and replace their entries in the cache.
 
         Raises:
             OSError: A file cannot be read.

@@ -65,11 +65,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
-        """Create a shard from its entry in a manifest.
-
-        Args:
-            values: The fields of this class by name, such as `file`, `split` and `num_rows`.
-        """
+        """Create a shard from its entry in a manifest."""
         lists = {name: tuple(values[name]) for name in ("dropped", "offsets")}
         return cls(**values | lists)
 
@@ -82,10 +78,8 @@ class TableFile:
     `open()` returns the ShardTable.
 
     Args:
-        folder: Folder of the set.
         name: File name in it.
         sha256: Hex digest of the Arrow file.
-        num_bytes: Its size.
     """
 
     folder: AnyPath
@@ -252,30 +246,19 @@ class ShardTable:
         return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
 
     def file_name(self, number: int) -> str:
-        """Return the path of a shard (file of the set), such as
-        `shards/00000-train-1f2e3d4c.arrow`.
+        """Return the path of a shard, such as `shards/00000-train-1f2e3d4c.arrow`.
 
         The path is relative to the folder of the set.
-
-        Args:
-            number: Index of the shard in this table.
         """
         return str(self._columns["file"][number].as_py())
 
     def sha256(self, number: int) -> str:
-        """Return the hex digest of the rows of a shard (file of the set), in order.
-
-        Args:
-            number: Index of the shard in this table.
-        """
+        """Return the hex digest of the rows of a shard, in order."""
         return str(self._columns["sha256"][number].as_py())
 
     def dropped(self, number: int) -> np.ndarray:
         """Return which rows of a shard (file) are not part of the set, because they are duplicates
         or contaminated.
-
-        Args:
-            number: Index of the shard in this table.
 
         Returns:
             Sorted row numbers in the shard, int64; empty if all rows are part of the set.
@@ -285,9 +268,6 @@ class ShardTable:
     def offsets(self, number: int) -> np.ndarray:
         """Return the byte offsets of the Arrow record batches in the file of a shard.
 
-        Args:
-            number: Index of the shard in this table.
-
         Returns:
             int64 [batches + 1]: record batch b is at bytes offsets[b] to offsets[b + 1]
             (exclusive).
@@ -295,7 +275,7 @@ class ShardTable:
         return self._offsets[number]
 
     def fingerprint(self, numbers: np.ndarray) -> str:
-        """Return a hex digest of the rows of some shards (files of the set), in order.
+        """Return a hex digest of the rows of some shards, in order.
 
         Args:
             numbers: Indices of the shards in this table, int64 [N].

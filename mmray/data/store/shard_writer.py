@@ -36,7 +36,6 @@ class ShardWriter:
     manifest.
 
     Args:
-        folder: Folder of the set.
         name: Path of the shard in it.
         split: Split of its rows; None: none.
         stream: The open file.
@@ -110,8 +109,6 @@ def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator
     an error.
 
     Args:
-        folder: Folder of the set.
-        name: Path of the shard in it.
         split: Split of all its rows; None: none.
 
     Yields:

@@ -144,11 +144,7 @@ class Row:
         return " ".join(sorted(media.kind for media in self.media))
 
     def with_text(self, number: int) -> Row:
-        """Return this row with one of its texts and the span of it; without texts the row itself.
-
-        Args:
-            number: Index of the text.
-        """
+        """Return this row with one of its texts and the span of it; without texts the row itself."""
         return self._with_texts([number]) if self.texts else self
 
     def with_captions(self, weights: Mapping[str, float]) -> Row:
@@ -177,9 +173,6 @@ class Row:
 
     def conversations(self, question: str) -> list[list[Message]]:
         """Return the conversations of this row, as a vision-language model is trained on them.
-
-        Args:
-            question: User message for a row without `messages`, such as `Describe the image.`
 
         Returns:
             A list of conversations: the one of `messages` if the row has one, otherwise one per
@@ -215,9 +208,6 @@ def to_row(values: dict[str, Any]) -> Row:
         values: The columns of a shard: `key`, `texts`, `label`, `split` and the other fields of Row
             by name, and `media`, a list of dicts with `kind`, `data`, `sha256`, `width`, `height`
             and the other fields of Media.
-
-    Returns:
-        A Row, with a Media for each item of `media`.
     """
     row = Row(**values | {"media": [Media(**media) for media in values["media"]]})
     for message in row.messages or ():

@@ -65,19 +65,10 @@ def rank_blocks(
     decodes at a time.
 
     Args:
-        reader: Reads and encodes rows of the training set.
-        start: The sample order, and the first step that the workers take.
-        rank: The global rank of this process.
-        ranks_on_node: Number of ranks of the run on this node, which share its object store.
         block_mb: Maximum size of a block in MB; blocks are smaller if the object store is small.
-        limits: Number of actors, and the nodes that may have them.
         notify: Called with one line of text for the log.
         must_yield: Called without arguments; returns whether another job waits for resources of the
             cluster. While it does, the rank keeps only its minimum number of actors.
-
-    Returns:
-        An iterable of blocks, dicts of arrays of R rows with the columns that `read_block` of the
-        reader returns. Its `close()` ends the actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())
@@ -163,8 +154,7 @@ class ActorPool:
     process first, because the block may have crashed another actor.
 
     Args:
-        decoder: Decodes a block (the rows that one actor decodes at a time) by its number; pickled
-            once for all actors.
+        decoder: Decodes a block by its number; pickled once for all actors.
         limits: Number of actors, and the nodes that may have them.
         own_node: ID of the rank's node.
         share_bytes: Bytes of the node's object store for blocks of this rank.
@@ -231,20 +221,12 @@ class ActorPool:
     def node_limit(self, node: str) -> int:
         """Return the largest number of blocks (rows that one actor decodes at a time) of this rank
         in the object store of a node.
-
-        Args:
-            node: ID of the node of a started actor.
         """
         return self._node_limits[node]
 
     def is_lost_worker(self, error: BaseException) -> bool:
         # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
-        """Return whether an error means that an actor was lost, not that decoding failed.
-
-        Args:
-            error: The error of a block (rows that one actor decodes at a time) that an actor was to
-                decode.
-        """
+        """Return whether an error means that an actor was lost, not that decoding failed."""
         return isinstance(error, ray.exceptions.RayError)
 
     def replace(self, worker: Any) -> None:
@@ -263,16 +245,7 @@ class ActorPool:
         self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
 
     def compute_here(self, item: int) -> Decoded:
-        """Decode a block (the rows that one actor decodes at a time) in this process, because no
-        actor does it in time.
-
-        Args:
-            item: Number of the block in the run.
-
-        Returns:
-            A Decoded: `block`, arrays of R rows by column, and `crashed`, whether an image crashed
-            the decoder.
-        """
+        """Decode a block in this process, because no actor does it in time."""
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:

@@ -45,11 +45,8 @@ class BlockFetcher:
         copied. Errors are ignored here; the process that reads these rows raises them.
 
         Args:
-            plan: The sample order of the run: which row each position takes.
             positions: The positions in the sample order that are read now, int64 [P], without
                 PADDING (-1). Position n is the n-th row that the run takes.
-            in_first_window: Also fetch the shuffle blocks of `positions`, which were not fetched
-                ahead.
         """
         if self._requests is None:
             self._requests = SimpleQueue()

@@ -42,7 +42,6 @@ def pad_columns(rows: np.ndarray, width: int) -> np.ndarray:
 
     Args:
         rows: Array [R, T].
-        width: Size of the second dimension of the result, if T is smaller.
 
     Returns:
         Array [R, max(T, width)].

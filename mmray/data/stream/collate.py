@@ -43,27 +43,15 @@ def iter_micro_batches(
     """Yield the micro-batches of a rank for each step; the last of a step may be smaller.
 
     Args:
-        blocks: This rank's rows in sample order, some at a time: arrays by column, as
-            `RowReader.read_block` returns them.
-        rank_rows: Rows of a rank in a step.
-        micro_batch_size: Rows of a micro-batch, B.
-        group_by_length: Sort the rows of a step, most tokens (or longest clips) first.
-        token_multiple: Captions are padded to the longest of the micro-batch, rounded up to a
-            multiple of this.
-        max_tokens: Maximum number of tokens to which captions are padded.
         memory: Memory for pixels that must be copied, because a step has rows of several blocks or
             is sorted; they are valid until the next step is requested. None: new memory for each
             step.
-        extra: Objects that compute columns which only some models have: BoxColumns for boxes,
-            ClipColumns for audio and video. `to_batch(rows)` of each maps the columns of B rows of
-            `blocks` to those of the micro-batch, all arrays by name.
 
     Yields:
         For each step a list of micro-batches, dicts of tensors: `image` uint8 [B, 3, S, S], unless
-        the model takes clips; `input_ids` and `attention_mask` int64 [B, T]; `key` (hash of the
-        row's key), `label` (-1: none) and `pos` (position in the sample order) int64 [B]; `valid`
-        bool [B], False for padding and unreadable rows; and those that `to_batch` of `extra`
-        returns.
+        the model takes clips; `input_ids` and `attention_mask` int64 [B, T]; `key`, `label` (-1:
+        none) and `pos` int64 [B]; `valid` bool [B], False for padding and unreadable rows; and
+        those that `to_batch` of `extra` returns.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
@@ -99,7 +87,6 @@ class PixelMemory:
         Args:
             use: Any name; calls with the same name return the same memory, or larger memory if the
                 shape needs it.
-            shape: Shape of the array.
 
         Returns:
             Array uint8 of this shape with arbitrary content.
@@ -181,10 +168,6 @@ def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
             returns them.
         extra: Objects that compute such columns, BoxColumns or ClipColumns: `to_batch(rows)` of
             each returns arrays [B, ...] by name.
-
-    Returns:
-        The same as tensors: of BoxColumns `boxes`, `box_labels` and `box_mask`, of ClipColumns
-        `video`, `num_frames`, `audio`, `num_samples`, `has_video`, `has_audio` and `has_text`.
     """
     return {
         name: torch.from_numpy(column)

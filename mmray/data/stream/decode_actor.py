@@ -33,15 +33,8 @@ class DecodeActor:
         """Read and decode a block: the rows that this actor decodes at a time.
 
         Args:
-            number: Number of the block in the run.
-            careful: Decode each image in a child process first, to find one that crashes its
-                decoder.
             slot: Part of shared memory for the pixels, which the rank lends if it is on this node;
                 None: the pixels are returned through Ray's object store.
-
-        Returns:
-            A Decoded: `block`, arrays of the rows by column, and `crashed`, whether an image
-            crashed the decoder. There is no column `image` if the pixels are in the slot.
         """
         pixels = None
         if slot is not None:

@@ -28,8 +28,8 @@ class Decoded(NamedTuple):
 
     Args:
         block: Arrays of R rows by column, those of `RowReader.read_block` or
-            `ConversationReader.read_block`: `valid` bool [R], `pos` int64 [R] (position in the
-            sample order) and the others that these list.
+            `ConversationReader.read_block`: `valid` bool [R], `pos` int64 [R] and the others that
+            these list.
         crashed: Whether an image ended the child process that decoded it.
     """
 

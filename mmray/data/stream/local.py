@@ -103,6 +103,5 @@ class LocalBlocks(RankBlocks):
         return block
 
     def close(self) -> None:
-        """End the processes that read and decode rows; no thread may be iterating."""
         self.interrupt()
         super().close()

@@ -63,7 +63,6 @@ def permute_blocks(
 
     Args:
         index: Indices below `size`, uint64 [P].
-        size: Number of rows.
         shuffle_key: Key that selects the permutation, uint64 [P].
         rows_per_block: Rows of a block; 1 permutes single rows.
 
@@ -218,9 +217,6 @@ def hash_choice(
     The choice is a pure function of the first three arguments. All arrays are int64 [R].
 
     Args:
-        seed: Seed of the run.
-        pass_index: How often the run has taken each row before.
-        row_hash: Hash of the key (name) of each row.
         num_choices: Number of alternatives of each row, at least 1.
 
     Returns:
@@ -237,13 +233,7 @@ def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence
     The choice is a pure function of the arguments.
 
     Args:
-        seed: Seed of the run.
-        pass_index: How often the run has taken the row before.
-        row_hash: Hash of the key (name) of the row.
         weights: Weight of each alternative, above 0; the sum is arbitrary.
-
-    Returns:
-        The number of the alternative.
     """
     hashed = _sample_hash(seed, np.array([pass_index]), np.array([row_hash]))
     uniform = float(hashed[0] >> np.uint64(11)) * 2.0**-53
@@ -256,10 +246,8 @@ def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count:
     arguments.
 
     Args:
-        seed: Seed of the run.
         pass_index: How often the run has taken each row before, int64 [R].
         row_hash: Hash of the key (name) of each row, int64 [R].
-        count: Numbers per row.
 
     Returns:
         float64 [R, count], uniform in [0, 1).
@@ -319,7 +307,6 @@ class SamplePlan:
     Args:
         num_rows: Rows of an epoch.
         global_batch_size: Rows of a step, over all workers.
-        world_size: Number of workers.
         seed: Seed of the shuffle.
         steps: Steps of the run.
         shuffle: Whether rows are shuffled.
@@ -358,11 +345,10 @@ class SamplePlan:
 
         Args:
             step: Number of the step, from 0.
-            rank: The rank.
 
         Returns:
-            Positions in the sample order (how many rows the run takes before), int64 [rank_rows];
-            PADDING (-1) follows if the rank has fewer rows.
+            Positions in the sample order, int64 [rank_rows]; PADDING (-1) follows if the rank has
+            fewer rows.
         """
         index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
         return np.where(index < self.global_batch_size, self.rows_start(step) + index, PADDING)
@@ -385,8 +371,7 @@ class SamplePlan:
         """Return which row of the set each position takes, and how often that row was taken before.
 
         Args:
-            positions: Positions in the sample order (how many rows the run takes before), int64
-                [P]; PADDING (-1) for none.
+            positions: Positions in the sample order, int64 [P]; PADDING (-1) for none.
 
         Returns:
             Row numbers int64 [P], PADDING for PADDING; the rows of a mixture are numbered set by
@@ -419,8 +404,7 @@ class SamplePlan:
         Positions after the end of the run are left out.
 
         Args:
-            positions: Positions in the sample order (how many rows the run takes before), int64
-                [P], or PADDING (-1).
+            positions: Positions in the sample order, int64 [P], or PADDING (-1).
 
         Returns:
             int64, at most P. Empty for a full shuffle, because all of its rows are far apart.
@@ -513,10 +497,7 @@ class BlockPlan:
         is no such divisor (a prime number of rows), a block has all of them.
 
         Args:
-            plan: The rows of each step.
-            first_step: The first step of the stream.
             row_bytes: Approximate bytes of a row in a block.
-            block_mb: Wanted size of a block in MB.
 
         Returns:
             A BlockPlan: it numbers the blocks of all ranks, and gives the positions of the sample

@@ -27,8 +27,7 @@ IDLE_S = 60.0
 
 @dataclass(frozen=True)
 class DecoderLimits:
-    """How many decode actors (processes that read and decode rows) a rank may have, and on which
-    nodes.
+    """How many decode actors a rank may have, and on which nodes.
 
     Attributes:
         reserved: Number of actors on the rank's node that use CPUs which Ray reserved together with

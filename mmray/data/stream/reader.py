@@ -85,8 +85,7 @@ class SetReader(ABC):
 
         Args:
             plan: The sample order of the run: which row each position takes.
-            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
-                for no row.
+            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
 
         Returns:
             Four values for the R positions. The rows; None for padding and for an unreadable row.
@@ -199,13 +198,13 @@ class RowReader(SetReader):
     """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
 
     `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `image` uint8 [R, 3, S, S]; `input_ids` int32 [R, T] and `num_tokens` int32 [R]; `key` (hash of
-    the row's key), `label` (-1: none) and `pos` (the position) int64 [R]; `valid` bool [R], False
-    for padding and unreadable rows. With `max_boxes` (M) of the inputs they have `boxes` float32
-    [R, M, 4] (left, top, right, bottom in fractions of the square image), `box_labels` int64 [R, M]
-    and `num_boxes` int32 [R], too. A model of clips has `video` uint8 [R, F, 3, S, S],
-    `num_frames` int32 [R], `audio` int16 [R, N] (mono), `num_samples` int32 [R] and `has_text` bool
-    [R] in place of `image`.
+    `image` uint8 [R, 3, S, S]; `input_ids` int32 [R, T] and `num_tokens` int32 [R]; `key`, `label`
+    (-1: none) and `pos` (the position) int64 [R]; `valid` bool [R], False for padding and
+    unreadable rows. With `max_boxes` (M) of the inputs they have `boxes` float32 [R, M, 4] (left,
+    top, right, bottom in fractions of the square image), `box_labels` int64 [R, M] and `num_boxes`
+    int32 [R], too. A model of clips has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R],
+    `audio` int16 [R, N] (mono), `num_samples` int32 [R] and `has_text` bool [R] in place of
+    `image`.
 
     Args:
         prepared: The set or mixture.
@@ -261,8 +260,7 @@ class RowReader(SetReader):
 
         Args:
             plan: The sample order of the run: which row each position takes.
-            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
-                for no row.
+            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
@@ -324,23 +322,6 @@ class RowReader(SetReader):
         )
 
     def encode_row(self, row: Row, choice: int = 0, uniforms: np.ndarray | None = None) -> Block:
-        """Decode the image or the clip of a stored row.
-
-        Args:
-            row: The stored row.
-            choice: Index of the text to use, whose span a clip is cut to.
-            uniforms: Random numbers in [0, 1) of its augmentation and clip, float64
-                [NUM_CLIP_UNIFORMS (51)]; None: no augmentation, and the middle of the span.
-
-        Returns:
-            The columns of `read_block` that come from the media, for one row: `image` uint8
-            [1, 3, S, S] and, for a model with boxes, `boxes`, `box_labels` and `num_boxes`. For a
-            model of clips `video`, `num_frames`, `audio`, `num_samples` and `has_text`.
-
-        Raises:
-            BadImage: The row has not one image, or several media of a kind, or one cannot be
-                decoded.
-        """
         columns: Block = {}
         image_size = (0, 0)
         if self.takes_clips:

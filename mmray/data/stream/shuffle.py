@@ -57,7 +57,6 @@ def resolve_block_shuffle(
     shuffle, and LANESxROWSxBLOCKS, such as `64x1024x4`, sets the fields of the BlockShuffle.
 
     Args:
-        data: The `data` section.
         sets: The training sets of the run, one or those of its mixture.
         global_batch_size: Rows of a step, over all workers.
         num_workers: Largest number of workers.
@@ -101,7 +100,6 @@ def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
 
     Args:
         row_bytes: Average bytes of a row, above 0.
-        local_cache_gb: Size of the cache in GB, `data.local_cache_gb`.
 
     Returns:
         A multiple of RECORD_BATCH_ROWS (8), the rows of an Arrow record batch of a prepared set; at
@@ -147,7 +145,6 @@ def with_local_cache(
     """Return the set with the cache of `data.local_cache`, if it is on an object store.
 
     Args:
-        data: The `data` section.
         prepared: The set; returned unchanged if it is on a disk or is not cached.
         shuffle: The block shuffle of the run, whose blocks (ranges of adjacent rows) are fetched
             into the cache at once; None: a full shuffle.

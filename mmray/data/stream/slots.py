@@ -133,10 +133,6 @@ class SlotPool:
         """Return the pixels that a process has written to a slot (its part of the shared memory),
         without a copy.
 
-        Args:
-            slot: A slot from `lend`, to which the process has finished writing.
-            num_rows: Number of rows R that were written.
-
         Returns:
             uint8 [R, *shape of the pixels of a row]. The slot is lent again when neither this array
             nor a part of it is used.
@@ -148,11 +144,7 @@ class SlotPool:
         return owner.reshape(pixels.shape)[:num_rows]
 
     def release(self, slot: LentSlot) -> None:
-        """Let a slot (a part of the shared memory for pixels) be lent again, without reading it.
-
-        Args:
-            slot: A slot from `lend`, to which no process writes.
-        """
+        """Let a slot (a part of the shared memory for pixels) be lent again, without reading it."""
         self._free.append(slot.number)
 
 

@@ -165,6 +165,10 @@ class TokenPlan(SamplePlan):
     `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [P], and
     `micro_batch_sizes(step, rank)` how many of them each micro-batch has.
 
+    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_batch_size`
+    of a step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and
+    `block_shuffle` (the shuffle of blocks of adjacent rows).
+
     Args:
         num_tokens: Tokens of each row of the set, uint32 [rows of the set]; of a mixture, set by
             set.
@@ -174,10 +178,6 @@ class TokenPlan(SamplePlan):
             packed.
         ranks_per_group: Number of consecutive ranks that divide their rows of a step among
             themselves, such as the ranks of a node; None: all ranks.
-
-    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_batch_size`
-    of a step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and
-    `block_shuffle` (the shuffle of blocks of adjacent rows).
     """
 
     num_tokens: np.ndarray = field(compare=False)
@@ -187,16 +187,6 @@ class TokenPlan(SamplePlan):
     ranks_per_group: int | None = None
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Return the positions of a rank's rows in a step, micro-batch by micro-batch.
-
-        Args:
-            step: Number of the step, from 0.
-            rank: The rank.
-
-        Returns:
-            Positions in the sample order (how many rows the run takes before), int64 [P]. PADDING
-            (-1) follows the rows, so that P is equal on all ranks.
-        """
         micro_batches, width = self._micro_batches(step, rank)
         rows = self.rows_start(step) + np.concatenate(micro_batches)
         return np.pad(rows, (0, width - len(rows)), constant_values=PADDING)
@@ -206,7 +196,6 @@ class TokenPlan(SamplePlan):
 
         Args:
             step: Number of the step, from 0.
-            rank: The rank.
 
         Returns:
             Sizes that add up to the number of positions that `positions(step, rank)` returns; the

@@ -28,10 +28,6 @@ MAX_LANGUAGES = 1000  # a column with more values is not a language column
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> TextEncoder:
     """Build the encoder that converts captions to token ids for a model.
 
-    Args:
-        tokenizer_json: Content of a tokenizer.json file.
-        inputs: The `model.inputs` section, with `max_tokens` and `language_token`.
-
     Returns:
         A LanguageTextEncoder if `language_token` is set, otherwise a TextEncoder.
     """
@@ -68,28 +64,10 @@ class LanguageTextEncoder(TextEncoder):
         self.languages = tuple(sorted(self._language_tokens))
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a stored row, with the token of the row's language if it is known.
-
-        Args:
-            row: A row of a prepared set, with captions in `texts` and `language`, such as `de`.
-
-        Returns:
-            One text per caption, such as `[de]ein Hund`; without a token if the row has no
-            language, or the tokenizer none for it.
-        """
         language = row.language if row.language in self._language_tokens else None
         return [self.format_caption(text, language) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a text as a caption of this language, without language tokens of its own.
-
-        Args:
-            text: The caption; language tokens in it are removed.
-            language: Language whose token is put before the text, such as `de`; None: no token.
-
-        Raises:
-            UsageError: The tokenizer has no token for the language.
-        """
         if language is not None and language not in self._language_tokens:
             raise UsageError(
                 f"the model has no token for language {language!r}; its language tokens are "
@@ -103,7 +81,6 @@ def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[s
     """Add a special token for each language to a tokenizer.
 
     Args:
-        tokenizer_json: Content of a tokenizer.json file.
         pattern: Form of a token with `{}` for the language: `[{}]` gives `[de]`.
         languages: Languages of the rows of the training set; added in sorted order.
 

@@ -100,7 +100,6 @@ class TextEncoder:
     text, int32 [N].
 
     Args:
-        tokenizer_json: Content of a tokenizer.json file.
         max_tokens: Maximum number of tokens of a text, special tokens included.
 
     Attributes:
@@ -145,7 +144,6 @@ class TextEncoder:
         """Return a caption as this model encodes it: repaired, if the tokenizer is CLIP's.
 
         Args:
-            text: The caption.
             language: Must be None, because this encoder has no language tokens.
 
         Raises:
@@ -161,9 +159,6 @@ class TextEncoder:
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts as token ids, with the special tokens that the tokenizer adds.
 
-        Args:
-            texts: N texts.
-
         Returns:
             Token ids int32 [N, T], padded on the right with `pad_id`, and the number of tokens of
             each text, int32 [N]. T is the number of tokens of the longest text, at least 1 and at
@@ -178,16 +173,7 @@ class TextEncoder:
 
 
 def remove_tokens(text: str, tokens: Collection[str]) -> str:
-    """Remove special tokens from untrusted text.
-
-    Args:
-        text: A caption or a message.
-        tokens: The tokens as text, such as `<image>`. If tokens overlap, the first one in this
-            order is removed first.
-
-    Returns:
-        The text without any of the tokens, also those that form only after a removal.
-    """
+    """Remove special tokens from untrusted text."""
     while (token := next((token for token in tokens if token in text), None)) is not None:
         text = text.replace(token, "")  # the rest may form another token
     return text
@@ -197,12 +183,8 @@ def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
     """Add special tokens to a tokenizer.
 
     Args:
-        tokenizer_json: Content of a tokenizer.json file.
         tokens: Tokens as text, such as `[de]`. A token that exists keeps its id; the others get the
             next ids in this order.
-
-    Returns:
-        Content of the extended tokenizer.json.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.add_special_tokens(
@@ -248,10 +230,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def declared_pad_id(tokenizer_json: str) -> int | None:
-    """Return the id of the pad token that a tokenizer declares, or None.
-
-    Args:
-        tokenizer_json: Content of a tokenizer.json file.
-    """
+    """Return the id of the pad token that a tokenizer declares, or None."""
     padding = Tokenizer.from_str(tokenizer_json).padding
     return int(padding["pad_id"]) if padding else None

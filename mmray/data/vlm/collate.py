@@ -145,24 +145,13 @@ def _pad(row: Tensor, width: int) -> Tensor:
 
 
 def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[EncodedRow]:
-    """Return the rows, and the dummy row if they lack a kind of media.
-
-    Args:
-        rows: Encoded rows.
-        dummy: A row with a medium of each kind that the model takes (image, video, audio).
-
-    Returns:
-        The same rows, and after them the dummy row if there is a kind of which no row has a medium.
-    """
+    """Return the rows, and the dummy row if they lack a kind of media."""
     kinds = {name for row in rows for name in row.images}
     return [*rows] if dummy.images.keys() <= kinds else [*rows, dummy]
 
 
 def join_media(rows: Sequence[EncodedRow]) -> Batch:
     """Concatenate the inputs of the encoders of images, videos and audio of several rows.
-
-    Args:
-        rows: Encoded rows, which may lack media.
 
     Returns:
         A tensor for each name in `images` of the rows, such as `pixel_values` [patches, values] and
@@ -226,11 +215,10 @@ def iter_row_batches(
         collate: Builds the inputs of a micro-batch.
 
     Yields:
-        The micro-batches of one step. Each has `key` (hash of the row's key), `label` (-1: none)
-        and `pos` (position in the sample order, -1 for padding) int64 [R], `valid` bool [R] and
-        `num_tokens` int32 [R] of its R rows, and what `collate` returns for the valid rows only:
-        `input_ids`, `targets`, `pixel_values` and others. The iteration ends early if there are no
-        more blocks.
+        The micro-batches of one step. Each has `key`, `label` (-1: none) and `pos` (position in the
+        sample order, -1 for padding) int64 [R], `valid` bool [R] and `num_tokens` int32 [R] of its
+        R rows, and what `collate` returns for the valid rows only: `input_ids`, `targets`,
+        `pixel_values` and others. The iteration ends early if there are no more blocks.
     """
     columns: Block = {}
     rows: list[EncodedRow | None] = []

@@ -125,10 +125,6 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
     Args:
         inputs: The section as an object with the settings as attributes; one that an older version
             exported may lack settings.
-
-    Returns:
-        Those of `max_tokens`, `max_pixels`, `min_pixels`, `frames`, `frame_rate` and `frame_pixels`
-        that the section has, by name.
     """
     return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
@@ -297,9 +293,6 @@ class ProcessorEncoder:
         """Encode a conversation up to where the model generates the assistant's next message.
 
         Args:
-            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
-                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
-                {"type": "text", "text": "..."}.
             media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
                 3] and their times in seconds), and mono audio int16 [N] with as many samples per
                 second as this object's `audio_rate`: one for each part of its kind, in order.
@@ -342,9 +335,7 @@ class ProcessorEncoder:
         """Return a black image or video, or silence.
 
         Args:
-            kind: `image`, `video` or `audio`.
             side: Width and height in pixels.
-            length_s: Seconds of a video or audio.
 
         Returns:
             An image uint8 [side, side, 3]; a `Clip` with `frames` uint8 [F, side, side, 3] and
@@ -406,10 +397,6 @@ class ProcessorEncoder:
             messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
-            sizes: Size of the medium of each image, video and audio part, in order.
-
-        Returns:
-            The number of tokens, those of the chat template and of the media included.
         """
         text, _ = self._render(self._as_parts(messages))
         images = [size for size in sizes if size.width and not size.times_s]
@@ -431,9 +418,6 @@ class ProcessorEncoder:
             length_s: Length of the video in seconds.
             phase: Number in [0, 1): place of each frame in its interval, the time from a frame to
                 the next; 0: its start.
-
-        Returns:
-            Seconds from the start of the video, ascending.
         """
         frames: FrameProcessor = self.processor.video_processor
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)

@@ -154,9 +154,6 @@ def has_weights(weights: str) -> bool:
     """Return whether a model has files of weights, and not only a config.
 
     True for a name of the hub, which is not looked up.
-
-    Args:
-        weights: Folder, or name on the Hugging Face hub.
     """
     folder = Path(weights).expanduser()
     return not folder.is_dir() or any(
@@ -170,7 +167,6 @@ def find_family(config: dict[str, Any], weights: str) -> Family:
 
     Args:
         config: Content of its config.json; `model_type` determines the family.
-        weights: Name or folder of the model, for the message.
 
     Returns:
         A Family: `pixels` (layout of the pixels), `projector` (names of modules), `packable`

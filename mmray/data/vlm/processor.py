@@ -131,15 +131,10 @@ def load_frame_processor(
     torch.
 
     Args:
-        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         family: Description of the model's inputs; its `video` is not empty.
         processor: The model's processor, whose class may have settings that replace those saved.
         frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
             default.
-
-    Returns:
-        An object that resizes the frames of a clip and cuts them into patches, in place of
-        transformers' video processor.
 
     Raises:
         UsageError: The settings cannot be read.

@@ -47,8 +47,8 @@ class ConversationReader(SetReader):
     The processor is loaded on first use.
 
     `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `key` (hash of the row's key), `label` (-1: none) and `pos` (the position) int64 [R], `valid`
-    bool [R], `num_tokens` int32 [R], and `record` object [R] (the encoded row as bytes).
+    `key`, `label` (-1: none) and `pos` (the position) int64 [R], `valid` bool [R], `num_tokens`
+    int32 [R], and `record` object [R] (the encoded row as bytes).
 
     Args:
         prepared: The set or mixture.
@@ -99,8 +99,7 @@ class ConversationReader(SetReader):
 
         Args:
             plan: The sample order of the run: which row each position takes.
-            positions: Positions in it (how many rows the run takes before), int64 [R]; PADDING (-1)
-                for no row.
+            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
             pixels: Not used, because rows have different sizes.
 
         Returns:
@@ -137,7 +136,6 @@ class ConversationReader(SetReader):
 
         Args:
             row: A row with the bytes of its media.
-            choice: Index of the caption to use, whose span a video or audio is cut to.
             phase: Random number in [0, 1): place of each frame of a video in its interval.
 
         Returns:
@@ -165,23 +163,6 @@ class ConversationReader(SetReader):
         return decoded
 
     def encode_row(self, row: Row, choice: int = 0, phase: float = 0.5) -> EncodedRow:
-        """Return the token ids, loss weights and image inputs of a stored row.
-
-        Args:
-            row: A row with the bytes of its media.
-            choice: Index of the caption to use, if the row has no messages; the question
-                `model.inputs.question` precedes it. Its span is the part of videos and audio that
-                is used.
-            phase: Random number in [0, 1) that selects the frames of a video.
-
-        Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T], 0 but for targets, and
-            `images`, the inputs of the encoders of media by name, such as `pixel_values`.
-
-        Raises:
-            BadImage: A medium cannot be decoded.
-            RowError: The model cannot be trained on the row.
-        """
         messages = row.conversations(self.question)[choice]
         # A row whose other text is about too much audio is not used either, as in token counts.
         for media in row.media:

@@ -45,10 +45,6 @@ def generate_conversations(out: Path) -> Path:
     Args:
         out: Folder in which the set gets a folder named by its version, such as `v2`.
 
-    Returns:
-        Path of sample-vlm.jsonl, whose rows have `id`, `images` (paths relative to the file's
-        folder), `messages` ({"role", "content"}) and `split` (`train` or `test`).
-
     Raises:
         UsageError: `out` is not writable.
     """

@@ -126,7 +126,6 @@ class FrameProcessor:
 
         Args:
             length_s: Length of the clip in seconds.
-            frames: Most frames.
             frame_rate: Frames per second, unless they would be more than `frames`.
             uniform: Random number in [0, 1): place of each time in its interval.
 
@@ -185,7 +184,6 @@ class FrameProcessor:
 
         Args:
             videos: Frames of each video, uint8 [F, H, W, 3].
-            video_metadata: `metadata` of each.
 
         Returns:
             `pixel_values_videos` uint8 [patches, channels x frames x values], not normalized;

@@ -81,9 +81,6 @@ def latest_valid_checkpoint(
 def latest_complete_step(folder: AnyPath) -> int:
     """Return the step of the newest complete checkpoint, without verifying it.
 
-    Args:
-        folder: Folder of the checkpoints.
-
     Returns:
         The step; 0 if there is no checkpoint, or if the storage fails.
     """
@@ -94,9 +91,6 @@ def latest_complete_step(folder: AnyPath) -> int:
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
     """Return the folder names of all checkpoints by step, also incomplete and damaged ones.
-
-    Args:
-        folder: Folder of the checkpoints.
 
     Returns:
         Names such as `step-9`, `step-10` and `step-20.damaged`; empty if the folder cannot be read.
@@ -123,7 +117,6 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
     equals.
 
     Args:
-        folder: Folder of the checkpoints.
         metric: Name in the `metrics` of meta.json, such as `evaluate/recall_at_1/mean`. Lower
             values are better if a part of the name is `loss` or `median_rank`.
 
@@ -148,7 +141,6 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
     """Delete all checkpoints except the newest complete ones and the best.
 
     Args:
-        folder: Folder of the checkpoints.
         keep: Number of the newest complete checkpoints to keep, at least 1.
         metric: Name of a metric in meta.json, such as `evaluate/recall_at_1/mean`; the complete
             checkpoint with its best value is kept, too: the lowest if a part of the name is `loss`
@@ -213,7 +205,6 @@ def verify(path: AnyPath, checksums: bool = True) -> str | None:
     Files are read in parallel.
 
     Args:
-        path: Folder of the checkpoint.
         checksums: Compare the SHA-256 of each file; False: only check that all files exist.
 
     Raises:
@@ -256,9 +247,6 @@ def tensor_file_names(num_shards: int) -> tuple[str, ...]:
 def num_tensor_files(path: AnyPath) -> int:
     """Return the number of tensor files of a checkpoint, one for each rank that wrote tensors.
 
-    Args:
-        path: Folder of the checkpoint.
-
     Raises:
         TrainingError: Its SHA256SUMS does not exist.
         StorageError: The storage cannot be read.
@@ -290,9 +278,6 @@ def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) 
 
 def read_checksums(path: AnyPath) -> dict[str, str]:
     """Return the hexadecimal SHA-256 by file name in SHA256SUMS, without malformed lines.
-
-    Args:
-        path: Folder of the checkpoint.
 
     Raises:
         OSError: The file cannot be read.
@@ -334,9 +319,6 @@ def fsync(path: Path) -> None:
 def load_meta(path: AnyPath) -> dict[str, Any]:
     """Return meta.json of a checkpoint.
 
-    Args:
-        path: Folder of the checkpoint.
-
     Returns:
         `step` and `rows_consumed` (int), `metrics` (the line of the step in metrics.jsonl),
         `config` (all settings), `architecture` (description of the model's layers, as its method
@@ -353,9 +335,6 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
 
 def read_json(file: AnyPath) -> dict[str, Any]:
     """Return the JSON object in a file.
-
-    Returns:
-        The object as a dict.
 
     Raises:
         TrainingError: The file does not exist or is no JSON.

@@ -97,9 +97,6 @@ class CheckpointManager:
         Args:
             step: Number of steps before the start or the resume; lines of later steps are removed.
 
-        Returns:
-            The MetricsLog, whose `write(metrics)` appends a line.
-
         Raises:
             StorageError: The log cannot be opened.
         """
@@ -256,7 +253,6 @@ def steps_between_checkpoints(
 
     Args:
         step_s: Seconds of a step; None: not measured yet.
-        stall_s: Seconds for which training waited for the last save.
         save_duration_s: Seconds of a whole save, which must end before the next one starts; None:
             not measured yet.
         steps_taken: Steps since the start or the resume; while nothing is measured, the number of
@@ -295,10 +291,5 @@ class CheckpointSchedule:
         return self.every > 0 and step % self.every == 0
 
     def saved(self, step: int, steps: int) -> None:
-        """Record a save; if `every` is "auto", the next one is due after `steps` further steps.
-
-        Args:
-            step: Step of this save.
-            steps: Number of steps to the next save.
-        """
+        """Record a save; if `every` is "auto", the next one is due after `steps` further steps."""
         self._next = step + steps

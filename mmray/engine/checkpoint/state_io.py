@@ -112,8 +112,6 @@ def save_async(
         path: Folder of the checkpoint; an existing one is replaced.
         state: Nested dicts of tensors and JSON values; a run gives `model`, `optimizer`, `scaler`,
             `progress` and maybe `average`.
-        meta: Contents of meta.json, JSON values by name (see `load_meta`), without `versions`,
-            which are added.
         cpu_group: Gloo group of the ranks that save together, each its shards; None: this process
             saves alone.
         stager: Keeps its buffers from save to save, so the previous save must have ended; None:
@@ -222,7 +220,6 @@ def load(
     """Return the saved state, or a part of it. Needs no process group.
 
     Args:
-        path: Folder of the checkpoint.
         destination: Called with (key, tensor): the key of a saved tensor, such as
             `model/log_scale`, and a meta tensor with its shape and dtype. Returns the tensor into
             which it is read. None: full tensors on the CPU. Of a sharded tensor, only the bytes of
@@ -269,11 +266,6 @@ def load(
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
     """Return the full state_dict of a checkpoint's model on the CPU.
 
-    Args:
-        path: Folder of the checkpoint.
-        key: Part of the state to read: `model`, or `average` for the EMA of the weights, whose
-            names start with `module.`.
-
     Returns:
         Tensors by name; those of `average` have the prefix `module.`.
 
@@ -318,7 +310,6 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     DCP calls `prepare_local_plan`, `prepare_global_plan`, `write_data` and `finish`, in this order.
 
     Args:
-        path: Folder of the checkpoint.
         values: The state without its tensors, for state.json.
         meta: Contents of meta.json, JSON values by name (see `load_meta`), without `versions`,
             which are added.
@@ -355,18 +346,12 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         """Return the plan of this rank's tensors unchanged.
 
         torch's class would create the folder here, but rank 0 must first delete an old one.
-
-        Args:
-            plan: Tensors that this rank writes.
         """
         # The base class would create the folder, which rank 0 must clear first.
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, delete an earlier checkpoint of this step and create its folder.
-
-        Args:
-            plans: Tensors that each rank writes.
 
         Returns:
             The plans, unchanged.
@@ -458,7 +443,6 @@ class CheckpointReader(HuggingFaceStorageReader):
     `read_data`.
 
     Args:
-        path: Folder of the checkpoint.
         on_read: Called without arguments after each request.
     """
 
@@ -568,7 +552,6 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
     StorageError.
 
     Args:
-        path: Folder of the checkpoint.
         discards: Whether to delete what was written of the checkpoint.
 
     Raises:

@@ -110,10 +110,6 @@ def reduce_over_ranks(
 def padding_fractions(token_counts: list[float]) -> Metrics:
     """Return the fractions of caption tokens, samples and frames that are padding.
 
-    Args:
-        token_counts: Six sums over rows, where padded means including padding: real and padded
-            caption tokens, real and padded samples of audio, real and padded frames of video.
-
     Returns:
         `batch/padding` of captions, `batch/padding_audio` and `batch/padding_video`, each 0 to 1.
         Those without tokens, samples or frames are omitted.
@@ -140,9 +136,6 @@ def rows_sha(keys: Tensor) -> str:
 
 def machine_load(device: torch.device) -> dict[str, float]:
     """Return the load of this machine.
-
-    Args:
-        device: Device of training.
 
     Returns:
         `host/cpu_percent` (0 to 100, of all cores, since the last call) and `host/memory_gib` (used
@@ -221,13 +214,9 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
     and do not count. The recomputation of activations does not count, either.
 
     Args:
-        model: Not wrapped in DDP. The backward adds zeros to the gradients of its weights.
         batch: Micro-batch (tensors [B, ...] by column) whose first two rows are taken, so captions
             have the lengths of real ones; of a vision-language model all rows are taken.
         precision: Autocast of the forward; kernels of attention depend on it.
-
-    Returns:
-        Mean number of operations of a row.
     """
     rows = batch
     if not is_flat(batch):
@@ -246,7 +235,6 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
     """Return the peak FLOP/s of a GPU's matrix products; NaN if the GPU is not in the table.
 
     Args:
-        device: The GPU.
         precision: Precision of training: half precision, or fp32.
     """
     name = torch.cuda.get_device_name(device)

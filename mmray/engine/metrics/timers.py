@@ -67,7 +67,6 @@ class Throughput:
 
         Args:
             wait_s: Seconds that the step waited for its rows.
-            rows: Rows of the global batch.
             tokens: Tokens of the captions or conversations of this rank's rows, without padding.
         """
         step_s = self.lap()
@@ -81,9 +80,6 @@ class Throughput:
 
     def compute(self, world_size: int) -> dict[str, Any]:
         """Return times and rates since the last call.
-
-        Args:
-            world_size: Number of workers.
 
         Returns:
             Values by name, empty if there was no step but the first of the run.
@@ -150,9 +146,6 @@ class IdleTimer:
 
     Each step calls `start_step`, `end_launches`, `end_update` and `resume`. No call waits for the
     device: times are read after the host has waited for the norm of the step.
-
-    Args:
-        device: Device of training.
     """
 
     def __init__(self, device: torch.device):
@@ -166,7 +159,6 @@ class IdleTimer:
         """End the idle time, before the first kernel of a step is launched.
 
         Args:
-            wait_s: Seconds that the training thread waited for the rows of the step.
             rows_cpu_s: Seconds of CPU time that another thread of this process spent on them.
         """
         if self._update_end is not None:
@@ -233,9 +225,6 @@ class PhaseTimers:
     the last backward.
 
     `pop_s()` returns the seconds by phase since its last call, a dict.
-
-    Args:
-        device: Device of training.
 
     Attributes:
         idle: Measures how long the device waits for the training process.

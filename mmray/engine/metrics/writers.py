@@ -106,7 +106,6 @@ class MetricsLog:
         """Write a file next to the log, in the thread; an error is only a warning.
 
         Args:
-            name: Name of the file, such as `examples.json`.
             text: Its content; an existing file is replaced.
         """
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
@@ -115,7 +114,6 @@ class MetricsLog:
         """Write the images of an evaluation to TensorBoard, in the thread.
 
         Args:
-            step: Number of the step.
             examples: Content of examples.json, JSON values. For retrieval the queries {`row`,
                 `caption`, `rank` (1: a hit)} in lists under `image_to_text` and `text_to_image`,
                 and `images`, thumbnails as data URIs by `row` as text. For generated answers a list
@@ -252,7 +250,6 @@ class LogUploader:
     `upload_changed()` uploads what has changed, and `close()` the rest.
 
     Args:
-        folder: Folder of the run.
         notify: Called with (label, warning) if an upload fails; the label is the word to print
             before the warning.
         check_lease: Called without arguments; raises TrainingError if another process owns the run:

@@ -53,13 +53,8 @@ def graph_branches(
     A deep copy of a branch has no graphs.
 
     Args:
-        branches: Parts of the model by name, such as {"image": module}, with the transforms of
-            `train` already applied.
         train: The `train` section, without `auto` in `precision` and `compile`.
-        batch_shape: Global batch and micro-batch of all steps.
-        device: Device of the model.
-        notify: Called with (label, line) if a capture fails, where the label is the word to print
-            before the line. The branch then runs without graphs.
+        notify: Called with (label, line) if a capture fails. The branch then runs without graphs.
 
     Returns:
         A line for the console that names the branches with graphs and the reasons of the others;
@@ -80,11 +75,9 @@ def graph_branches(
 
 
 def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
-    """Return why no branch (such as the image encoder) can run as CUDA graphs with these settings;
-    empty if some can.
+    """Return why no branch can run as CUDA graphs with these settings; empty if some can.
 
     Args:
-        train: The `train` section.
         batch_shape: Global batch and micro-batch of all steps.
     """
     if train.cuda_graphs == "off":
@@ -123,10 +116,8 @@ class BranchGraphs:
 
     Args:
         name: Name of the branch, for messages.
-        branch: The module.
         recorder: Captures the graphs, which share its memory.
-        notify: Called with (label, line) if a capture fails, where the label is the word to print
-            before the line.
+        notify: Called with (label, line) if a capture fails.
     """
 
     def __init__(
@@ -287,9 +278,6 @@ class BranchGraph:
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run the captured forward of the branch (a part of the model) with other inputs.
 
-        Args:
-            inputs: Tensors with the captured shapes and dtypes.
-
         Returns:
             The output, in a tensor that the next call does not overwrite.
         """
@@ -300,9 +288,6 @@ class BranchGraph:
 
     def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
         """Run the backward of the last forward.
-
-        Args:
-            output_gradient: Gradient at the output of the branch (the captured part of the model).
 
         Returns:
             Gradients of the weights, None for an unused one. Autograd takes them as `grad`; the
@@ -340,9 +325,6 @@ class CudaRecorder:
 
     `record(function)` returns the result of `function()`, and a function without arguments that
     repeats its kernels.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

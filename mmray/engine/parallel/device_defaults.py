@@ -88,10 +88,9 @@ def resolve_auto(
     inductor is tried with one kernel on each rank, also if `compile` names it.
 
     Args:
-        train: The `train` section.
         group: All ranks, which call this together.
         notify: Called with (label, line) if the model is not compiled because torch.compile does
-            not work on a rank, where the label is the word to print before the line.
+            not work on a rank.
 
     Returns:
         The section without `auto` in `precision` and `compile`.
@@ -135,9 +134,6 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
     rows at a quarter of the peak, at least 20 ms.
 
     Args:
-        row_flops: Floating point operations of a forward and a backward of one row.
-        rows: Rows of a rank in a step.
-        steps: Steps of the run.
         peak_flops: Peak of the device in operations per second; NaN (unknown) counts as 1e14.
     """
     peak = DEFAULT_PEAK_FLOPS if math.isnan(peak_flops) else peak_flops
@@ -220,7 +216,6 @@ def configure_torch(train: Train, device: torch.device) -> str:
 
     Args:
         train: The `train` section, without `auto` in `precision` and `compile`.
-        device: Device of training.
 
     Returns:
         A line for the console about the GPU and its settings; empty for a CPU.

@@ -29,7 +29,6 @@ def check_device(train: Train, capability: Capability | None) -> None:
     """Check that a device has kernels for `train.float8`.
 
     Args:
-        train: The `train` section.
         capability: Compute capability of the oldest GPU of the run, such as (9, 0); None: a CPU.
 
     Raises:

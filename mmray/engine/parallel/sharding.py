@@ -29,8 +29,8 @@ def shard(
 ) -> nn.Module:
     """Shard a module in place with FSDP2 (Zhao et al. 2023).
 
-    The weights of each block (such as a transformer layer) are gathered and freed together, then
-    those of the rest of each branch (such as the image encoder), and the rest of the model.
+    The weights of each block are gathered and freed together, then those of the rest of each
+    branch, and the rest of the model.
 
     The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
     device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into.
@@ -38,8 +38,6 @@ def shard(
     replicated.
 
     Args:
-        module: The model.
-        group: All ranks.
         dtype: Dtype of the gathered weights in a forward; None: that of the weights.
         hybrid: Shard within a node and replicate across nodes; otherwise shard over all ranks.
 
@@ -176,9 +174,6 @@ def replicated(module: nn.Module) -> list[nn.Parameter]:
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
     """Return a function that returns the memory addresses of a module's unsharded weights.
-
-    Args:
-        module: The module.
 
     Returns:
         A function without arguments. For a sharded module it returns the addresses at the time of

@@ -25,7 +25,6 @@ class Strategy:
     """One worker with one device; the base of other strategies, which override what differs.
 
     Args:
-        group: All ranks.
         dtype: Dtype of autocast, in which a sharded model gathers weights; None: that of the
             weights.
 

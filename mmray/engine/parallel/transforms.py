@@ -63,12 +63,9 @@ def apply_transforms(
     compile.
 
     Args:
-        model: The model, not wrapped.
         train: The `train` section, without `auto` in `compile`.
         optimizer: The `optimizer` section, for `freeze`.
-        group: All ranks, with the device of this one.
-        notify: Called with (label, line) if layers compute in float8, where the label is the word
-            to print before the line.
+        notify: Called with (label, line) if layers compute in float8.
 
     Returns:
         The same model.
@@ -95,9 +92,6 @@ def branches_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a model that are compiled and sharded separately, such as its image
     encoder.
 
-    Args:
-        model: The model.
-
     Returns:
         Modules by name, such as `image` and `text`, from its method `branches`; {} if it has none.
     """
@@ -105,13 +99,11 @@ def branches_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile each block (such as a transformer layer) of the branches with torch.compile if
-    `train.compile` is set.
+    """Compile each block of the branches with torch.compile if `train.compile` is set.
 
     Blocks of equal structure share a graph, so compile time does not grow with depth (as in
-    torchtitan). A branch is a part of the model such as its image encoder. In the image branch only
-    the number of rows may become dynamic; other branches have dynamic shapes, because captions
-    differ. A deep copy of the model is not compiled.
+    torchtitan). In the image branch only the number of rows may become dynamic; other branches have
+    dynamic shapes, because captions differ. A deep copy of the model is not compiled.
 
     Args:
         model: The model, changed in place.
@@ -208,8 +200,7 @@ def num_compiled_graphs() -> int:
 def checkpoint_activations(
     branch: nn.Module, selective: bool = False, compiles: bool = False
 ) -> None:
-    """Save only the inputs of each block (such as a transformer layer), and recompute the rest in
-    backward (Chen et al. 2016).
+    """Save only the inputs of each block, and recompute the rest in backward (Chen et al. 2016).
 
     The recomputation draws the same dropout masks and does not update running statistics.
     torch.compile requires that it equals the forward, so blocks with running statistics are
@@ -306,9 +297,6 @@ def may_draw_random_numbers(block: nn.Module) -> bool:
 
     That is so for a positive dropout rate, and for layers of packages other than torch,
     torchao, torchvision, timm and transformers, whose code may have any.
-
-    Args:
-        block: The module.
     """
     for layer in block.modules():
         values = vars(layer) | getattr(getattr(layer, "config", None), "__dict__", {})

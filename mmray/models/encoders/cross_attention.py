@@ -139,7 +139,6 @@ class PairHeads:
         Args:
             spec: The `model` section: with `matching` there is a head to one logit, with `classes`
                 (their number C, not 0) a head to C logits; otherwise the head is None.
-            cross: The cross-attention.
         """
         self.cross = cross
         width = spec.cross.width

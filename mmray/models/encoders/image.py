@@ -217,21 +217,9 @@ class Backbone(ImageEncoder):
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """Return the hidden states before the first block of a ResNet, [B, C, S / 4, S / 4]; for
-        other networks the pixels themselves.
-
-        Args:
-            pixels: Normalized pixels [B, 3, S, S].
-        """
         return self._apply_layers(self.first_layers, pixels)
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """Return the features of the last layer, [B, N, width]; of a ResNet, those of the pixels of
-        its feature map.
-
-        Args:
-            hidden: Hidden states before the first block, as `embed` returns them.
-        """
         out: Any = self._apply_layers(self.layers, hidden)
         hidden = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
@@ -249,9 +237,6 @@ class Backbone(ImageEncoder):
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, but keep frozen BatchNorm in evaluation mode.
-
-        Args:
-            mode: Whether to set training mode.
 
         Returns:
             This module.
@@ -382,11 +367,6 @@ class ConvNet(ImageEncoder):
         self.norm = _norm(self.width)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the features of each of the N positions of the last feature map, [B, N, width].
-
-        Args:
-            pixels: Normalized pixels [B, 3, S, S].
-        """
         size = pixels.shape[-2:]
         axes = (
             torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size
@@ -403,7 +383,6 @@ class ConvNet(ImageEncoder):
         return hidden.relu().flatten(2).transpose(1, 2)
 
     def pool(self, features: Tensor) -> Tensor:
-        """Return the maximum over the positions, [B, width], of features [B, N, width]."""
         return features.amax(dim=1)
 
 

@@ -103,7 +103,6 @@ def image_positions(weight: Tensor, grid: int) -> Tensor:
     Args:
         weight: [P + old x old, W], where P is 0 or 1 class tokens, old the number of patches in a
             row and a column, and W the hidden size.
-        grid: New number of patches in a row and a column.
 
     Returns:
         [P + grid x grid, W] in the dtype of `weight`.
@@ -122,12 +121,8 @@ def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
 
     Args:
         weight: [N, W], where N is the old number of positions and W the hidden size.
-        length: New number of positions.
         kept: Number of leading positions that keep their values; the others are interpolated
             linearly.
-
-    Returns:
-        [length, W] in the dtype of `weight`.
     """
     rest = weight[kept:].float().T[None]
     resized = F.interpolate(rest, length - kept, mode="linear")[0].T.to(weight.dtype)

@@ -147,33 +147,12 @@ class WhisperAudio(PretrainedAudio):
         )
 
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return the log-mel spectrogram of audio, which is padded with zeros to 30 s.
-
-        Args:
-            audio: Samples int16 [B, N], 16,000 per second, at most 30 s, zeros after those of a
-                row.
-            num_samples: Not used.
-
-        Returns:
-            Float32 [B, mels, T], T = 3000 spectra, one each 10 ms.
-        """
         padded = F.pad(audio, (0, self.max_samples - audio.shape[1]))
         power = self._power(padded)[..., :-1]
         loudest = power.amax(dim=(1, 2), keepdim=True)
         return (power.maximum(loudest - 8) + 4) / 4
 
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode audio.
-
-        Args:
-            audio: Samples int16 [B, N], 16,000 per second, at most 30 s, zeros after those of a
-                row.
-            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            Features [B, T, width] of T = 1500 steps of 20 ms, and a mask int64 [B, T], 1 for audio
-            and 0 for padding.
-        """
         features = self.net(self.spectrogram(audio, num_samples)).last_hidden_state
         lengths = (num_samples + 2 * self.hop - 1) // (2 * self.hop)
         return features, length_mask(lengths, features.shape[1])
@@ -221,19 +200,6 @@ class ClapAudio(PretrainedAudio):
         )
 
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return the log-mel spectrogram of audio, which is repeated to fill 10 s.
-
-        The audio of a row is repeated as many whole times as fit into 10 s (480,000 samples); the
-        rest is silence.
-
-        Args:
-            audio: Samples int16 [B, N], 48,000 per second, at most 10 s, zeros after those of a
-                row.
-            num_samples: Samples of each row, int64 [B].
-
-        Returns:
-            Decibels, float32 [B, 1, T, mels], T = 1001 spectra, one each 10 ms.
-        """
         length = num_samples.clamp(min=1)[:, None]
         index = torch.arange(self.max_samples, device=audio.device)
         repeated = audio.gather(1, (index % length).clamp(max=audio.shape[1] - 1))
@@ -242,17 +208,6 @@ class ClapAudio(PretrainedAudio):
         return 10 * power.transpose(1, 2)[:, None]
 
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode audio.
-
-        Args:
-            audio: Samples int16 [B, N], 48,000 per second, at most 10 s, zeros after those of a
-                row.
-            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            One feature vector of each row [B, 1, width], and a mask int64 [B, 1], 1, or 0 for a row
-            without audio.
-        """
         features = self.net(self.spectrogram(audio, num_samples)).pooler_output
         return features[:, None], (num_samples > 0).long()[:, None]
 
@@ -269,7 +224,6 @@ def build_pretrained_audio(
     """Build the audio encoder of `model.audio.weights`.
 
     Args:
-        spec: The `model.audio` section.
         inputs: The `model.inputs` section; rate and length of the audio must suit the weights.
         architecture: None: the weights are read. Otherwise the description that a checkpoint has of
             its model: the encoder gets random weights, which the checkpoint replaces. Its key

@@ -256,6 +256,5 @@ def length_mask(lengths: Tensor, size: int) -> Tensor:
 
     Args:
         lengths: Number of positions of each row before its padding, int64 [B].
-        size: Number of positions.
     """
     return (torch.arange(size, device=lengths.device) < lengths[:, None]).long()

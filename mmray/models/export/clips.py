@@ -43,7 +43,6 @@ class ClipEmbedder(Embedder):
             files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
-            batch: Number of files in a forward.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
@@ -63,7 +62,6 @@ class ClipEmbedder(Embedder):
             files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
-            batch: Number of files in a forward.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
@@ -75,19 +73,6 @@ class ClipEmbedder(Embedder):
         return self._embed_media("video", files, spans, batch)
 
     def embed_images(self, images: Sequence[Any], batch: int = 64) -> Tensor:
-        """Embed images as videos of one frame.
-
-        Args:
-            images: N images: PIL images, encoded bytes or paths of files.
-            batch: Number of images in a forward.
-
-        Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU.
-
-        Raises:
-            UsageError: The model has no video.
-            DataError: An image is unreadable; the message has its index.
-        """
         branch = self._branch("video")
 
         def embed(start: int, part: Sequence[Any]) -> Tensor:

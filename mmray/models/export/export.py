@@ -245,8 +245,6 @@ def hf_name(model: Any, name: str) -> str:
     """Return the name that a weight of a model has in transformers.
 
     Args:
-        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
-            transformers).
         name: Name of the weight in the model; returned unchanged if no prefix matches.
     """
     return _rename(name, model.hf_names)
@@ -260,10 +258,6 @@ def _rename(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
 def to_hf_state(model: Any) -> dict[str, Tensor]:
     """Return the weights of a model under the names of transformers.
 
-    Args:
-        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
-            transformers).
-
     Returns:
         Tensors by name; those of renamed weights are not copied.
     """
@@ -275,11 +269,6 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers to those of the model.
-
-    Args:
-        model: A model with `hf_names`, pairs (prefix of names of weights in the model, prefix in
-            transformers).
-        state: Tensors by their names in transformers.
 
     Returns:
         Tensors by their names in the model, for `load_state_dict`.

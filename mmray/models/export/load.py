@@ -97,7 +97,6 @@ class Embedder:
             token ids and attention mask int64 [B, T]; both return L2-normalized embeddings [B, D].
         inputs: The `model.inputs` section.
         encoder: Tokenizes the texts.
-        device: Device of the model.
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
@@ -111,7 +110,6 @@ class Embedder:
 
         Args:
             images: N images: PIL images, encoded bytes (a JPEG, for example) or paths of files.
-            batch: Number of images in a forward.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
@@ -127,11 +125,6 @@ class Embedder:
         self, texts: Sequence[str], batch: int = 256, language: str | None = None
     ) -> Tensor:
         """Embed captions.
-
-        Args:
-            texts: N captions.
-            batch: Number of captions in a forward.
-            language: Language code such as `de`, for a model that was trained with language tokens.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
@@ -157,9 +150,6 @@ class Embedder:
         Args:
             images: N images: PIL images, encoded bytes or paths of files. For a model of kind
                 `towers` N encoded files of audio or video, or their paths.
-            texts: N captions, one for each image.
-            batch: Number of pairs in a forward.
-            language: Language code of the texts, for a model that was trained with language tokens.
 
         Returns:
             Probabilities, float32 [N] on the CPU.
@@ -183,9 +173,6 @@ class Embedder:
         Args:
             images: N images: PIL images, encoded bytes or paths of files. For a model of kind
                 `towers` N encoded files of audio or video, or their paths.
-            texts: N captions, one for each image.
-            batch: Number of pairs in a forward.
-            language: Language code of the texts, for a model that was trained with language tokens.
 
         Returns:
             Probabilities of the C classes of the training, float32 [N, C] on the CPU.
@@ -306,7 +293,6 @@ def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) ->
         images: N images: PIL images, encoded bytes or paths of files.
         inputs: The `model.inputs` section, with the side S in pixels and how an image becomes
             square.
-        first: Index of the first image, for errors.
 
     Returns:
         Pixels, uint8 [N, 3, S, S] on the CPU.

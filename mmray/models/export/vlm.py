@@ -135,14 +135,9 @@ class Conversations:
         """Return the assistant's next message of a conversation, or of each of several.
 
         Args:
-            messages: A conversation: a list of {"role": "system" | "user" | "assistant", "content":
-                ...} up to a message of the user. The content is a text, or a list of parts {"type":
-                "image" | "video" | "audio"} and {"type": "text", "text": ...}. Several
-                conversations are a list of such lists.
             images: The media of the parts, in order, which are decoded as in training: paths of
                 images, videos and audio (the suffix determines the kind), encoded images (bytes) or
                 PIL images; of several conversations a list of such lists.
-            max_new_tokens: Maximum number of tokens of an answer.
 
         Returns:
             The answer as a str; for several conversations a list of str.
@@ -184,9 +179,6 @@ class Conversations:
 
 def read_spec(folder: AnyPath) -> Any:
     """Return the `model` section of an exported vision-language model.
-
-    Args:
-        folder: Folder of the export.
 
     Returns:
         The section as nested SimpleNamespace objects; None if the folder has no such export.

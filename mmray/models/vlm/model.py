@@ -115,12 +115,7 @@ class Vlm(nn.Module):
             self.net.get_parameter(name).requires_grad_(False)
 
     def architecture(self) -> dict[str, Any]:
-        """Return what is needed to build the same model without reading its weights.
-
-        Returns:
-            JSON values: `config`, the transformers config as a dict, and `unused`, the list of
-            names of the weights that never get a gradient and are frozen.
-        """
+        """Return what is needed to build the same model without reading its weights."""
         return {"config": self.net.config.to_dict(), "unused": self.unused}
 
     @property
@@ -160,9 +155,8 @@ class Vlm(nn.Module):
             rows: Number of rows, R.
 
         Returns:
-            The columns key (hash of a row's key), label and pos (position in the sample order)
-            int64 [R], valid bool [R], num_tokens int32 [R], and the inputs that `forward` reads.
-            The tensors are on the CPU.
+            The columns key (hash of a row's key), label and pos int64 [R], valid bool [R],
+            num_tokens int32 [R], and the inputs that `forward` reads. The tensors are on the CPU.
         """
         encoder = self.encoder
         kinds = [kind for kind in encoder.kinds if kind != "video"]
