@@ -30,6 +30,7 @@ from mmray.data.store.region_labels import match_classes, with_class_names, with
 from mmray.data.store.row_columns import caption_flag
 from mmray.data.store.selection import select_rows
 from mmray.data.store.stored_row import Row
+from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import declared_pad_id
@@ -71,7 +72,8 @@ class ResolvedRun:
         steps: Steps of the run.
         data_identity: Content of data.json, equal whenever the run is resumed: `train` (sets and
             weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
-            epoch) and `tokenizer` (SHA-256 of tokenizer.json in hexadecimal).
+            epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal) and `order` (version of
+            the sample order).
         token_lengths: Tokens of each row of the training set, uint32 [num_rows], if `batch.tokens`
             divides the rows of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.
@@ -154,6 +156,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
+        "order": ORDER_VERSION,
     }
     resolved = ResolvedRun(
         resolved_config, train_set, eval_sets, tokenizer_json, shape, steps, data_identity

@@ -184,7 +184,7 @@ def _compare_run(
         may_change += ("optimizer.schedule",)
     if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
         may_change += ("data.shuffle_blocks",)
-    old = run.read_json("data.json")
+    old = {"order": 1} | run.read_json("data.json")  # of versions that did not name the order
     # The same rows at another address: the set or the project has moved.
     if all(old.get(key) == new for key, new in data.items() if key != "train"):
         may_change += ("data.train",)

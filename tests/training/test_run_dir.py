@@ -67,6 +67,15 @@ def test_run_resumes_if_its_set_has_moved(tmp_path):
         select_run(moved, DATA | {"train": "/new", "fingerprint": "of other rows"}, 10)
 
 
+def test_run_of_another_sample_order_is_refused(tmp_path):
+    """Version 1 is that of runs whose data.json names none."""
+    wanted = config(tmp_path, name="mine")
+    write_run_files(select_run(wanted, DATA, 10).path, wanted, DATA, "{}")
+    assert select_run(wanted, DATA | {"order": 1}, 10).action == "resume"
+    with pytest.raises(UsageError, match="data order: 1 -> 2"):
+        select_run(wanted, DATA | {"order": 2}, 10)
+
+
 def test_set_is_found_after_the_project_was_renamed(tmp_path):
     project = tmp_path / "project"
     prepared = make_set(project / "prepared" / "set", [row(0), row(1)])

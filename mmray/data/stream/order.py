@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mmray.data.store.mixture import MixtureComponent
 
 PADDING = -1
+ORDER_VERSION = 1  # raise it if a change of this module moves rows; runs then do not resume
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
