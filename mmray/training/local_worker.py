@@ -67,8 +67,10 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         stop_requested, stacks_requested, _ = channel.call(("heartbeat", record))
-        # In the heartbeat after the request: otherwise the loop stops after its step.
-        if stop.is_set() and record.get("state") == "waiting_for_data":
+        # In the heartbeat after the request: otherwise the loop stops after its step. Of several
+        # ranks each needs its rows to take that step with the others.
+        is_alone = torchrun_world_size() == 1
+        if is_alone and stop.is_set() and record.get("state") == "waiting_for_data":
             blocks.interrupt()
         if stop_requested:
             stop.set()
