@@ -45,10 +45,11 @@ def train(argv: Sequence[str], console: ConsoleReporter) -> int:
 def _print_next_commands(run: api.Run, result: dict[str, Any], console: ConsoleReporter) -> None:
     """Print how to export the best checkpoint, unless it is the last one, and how to continue."""
     name = shell_path(run.path)
-    exported = f"mmray export {name} exported/{run.path.name}"
+    exported = f"mmray export {name} {shell_path(f'exported/{run.path.name}')}"
     best = result["best"]
     if best is not None and best["step"] != result["steps"]:
         score = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}"
         console.log(f"{score}: {exported} --step best", "best")
     if result["status"] == "finished":
-        console.log(f"mmray evaluate {name}    {exported}", "next")
+        console.log(f"mmray evaluate {name}", "next")
+        console.log(exported, "next")

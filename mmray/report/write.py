@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -193,5 +194,7 @@ def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> No
         note(str(write_report(folder)), "report")
     except Exception as error:  # noqa: BLE001 - a report failure must not fail a finished run
         note(
-            f"not written ({type(error).__name__}: {error}); try `mmray report {folder}`", "report"
+            f"not written ({type(error).__name__}: {error}); try `mmray report "
+            f"{shlex.quote(str(folder))}`",
+            "report",
         )

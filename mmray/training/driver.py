@@ -4,6 +4,7 @@ train, finalize.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -225,7 +226,8 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
     try:
         write_report_safely(run.path, reporter.log)
     except KeyboardInterrupt:  # the run has ended, so its outcome is shown
-        reporter.log(f"interrupted; `mmray report {run.path}` writes it", "report")
+        folder = shlex.quote(str(run.path))
+        reporter.log(f"interrupted; `mmray report {folder}` writes it", "report")
 
 
 def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
