@@ -432,7 +432,7 @@ class Bench:
         )
 
     def copy_of_model(self, shape: BatchShape) -> nn.Module:
-        """Return a copy of the model; it is compiled and uses CUDA graphs if the config has them."""
+        """Return a copy of the model, compiled and with CUDA graphs if the config has them."""
         model = compile_branches(deepcopy(self.model), self.config.train)
         self._use_graphs(model, shape)
         return model

@@ -58,7 +58,7 @@ class HeartbeatState:
         self._progress = 0
 
     def set_state(self, name: str) -> None:
-        """Set the state that is reported until another one is set; a new state counts as progress."""
+        """Set the state that is reported until the next one; a new state counts as progress."""
         self._state = name
         self.count_progress()
 

@@ -144,7 +144,7 @@ class Row:
         return " ".join(sorted(media.kind for media in self.media))
 
     def with_text(self, number: int) -> Row:
-        """Return this row with one of its texts and the span of it; without texts the row itself."""
+        """Return this row with one of its texts and its span; without texts the row itself."""
         return self._with_texts([number]) if self.texts else self
 
     def with_captions(self, weights: Mapping[str, float]) -> Row:
