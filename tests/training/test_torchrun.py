@@ -5,6 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +18,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, UsageError
 from mmray.processes import ChildDied
-from mmray.training import driver, local
+from mmray.training import driver, local, local_worker
 from mmray.training.backend import select_cause
 from tests.conftest import ROOT
 from tests.engine.single_worker import run_config
@@ -153,6 +157,42 @@ def test_fewer_gpus_than_workers_are_refused(data, tmp_path, monkeypatch):
 
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 DIED = ChildDied("rank 1", None)
+
+
+@pytest.mark.parametrize(
+    ("world", "state", "ended"),
+    [(1, "waiting_for_data", True), (1, "training", False), (2, "waiting_for_data", False)],
+)
+def test_only_a_single_rank_that_waits_for_data_ends_its_stream_to_stop(
+    monkeypatch, tmp_path, world, state, ended
+):
+    """Other ranks may wait in the step for which this one waits: all stop after it."""
+    if world > 1:
+        set_torchrun(monkeypatch)
+    interrupted = threading.Event()
+    beats = threading.Semaphore(0)
+
+    def call(message):
+        beats.release()
+        return True, False, None  # a stop is requested
+
+    def train_worker(context, resume_point, blocks, device, driver):
+        with driver.heartbeat.state(state):
+            for _ in range(3):
+                assert beats.acquire(timeout=60)
+        return {"interrupted": interrupted.is_set()}
+
+    blocks = SimpleNamespace(interrupt=interrupted.set, close=lambda: None)
+    context = Mock(folder=tmp_path, decode_actors=1, fencing_token=1)
+    context.config.cluster.accelerator = "cpu"
+    channel = Mock(call=call)
+    channel.connection.recv.return_value = (context, Mock(step=0))
+    monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.01)
+    monkeypatch.setattr("mmray.engine.worker.train_worker", train_worker)
+    monkeypatch.setattr("mmray.data.stream.local.LocalBlocks", lambda *_, **__: blocks)
+    monkeypatch.setattr(local_worker, "configure_process", lambda: None)
+    monkeypatch.setattr(local_worker, "_process_group", lambda *_: nullcontext())
+    assert local_worker.run_worker(channel) == {"interrupted": ended}
 
 
 @pytest.mark.parametrize(
