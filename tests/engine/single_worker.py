@@ -90,7 +90,7 @@ def run_worker(
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = model or config.model.model_copy(update={"text": text})
     batch = Batch(micro=micro, global_=8, group_by_length=group_by_length)
-    config = config.model_copy(update={"model": model, "batch": batch})
+    config = config.model_copy(update={"model": model, "batch": batch}).with_cluster(workers=1)
     _, messages = run_config(
         config, prepared, folder, prepared if evaluate else None, **options or {}
     )
