@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +47,8 @@ class Event:
     """An event with the time at which the device of a machine reaches it."""
 
     machine: Machine
-    reached_s: float = field(default=-1.0)
+    reached_s: float = -1.0
+    waited: bool = False  # a thread has waited for it, whose time is not the host's of the machine
 
     def record(self, stream=None) -> None:
         self.reached_s = max(self.machine.host_s, self.machine.device_s)
@@ -55,10 +56,12 @@ class Event:
     def query(self) -> bool:
         return self.reached_s <= self.machine.host_s
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.waited = True
 
     def elapsed_time(self, other: Event) -> float:
-        assert self.query() and other.query(), "the host has not waited for these events"
+        assert other.waited or other.query(), "the host has not waited for these events"
+        assert self.reached_s <= other.reached_s
         return 1000 * (other.reached_s - self.reached_s)
 
 
