@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rich.console import Console
 from mmray import cli
 from mmray.cli.args import command
 from mmray.cli.evaluate import parse_evaluate
+from mmray.cli.train import _print_next_commands
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
@@ -421,6 +423,16 @@ def test_completion_script_completes_commands_flags_and_values(tmp_path):
         bash = ["bash", "-c", call, "bash", str(script), *words]
         completed = subprocess.run(bash, capture_output=True, text=True)
         assert completed.stdout.split() == [expected], (words, completed)
+
+
+@pytest.mark.parametrize("scores", [{}, {"loss": 1.0}])
+def test_next_commands_are_quoted_and_evaluate_only_held_out_rows(capsys, scores):
+    run = SimpleNamespace(path=Path("/data/my runs/a b"))
+    result = {"status": "finished", "steps": 3, "best": None, "scores": scores}
+    _print_next_commands(run, result, ConsoleReporter())
+    evaluation = ["next       mmray evaluate '/data/my runs/a b'"] * bool(scores)
+    exported = "next       mmray export '/data/my runs/a b' 'exported/a b'"
+    assert capsys.readouterr().out.splitlines() == [*evaluation, exported]
 
 
 def test_evaluation_flags_override_run_settings(tmp_path):

@@ -51,5 +51,6 @@ def _print_next_commands(run: api.Run, result: dict[str, Any], console: ConsoleR
         score = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}"
         console.log(f"{score}: {exported} --step best", "best")
     if result["status"] == "finished":
-        console.log(f"mmray evaluate {name}", "next")
+        if result["scores"]:
+            console.log(f"mmray evaluate {name}", "next")
         console.log(exported, "next")

@@ -527,7 +527,13 @@ def _open_held_out(
         location = find_set(folder, address, trained_on.get("fingerprint", ""))
         if location != address:
             reporter.log(f"the set has moved from {address} to {location}", "moved")
-        return {"": PreparedSet.open(location, split)}
+        held_out = PreparedSet.open(location, split)
+        if not held_out.manifest.splits:
+            raise UsageError(
+                f"{location} has no splits, so the run held out no rows: evaluate on another set "
+                "with --data SET"
+            )
+        return {"": held_out}
     sets = {}
     for name, source, *_ in config.data.eval_sets:
         if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():

@@ -173,6 +173,10 @@ def test_default_set_is_what_the_run_held_out(
     )
     assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
     assert held_out(None, data=raw) == held_out(None, data=raw, split="train") == 5
+    make_set(tmp_path / "set", [row(number) for number in range(6)])
+    with pytest.raises(UsageError, match=r"set has no splits, so the run held out no rows: .*--da"):
+        held_out(None)  # not the rows that it trained on
+    assert held_out(None, data=str(tmp_path / "set")) == 6
 
 
 def test_evaluation_of_branches_needs_one_device(
