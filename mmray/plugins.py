@@ -1,17 +1,21 @@
-"""User classes named `package.module:Class` in a setting, and optional packages."""
+"""Parts of the user named `package.module:Name` in a setting, and optional packages."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mmray.errors import UsageError
 
 
 def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
-    """Import the class that a setting names as `package.module:Class`.
+    """Import the class or function that a setting names as `package.module:Name`.
 
     Args:
         name: Value of the setting, such as `my_package.models:MyModel`.
@@ -23,9 +27,7 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
     module, _, attribute = name.partition(":")
     if not attribute:
         built_in = f"use one of {', '.join(known)}, or " if known else ""
-        raise UsageError(
-            f"{setting}: no `{name}`; {built_in}name your own class as package.module:Class"
-        )
+        raise UsageError(f"{setting}: no `{name}`; {built_in}name your own as package.module:Name")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -39,6 +41,15 @@ def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
         UsageError: The name is unknown, or its class cannot be imported.
     """
     return load_class(table.get(name, name), setting, tuple(table))
+
+
+@cache
+def source_digest(part: Any) -> str:
+    """Return a hash, 16 hex digits, of the file that defines a class or function of the user, as it
+    was at the first call: an edit later in the process does not change the imported code.
+    """
+    file = sys.modules[part.__module__].__file__ or ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
 def check_installed(package: str, setting: str, extra: str) -> None:

@@ -266,6 +266,11 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Columns of the source (numbers, booleans, texts) to store, such as "
         "similarity,width, for data.where; all: all that mmray does not read.",
     )
+    compute: Annotated[str | None, tyro.conf.arg(metavar="package.module:function")] = Field(
+        None,
+        description="Your own function of a row that returns numbers, booleans and texts by name, "
+        "which are stored as columns like those of `keep`.",
+    )
     caption: str = Field(
         "a photo of a {}", description="Caption of a class, for sources with classes and no text."
     )

@@ -105,7 +105,9 @@ def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> N
         if manifest is not None or path.exists():
             manifests[address] = manifest
     if where is not None:
-        _check_where(f"data.{prefix}where", where, manifests, config.prepare.keep)
+        computes = config.prepare.compute is not None  # columns with any names
+        kept = (KEEP_ALL,) if computes else config.prepare.keep
+        _check_where(f"data.{prefix}where", where, manifests, kept)
     if captions is not None and manifests.keys() == set(addresses):
         setting = f"data.{prefix}captions"
         _check_captions(setting, captions, manifests, text_columns(config.prepare.columns))

@@ -1,16 +1,17 @@
-"""Columns of the source that `prepare --keep` stores next to the shards, with one type each."""
+"""Columns that `prepare --keep` and `--compute` store next to the shards, with one type each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import is_column_name
 from mmray.data.formats.values import is_missing
-from mmray.data.rows import to_utf8
+from mmray.data.rows import BadRow, SourceRow, to_utf8
 from mmray.data.store.row_columns import (
     KEPT,
     LARGE,
@@ -19,10 +20,38 @@ from mmray.data.store.row_columns import (
     value_type,
     write_columns,
 )
-from mmray.errors import DataError
+from mmray.errors import DataError, first_line
 from mmray.storage.paths import AnyPath
 
-_ADVICE = "Name other columns with --keep NAME,NAME, or change the source"
+_ADVICE = "Name other columns with --keep NAME,NAME, or change the source or --compute"
+Compute = Callable[[SourceRow], Mapping[str, Any]]  # a function that `prepare.compute` names
+
+
+def compute_columns(compute: Compute, row: SourceRow) -> dict[str, Any]:
+    """Return the kept columns of a row, and the values that a function of the user returns for it.
+
+    Args:
+        row: A row with its media, as `RowBuilder.build` completes it.
+
+    Raises:
+        BadRow: Stage `compute`: the function raised an exception, or returned the name of a kept
+            column. One that the function raises itself keeps its stage and reason.
+    """
+    try:
+        computed = compute(row)
+        values = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in computed.items()
+        }
+    except BadRow:
+        raise
+    except Exception as error:
+        detail = f"prepare.compute: {type(error).__name__}: {first_line(error)}"
+        raise BadRow("compute", type(error).__name__, detail) from error
+    if repeated := values.keys() & row.columns.keys():
+        detail = f"prepare.compute returned {', '.join(repeated)}, which the source has: rename it"
+        raise BadRow("compute", "repeated-column", detail)
+    return row.columns | values
 
 
 class KeptColumns:
@@ -61,7 +90,7 @@ class KeptColumns:
         for name, value in values.items():
             if not is_column_name(name):
                 raise DataError(
-                    f"{location}: --keep: the column `{name}` cannot have a name in data.where, "
+                    f"{location}: the column `{name}` cannot have a name in data.where, "
                     f"which has letters, digits and _. {_ADVICE}"
                 )
             missing = is_missing(value)
@@ -70,8 +99,8 @@ class KeptColumns:
                 self.types[name] = common_type(self.types.get(name), kind, not self._has_types)
             except ValueError as error:
                 raise DataError(
-                    f"{location}: --keep stores booleans, numbers and texts, and the column "
-                    f"`{name}` has {error}. {_ADVICE}"
+                    f"{location}: columns are booleans, numbers and texts, and the column `{name}` "
+                    f"has {error}. {_ADVICE}"
                 ) from None
             if isinstance(value, str):
                 value = to_utf8(value)
@@ -125,6 +154,6 @@ def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[s
         try:
             kind = reduce(join, kinds, None)
         except ValueError as error:
-            raise DataError(f"--keep: the column `{name}` has {error} values. {_ADVICE}") from None
+            raise DataError(f"the column `{name}` has {error} values. {_ADVICE}") from None
         merged[name] = "int64" if kind == LARGE else kind or "string"
     return {KEPT: merged} if merged else {}

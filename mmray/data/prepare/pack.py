@@ -44,7 +44,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.media.encode import reencode_audio
-from mmray.data.prepare.kept_columns import KeptColumns
+from mmray.data.prepare.kept_columns import Compute, KeptColumns, compute_columns
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
 from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS, text_columns
@@ -52,6 +52,7 @@ from mmray.data.store.row_columns import KEPT, caption_flag, column_file
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
+from mmray.plugins import load_class, source_digest
 from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path, write_atomic
 
 if TYPE_CHECKING:
@@ -114,9 +115,15 @@ class PrepareJob:
         assert self.settings.rows_per_shard != "auto", "the pipeline chooses a number first"
         return self.settings.rows_per_shard
 
+    @property
+    def compute(self) -> Compute | None:
+        """The function that `prepare.compute` names."""
+        name = self.settings.compute
+        return None if name is None else load_class(name, "prepare.compute")
+
     def digest(self) -> str:
-        """Return a hash, 16 hex digits, of what determines how rows are packed: the source format
-        and settings.
+        """Return a hash, 16 hex digits, of what determines how rows are packed: the source format,
+        settings, and the code of `prepare.compute`.
 
         It does not cover addresses, so that a set can be moved.
         """
@@ -125,6 +132,8 @@ class PrepareJob:
             self.source.format,
             *(getattr(self.settings, name) for name in _PACK_SETTINGS),
         ]
+        if self.compute is not None:
+            settings += [self.settings.compute, source_digest(self.compute)]
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
@@ -391,7 +400,7 @@ class _ChunkPacker:
         self.rows: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
         self.columns = KeptColumns(has_types)
         self.text_columns = text_columns(job.settings.columns)
-        self.keeps_columns = bool(job.settings.keep or self.text_columns)
+        self.keeps_columns = bool(job.settings.keep or self.text_columns or job.settings.compute)
         self.bad_rows: list[dict[str, Any]] = []
         self.notices: dict[str, list[Any]] = {}
         # never overwrite a file that an earlier manifest names
@@ -488,6 +497,7 @@ class RowBuilder:
     def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
         self.signatures: list[tuple[str, int | None, int | None]] = []
         self._settings = job.settings
+        self._compute = job.compute
         self._source = to_path(job.source.address)
         self._subprocess_decoder = subprocess_decoder
 
@@ -497,7 +507,8 @@ class RowBuilder:
         Args:
             row: The row, of which `media` is filled, `texts` are cleaned, `split` is set by
                 `prepare.split` and `prepare.holdout`, `boxes` become (left, top, right, bottom) in
-                fractions of the image, and `spans` are cut to the file.
+                fractions of the image, `spans` are cut to the file, and `columns` have the values
+                of `prepare.compute`.
             requested: For each of `row.images` the future of its bytes if it was requested earlier,
                 otherwise None. None: all are read now.
 
@@ -538,6 +549,8 @@ class RowBuilder:
         if row.spans:
             # Rows of one recording with other spans are no duplicates.
             image_digest = _sha256(orjson.dumps([image_digest, row.spans]))
+        if self._compute is not None:
+            row.columns = compute_columns(self._compute, row)
         return image_digest
 
     def _split_pages(self, row: SourceRow, requested: Requests) -> Requests:
