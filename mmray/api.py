@@ -536,9 +536,10 @@ def export(
     step: int | Literal["best"] | None = None,
     interpolate: float = 1.0,
     adapters_only: Annotated[bool, arg(name="adapters")] = False,
+    format: Literal["transformers", "open_clip"] = "transformers",
     reporter: RunReporter | None = None,
 ) -> AnyPath:
-    """Write the model of a run to a folder for `mmray.load` or transformers.
+    """Write the model of a run to a folder for `mmray.load` and transformers or open_clip.
 
     `export_weights`, or `mmray export --weights FILE OUT`, exports pretrained weights.
 
@@ -552,6 +553,8 @@ def export(
             have 1 minus the factor (WiSE-FT).
         adapters_only: write only the LoRA adapters and the projector of a vision-language model, as
             peft does.
+        format: library that opens the folder, besides mmray; `open_clip`: of a model of kind `clip`
+            or `siglip`, for `open_clip.create_model_from_pretrained("local-dir:OUT")`.
         reporter: receives messages and progress by its methods, those of
             `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
@@ -559,8 +562,9 @@ def export(
         The folder.
 
     Raises:
-        UsageError: the folder is not a run, has no such checkpoint, or `out` has other files; or
-            weights are interpolated of a run that started from random ones.
+        UsageError: the folder is not a run, has no such checkpoint, or `out` has other files;
+            weights are interpolated of a run that started from random ones; or open_clip has no
+            such model.
     """
     check_kept("OUT", out)
     with _shown(reporter, "exporting") as shown:
@@ -568,19 +572,24 @@ def export(
 
         path = to_path(_folder(run))
         return evaluate_export.export_model(
-            path, str(out), step, interpolate, adapters_only, shown.log
+            path, str(out), step, interpolate, adapters_only, format, shown.log
         )
 
 
 def export_weights(
-    weights: str | Path | Config, out: OutPath, *, reporter: RunReporter | None = None
+    weights: str | Path | Config,
+    out: OutPath,
+    *,
+    format: Literal["transformers", "open_clip"] = "transformers",
+    reporter: RunReporter | None = None,
 ) -> AnyPath:
-    """Write pretrained weights to a folder for `mmray.load` or transformers.
+    """Write pretrained weights to a folder for `mmray.load` and transformers or open_clip.
 
     Args:
         weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
             `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
         out: folder to write, or its address.
+        format: library that opens the folder, besides mmray, as in `export`.
         reporter: receives messages and progress by its methods, those of
             `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
 
@@ -594,7 +603,9 @@ def export_weights(
     with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 
-        return evaluate_export.export_model(_weights_config(weights), str(out), log=shown.log)
+        return evaluate_export.export_model(
+            _weights_config(weights), str(out), format=format, log=shown.log
+        )
 
 
 def tune(

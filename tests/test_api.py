@@ -291,7 +291,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
                 **dict.fromkeys(("split", "where", "captions", "address")),
             },
         ),
-        ([run, out, 5, False], {}),
+        ([run, out, 5, False, "transformers"], {}),
     ]
 
 

@@ -42,11 +42,17 @@ def export_run(console: ConsoleReporter, **arguments: Any) -> None:
 
 @command(api.export_weights, "export")
 def export_weights(
-    console: ConsoleReporter, config: Config, *, weights: str, out: api.OutPath, model: AnyModel
+    console: ConsoleReporter,
+    config: Config,
+    *,
+    weights: str,
+    out: api.OutPath,
+    model: AnyModel,
+    **arguments: Any,
 ) -> None:
     """Export pretrained weights with changed settings, and print how to load them."""
     changed = config.replace(model=model)
-    _print_exported(api.export_weights(changed, out, reporter=console), console)
+    _print_exported(api.export_weights(changed, out, **arguments, reporter=console), console)
 
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints of open_clip and OpenAI -> config and weights of transformers' CLIPModel or
-SiglipModel.
+SiglipModel, and back.
 
 Shapes come from the tensors, activation and heads from open_clip_config.json or config.json next to
 the file.
@@ -18,24 +18,32 @@ from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
 from mmray.storage.weights_json import read_weights_json
 
-# Names in checkpoints -> transformers, replaced in this order: ViT models with CLIP's text
-# transformer, then those of timm's ViT with attention pooling (SigLIP). In blocks, q, k and v are
-# one tensor.
-OPEN_CLIP_NAMES = {
+# Names in checkpoints -> transformers, replaced in this order; q, k and v of a block are packed.
+_BLOCK_NAMES = {
+    ".ln_1.": ".layer_norm1.",
+    ".ln_2.": ".layer_norm2.",
+    ".mlp.c_fc.": ".mlp.fc1.",
+    ".mlp.c_proj.": ".mlp.fc2.",
+    ".attn.": ".self_attn.",
+}
+_IMAGE_NAMES = {
     "visual.transformer.resblocks.": "vision_model.encoder.layers.",
-    "transformer.resblocks.": "text_model.encoder.layers.",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
     "visual.conv1.": "vision_model.embeddings.patch_embedding.",
     "visual.ln_pre.": "vision_model.pre_layrnorm.",
     "visual.ln_post.": "vision_model.post_layernorm.",
+    **_BLOCK_NAMES,
+}
+_TEXT_NAMES = {
+    "transformer.resblocks.": "text_model.encoder.layers.",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "ln_final.": "text_model.final_layer_norm.",
-    ".ln_1.": ".layer_norm1.",
-    ".ln_2.": ".layer_norm2.",
-    ".mlp.c_fc.": ".mlp.fc1.",
-    ".mlp.c_proj.": ".mlp.fc2.",
+    **_BLOCK_NAMES,
+}
+# timm's ViT with attention pooling (SigLIP)
+_TIMM_NAMES = {
     "visual.trunk.blocks.": "vision_model.encoder.layers.",
     "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
     "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
@@ -46,9 +54,8 @@ OPEN_CLIP_NAMES = {
     "visual.trunk.attn_pool.": "vision_model.head.",
     ".norm1.": ".layer_norm1.",
     ".norm2.": ".layer_norm2.",
-    ".attn.qkv.": ".attn.in_proj_",
-    ".attn.proj.": ".attn.out_proj.",
-    ".attn.": ".self_attn.",
+    ".attn.qkv.": ".self_attn.in_proj_",
+    ".attn.proj.": ".self_attn.out_proj.",
 }
 # x @ P
 _PROJECTIONS = {
@@ -80,7 +87,7 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "siglip": {"text_cfg.pool_type": ("last",), "text_cfg.no_causal_mask": (True,)},
 }
 # classes of timm -> names of transformers
-_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
+TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 
 
 def preprocessing(file: Path) -> dict[str, Any]:
@@ -124,8 +131,7 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if name in _PROJECTIONS:
             out[_PROJECTIONS[name]] = tensor.T.contiguous()
             continue
-        for theirs, ours in OPEN_CLIP_NAMES.items():
-            name = name.replace(theirs, ours)
+        name = _replaced(name, _TIMM_NAMES | _IMAGE_NAMES | _TEXT_NAMES)
         prefix, packed, suffix = name.partition("in_proj_")
         if packed:
             out |= zip(
@@ -134,6 +140,12 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             out[name] = tensor
     return _to_siglip(out) if _PROBE in out else out
+
+
+def _replaced(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        name = name.replace(old, new)
+    return name
 
 
 def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,6 +163,51 @@ def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     if _IMAGE_POSITIONS in hf:
         hf[_IMAGE_POSITIONS] = hf[_IMAGE_POSITIONS].flatten(0, 1)
     return hf | {name: hf[name].reshape(1) for name in ("logit_scale", "logit_bias") if name in hf}
+
+
+def rename_from_hf(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of transformers' CLIPModel or SiglipModel as open_clip does, the inverse
+    of `rename_to_hf`.
+    """
+    packed: dict[str, Tensor] = {}
+    for name, tensor in hf.items():
+        if ".q_proj." in name:
+            parts = [hf[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            packed[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            packed[name] = tensor.reshape(()) if name.startswith("logit_") else tensor
+    if _PROBE in hf:
+        return _from_siglip(packed)
+    theirs = {
+        _replaced(name, _inverted(_IMAGE_NAMES | _TEXT_NAMES)): each
+        for name, each in packed.items()
+    }
+    for name, projection in _PROJECTIONS.items():
+        theirs[name] = theirs.pop(projection).T.contiguous()
+    return theirs
+
+
+def _inverted(names: dict[str, str]) -> dict[str, str]:
+    return {new: old for old, new in names.items()}
+
+
+def _from_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and reshape the tensors of a SigLIP model, whose text encoder is a module `text`."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in hf.items():
+        if name == _IMAGE_POSITIONS:
+            tensor = tensor[None]
+        if name.startswith("vision_model.head.attention.in_proj_"):
+            pool, suffix = "visual.trunk.attn_pool", name.rpartition("_")[2]
+            width = len(tensor) // 3
+            out[f"{pool}.q.{suffix}"], out[f"{pool}.kv.{suffix}"] = tensor[:width], tensor[width:]
+        elif name.startswith("text_model.head."):
+            out[name.replace("text_model.head.", "text.text_projection.")] = tensor
+        elif name.startswith("text_model."):
+            out["text." + _replaced(name, _inverted(_TEXT_NAMES))] = tensor
+        else:
+            out[_replaced(name, _inverted(_TIMM_NAMES))] = tensor
+    return out
 
 
 def model_kind(hf: dict[str, Tensor]) -> str:
@@ -299,7 +356,7 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
         with torch.device("meta"):
             trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
         block = trunk.blocks[0]
-        activation = _TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
+        activation = TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
     except (RuntimeError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(
             f"model.weights: {weights} has the image encoder {name}, which is not a ViT of timm "

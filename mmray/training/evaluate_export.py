@@ -39,7 +39,7 @@ from mmray.evaluation.build import (
 )
 from mmray.models import lora
 from mmray.models.build import build
-from mmray.models.export.export import export
+from mmray.models.export.export import ExportFormat, export
 from mmray.models.export.vlm import export_vlm
 from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
@@ -169,6 +169,7 @@ def export_model(
     step: Step = None,
     interpolate: float = 1.0,
     adapters_only: bool = False,
+    format: ExportFormat = "transformers",
     log: Callable[[str, str], None] = lambda text, label: None,
 ) -> AnyPath:
     """Export the model of a run's checkpoint, or pretrained weights, to a folder, which
@@ -182,20 +183,25 @@ def export_model(
             newest valid one.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
+        format: Library that opens the folder, besides mmray.
         log: Called with (line, label), where the label, such as `warning`, is the word to print
             before the line.
 
     Raises:
         UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
-            run did not start from `model.weights`, or its adapters cannot be exported alone.
+            run did not start from `model.weights`, its adapters cannot be exported alone, or
+            open_clip has no such model.
     """
     config, tokenizer_json, checkpoint = open_model(source, step, log)
     if not adapters_only:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.
-        return _export(model, config.model.replace(lora=Lora()), tokenizer_json, out, log)
-    if not config.model.lora.rank or interpolate != 1:
-        raise UsageError("--adapters needs a run with model.lora.rank, and no --interpolate")
+        settings = config.model.replace(lora=Lora())
+        return _export(model, settings, tokenizer_json, out, log, format=format)
+    if not config.model.lora.rank or interpolate != 1 or format != "transformers":
+        raise UsageError(
+            "--adapters needs a run with model.lora.rank, and no --interpolate or --format"
+        )
     _check_start("--adapters", config.model)
     model = load_model(config, checkpoint)
     return _export(model, config.model, tokenizer_json, out, log, adapters_only=True)
@@ -257,11 +263,12 @@ def _export(
     out: str | AnyPath,
     log: Callable[[str, str], None],
     adapters_only: bool = False,
+    format: ExportFormat = "transformers",
 ) -> AnyPath:
     spec = settings.model_dump(mode="json")
-    if isinstance(settings, Vlm):
+    if isinstance(settings, Vlm) and format == "transformers":
         return export_vlm(model, spec, out, adapters_only, log)
-    return export(model, spec, tokenizer_json, out, adapters_only=adapters_only)
+    return export(model, spec, tokenizer_json, out, adapters_only, format)
 
 
 def evaluate_model(

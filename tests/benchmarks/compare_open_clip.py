@@ -36,10 +36,7 @@ from torch import Tensor
 from mmray import objectives
 from mmray.bench import results, synthetic_images
 from mmray.cli.args import parse_config
-from mmray.engine import optimizer
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.precision import select_precision
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
@@ -261,12 +258,9 @@ def mmray_gradients(
     """Gradients of mmray's training step in micro-batches of `rows`."""
     config, group = parse_config(train_flags(args, work), "train")[0], Group()
     net = build(config.model, VOCAB_SIZE).double()
-    fp32, adam = (
-        select_precision("fp32", group.device),
-        optimizer.build_optimizer(net, config.optimizer),
-    )
-    objective, timers = objectives.build(config.objective), PhaseTimers(group.device)
-    state = TrainState(net, objective, group, fp32, adam, fp32.scaler(), timers)
+    objective = objectives.build(config.objective)
+    train = config.train.model_copy(update={"precision": "fp32"})
+    state = TrainState.build(train, config.optimizer, net, objective, group)
     key, mask = torch.arange(len(ids)), ids != 0
     batch = {
         "image": image,

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from mmray import objectives
 from mmray.config import recipes
-from mmray.engine import optimizer
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.precision import select_precision
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
@@ -84,14 +81,12 @@ def mmray_steps(folder: Path, image: Tensor, ids: Tensor, steps: int) -> dict[st
     weights = str(folder / "open_clip_pytorch_model.bin")
     spec = recipe.model.model_copy(update={"inputs": inputs, "weights": weights})
     net = build(spec, VOCAB).double()
-    group = Group()
-    precision = select_precision("fp32", group.device)
-    adam = optimizer.build_optimizer(net, recipe.optimizer)
+    objective = objectives.build(recipe.objective)
+    train = recipe.train.model_copy(update={"precision": "fp32"})
+    state = TrainState.build(train, recipe.optimizer, net, objective, Group())
+    adam = state.optimizer
     for part in adam.param_groups:
         part["lr"] = LR
-    objective = objectives.build(recipe.objective)
-    timers = PhaseTimers(group.device)
-    state = TrainState(net, objective, group, precision, adam, precision.scaler(), timers)
     mask = ids != 0
     batch = {
         "image": image,

@@ -1,5 +1,5 @@
-"""Export a trained model to a folder that `mmray.load` opens; CLIP and SigLIP in transformers'
-format.
+"""Export a trained model to a folder that `mmray.load` opens; CLIP and SigLIP in the format of
+transformers or open_clip.
 
 config.json also has the `model` section and the architecture of pretrained parts.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
@@ -22,6 +22,8 @@ from torch import Tensor
 from mmray.data.text.tokenizer import TextEncoder, is_clip_bpe
 from mmray.errors import UsageError
 from mmray.models import lora
+from mmray.models.export import open_clip as open_clip_files
+from mmray.models.open_clip import rename_from_hf
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
 from mmray.version import VERSION
@@ -35,6 +37,7 @@ PREPROCESSOR = "preprocessor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
+ExportFormat = Literal["transformers", "open_clip"]
 FILE_NAMES = "mmray_files"  # key in config.json with the names of all files of an export
 
 
@@ -101,6 +104,7 @@ def export(
     tokenizer_json: str,
     out: str | AnyPath,
     adapters_only: bool = False,
+    format: ExportFormat = "transformers",
 ) -> AnyPath:
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
@@ -112,32 +116,40 @@ def export(
         out: Local path, or URI such as `s3://bucket/model`, of the folder.
         adapters_only: Write the adapters and the fully trained layers as peft does, without the
             weights that the run started with; for a model of transformers' CLIP or SigLIP.
+        format: Library that opens the folder, besides mmray.
 
     Returns:
         The folder.
 
     Raises:
         UsageError: The folder contains something else, or is not writable. The model has trained
-            weights that peft cannot save.
+            weights that peft cannot save, or open_clip has no such model.
     """
     out = to_path(out)
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
-    files: dict[str, Any] = {
-        CARD: _model_card(
-            out.name, spec, hf is not None, is_clip_bpe(Tokenizer.from_str(tokenizer))
-        ),
-        TOKENIZER: tokenizer,
-        TOKENIZER_CONFIG: tokenizer_config,
-        PREPROCESSOR: preprocessor_config(spec["inputs"]),
-        CONFIG: (hf or {}) | config,
-    }
+    files: dict[str, Any] = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: tokenizer_config}
+    if format == "open_clip":
+        files |= {
+            CARD: open_clip_files.CARD.format(name=out.name, kind=spec["kind"]),
+            open_clip_files.CONFIG: open_clip_files.model_config(spec, hf, tokenizer),
+            CONFIG: config,
+        }
+    else:
+        repairs_texts = is_clip_bpe(Tokenizer.from_str(tokenizer))
+        files |= {
+            CARD: _model_card(out.name, spec, hf is not None, repairs_texts),
+            PREPROCESSOR: preprocessor_config(spec["inputs"]),
+            CONFIG: (hf or {}) | config,
+        }
     with replace_export(out) as folder:
         if adapters_only:
             rename = partial(hf_name, model)
             lora.save_adapters(model, spec["lora"], spec["weights"], folder, rename)
+        elif format == "open_clip":
+            save_weights(rename_from_hf(to_hf_state(model)), folder / open_clip_files.WEIGHTS)
         else:
             save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
         for name, content in files.items():

@@ -26,8 +26,10 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build
+from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import load_vlm, read_spec
+from mmray.models.open_clip import rename_to_hf
 from mmray.models.regions import boxes_on_square, region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
@@ -62,8 +64,9 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         tokenizer_json = (path / TOKENIZER).read_text()
         if (path / lora.ADAPTERS).exists():
             raise ValueError("it has adapters only; open it with peft, or export the merged model")
-        with local_copy(path / WEIGHTS) as file:
-            weights = load_file(file)
+        is_open_clip = (path / open_clip_files.CONFIG).exists()
+        with local_copy(path / (open_clip_files.WEIGHTS if is_open_clip else WEIGHTS)) as file:
+            weights = rename_to_hf(load_file(file)) if is_open_clip else load_file(file)
         spec = json.loads(
             json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values)
         )
@@ -75,7 +78,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
             f"{path} is not a model exported by `mmray export RUN {path}`: {reason}"
         ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"] or {})
-    model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
+    in_hf_names = is_open_clip or "model_type" in config
+    model.load_state_dict(from_hf_state(model, weights) if in_hf_names else weights)
     wrapper: Any = Embedder
     if hasattr(spec.inputs, "clip_s"):
         from mmray.models.export.clips import ClipEmbedder

@@ -1,0 +1,154 @@
+"""Export to open_clip, whose `create_model_from_pretrained("local-dir:OUT")` opens the folder.
+
+A SigLIP model needs an image encoder that timm has, because open_clip builds it by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from mmray.data.text.tokenizer import is_clip_bpe
+from mmray.errors import UsageError
+from mmray.models import open_clip
+from mmray.plugins import check_installed
+
+WEIGHTS = "open_clip_model.safetensors"
+CONFIG = open_clip.CONFIG_FILES[0]
+CARD = """---
+library_name: open_clip
+tags: [retrieval, zero-shot]
+---
+
+# {name}
+
+A model of kind {kind}, trained and exported by mmray.
+
+```python
+import open_clip
+from PIL import Image
+
+model, preprocess = open_clip.create_model_from_pretrained("local-dir:{name}")
+tokenizer = open_clip.get_tokenizer("local-dir:{name}")
+image = model.encode_image(preprocess(Image.open("photo.jpg"))[None], normalize=True)
+text = model.encode_text(tokenizer(["a red circle", "a blue square"]), normalize=True)
+scores = image @ text.T
+```
+"""
+_OPTION = "--format open_clip"
+_CLIP_VOCABULARY = 49408  # open_clip has this tokenizer itself
+_EPS = 1e-5  # of layer norms, open_clip's default
+
+
+def model_config(
+    spec: dict[str, Any], hf: dict[str, Any] | None, tokenizer_json: str
+) -> dict[str, Any]:
+    """Return the values of open_clip_config.json.
+
+    Args:
+        spec: The `model` section as JSON values.
+        hf: The values of config.json of transformers; None: transformers cannot represent the
+            model, nor can open_clip.
+        tokenizer_json: Its tokenizer, the text of a tokenizer.json.
+
+    Raises:
+        UsageError: open_clip has no such model.
+    """
+    if hf is None or spec["kind"] not in ("clip", "siglip"):
+        raise UsageError(
+            f"{_OPTION}: open_clip has no model like this one of kind {spec['kind']}; only `clip` "
+            "with an end token and without logit_bias, and `siglip` with it, can be exported"
+        )
+    image, text = hf["vision_config"], hf["text_config"]
+    text_cfg = {
+        "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+        "width": text["hidden_size"],
+        "heads": text["num_attention_heads"],
+        "layers": text["num_hidden_layers"],
+        "mlp_ratio": text["intermediate_size"] / text["hidden_size"],
+        **_norm(text),
+    }
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    if not (is_clip_bpe(tokenizer) and tokenizer.get_vocab_size() == _CLIP_VOCABULARY):
+        text_cfg["hf_tokenizer_name"] = "."  # the files in the folder
+    if spec["kind"] == "clip":
+        model = _clip(image, hf["projection_dim"])
+        text_cfg |= {"pool_type": "eos", "eos_id": text["eos_token_id"]}
+    else:
+        model = _siglip(image, text)
+        text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+        if text["hidden_act"] == "gelu_pytorch_tanh":
+            text_cfg["act_kwargs"] = {"approximate": "tanh"}
+    activations = {image["hidden_act"], text["hidden_act"]}
+    if spec["kind"] == "clip" and activations not in ({"gelu"}, {"quick_gelu"}):
+        raise UsageError(f"{_OPTION}: open_clip has no CLIP with the activations {activations}")
+    inputs = spec["inputs"]
+    fit = {ours: theirs for theirs, ours in open_clip.FIT.items()}[inputs["fit"]]
+    preprocess = {name: inputs[name] for name in ("mean", "std", "interpolation")}
+    return {
+        "model_cfg": model | {"text_cfg": text_cfg, "quick_gelu": activations == {"quick_gelu"}},
+        "preprocess_cfg": preprocess | {"resize_mode": fit, "fill_color": 255},
+    }
+
+
+def _norm(config: dict[str, Any]) -> dict[str, Any]:
+    eps = config["layer_norm_eps"]
+    return {} if eps == _EPS else {"norm_kwargs": {"eps": eps}}
+
+
+def _clip(image: dict[str, Any], embed_dim: int) -> dict[str, Any]:
+    vision = {
+        "image_size": image["image_size"],
+        "patch_size": image["patch_size"],
+        "width": image["hidden_size"],
+        "layers": image["num_hidden_layers"],
+        "head_width": image["hidden_size"] // image["num_attention_heads"],
+        "mlp_ratio": image["intermediate_size"] / image["hidden_size"],
+    }
+    return {"embed_dim": embed_dim, "vision_cfg": vision | _norm(image)}
+
+
+def _siglip(image: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    vision = {
+        "image_size": image["image_size"],
+        "timm_model_name": _timm_name(image),
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+    }
+    return {
+        "embed_dim": text["projection_size"],
+        "init_logit_bias": -10,
+        "custom_text": True,
+        "vision_cfg": vision,
+    }
+
+
+def _timm_name(image: dict[str, Any]) -> str:
+    """Return the name of the ViT in timm that has the sizes of a SigLIP image encoder."""
+    check_installed("timm", _OPTION, "timm")
+    import timm
+
+    side, patch = image["image_size"], image["patch_size"]
+    for name in timm.list_models(f"vit_*_patch{patch}_siglip*"):
+        with torch.device("meta"):
+            trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
+        block = trunk.blocks[0]
+        if (
+            trunk.patch_embed.img_size == (side, side)
+            and trunk.embed_dim == image["hidden_size"]
+            and len(trunk.blocks) == image["num_hidden_layers"]
+            and block.attn.num_heads == image["num_attention_heads"]
+            and block.mlp.fc1.out_features == image["intermediate_size"]
+            and open_clip.TIMM_ACTIVATIONS.get(type(block.mlp.act).__name__) == image["hidden_act"]
+            and block.norm1.eps == image["layer_norm_eps"]
+        ):
+            return str(name)
+    raise UsageError(
+        f"{_OPTION}: timm has no SigLIP image encoder with images of {side} pixels, patches of "
+        f"{patch}, width {image['hidden_size']}, {image['num_hidden_layers']} layers and "
+        f"{image['hidden_act']}; open_clip builds it by its name in timm. Export without --format"
+    )
