@@ -2,7 +2,7 @@
 
 Recognized by shape: {role, content} with a text or with parts (OpenAI, TRL, transformers), and
 {from, value} of LLaVA and ShareGPT. In a row without parts, each `<image>`, `<video>` and `<audio>`
-in a text of the user or the system is the place of a medium, as long as the row has media left.
+in a text that is not the assistant's is the place of a medium, as long as the row has media left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import orjson
@@ -38,6 +40,12 @@ _USED_FIELDS |= {*_WEIGHT_FIELDS, *_REASONING_FIELDS}
 # Control characters but tab, line feed and carriage return, and the byte order mark
 _REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
 _MARKS = re.compile(r"<(image|video|audio)>|<img>([^<>\n]+)</img>")  # <img>PATH</img>: Qwen-VL
+# Marks of other projects: <|image_1|>, <image_00>, <|image_pad|>, <ImageHere>, [IMG]
+_OTHER_MARKS = re.compile(
+    r"<\|?(image|img|video|audio)[ _-]?(\d+|pad|token|soft_token|placeholder|here)\|?>|\[IMG\]",
+    re.IGNORECASE,
+)
+_JSON_PARTS = re.compile(r'\s*\[\s*\{\s*"(type|text|image)":')  # a content as JSON
 # Kinds of media by the type of their part.
 _KINDS = {
     "image": "image",
@@ -99,7 +107,7 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
             Arrow struct.
         num_media: Number of media in the columns of the row by kind, such as {"image": 2}. Each
             takes the next place: a part without a medium of its own, or `<image>`, `<video>` or
-            `<audio>` in a text of the user or the system, which count only in a row without parts
+            `<audio>` in a text that is not the assistant's, which count only in a row without parts
             and only as long as media are left. If there are fewer places, the first media go before
             the first user's text.
 
@@ -111,7 +119,8 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
     places = _Places(num_media, any(isinstance(_content(item), list) for item in value))
-    messages = [_parse_message(item, places) for item in value]
+    items = [turn for item in value for turn in _split_blocks(item)]
+    messages = [_parse_message(item, places) for item in items]
     roles = [message["role"] for message in messages]
     if not {"system", "developer"}.isdisjoint(roles[1:]):
         raise ValueError("only the first message may be of the system")
@@ -141,7 +150,7 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     before = [part for each in messages[: roles.index("user")] for part in each["content"]]
     first = sum(part["type"] != "text" for part in before)
     media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
-    return Conversation(messages, media, notices + _field_notices(value, messages))
+    return Conversation(messages, media, notices + _field_notices(items, messages))
 
 
 def _is_target(message: Message) -> bool:
@@ -203,6 +212,8 @@ class _Places:
         self._num_removed = 0  # characters
         self.unused_fields: set[str] = set()  # of parts
         self._unused_marks: set[tuple[str, bool]] = set()  # kind, and whether of an answer
+        self._has_other_marks = False
+        self._has_json = False
 
     def split_marks(self, text: str, role: str) -> list[Part]:
         """Return the parts of a text, in which marks that are places become parts of media.
@@ -213,13 +224,11 @@ class _Places:
         text, num_removed = _REMOVED.subn("", text)
         self._num_removed += num_removed
         start = 0
+        self._has_json |= _JSON_PARTS.match(text) is not None
+        self._has_other_marks |= role != "assistant" and _OTHER_MARKS.search(text) is not None
         for mark in _MARKS.finditer(text):
             kind = mark[1] or "image"
-            if (
-                self._has_parts
-                or role not in ("user", "system", "developer")
-                or not self._takes(mark)
-            ):
+            if self._has_parts or role == "assistant" or not self._takes(mark):
                 if mark[1]:
                     self._unused_marks.add((kind, role == "assistant"))
                 continue
@@ -253,6 +262,10 @@ class _Places:
         notices = [f"`<{kind}>` in a message is text, not the place of a medium" for kind in texts]
         for kind in unplaced & placed:
             notices.append(f"{kind} without a mark, put before the first user's text")
+        if unplaced and self._has_other_marks:
+            notices.append("a mark of other projects, such as `<|image_1|>`, is text")
+        if self._has_json:
+            notices.append("a content that looks like JSON of parts is text")
         if self._num_removed:
             notices.append("control characters or byte order marks of a message are removed")
         notices += [f"`{name[:40]}` of a content part is not used" for name in self.unused_fields]
@@ -268,6 +281,34 @@ def _content(item: Any) -> Any:
     if not isinstance(item, dict):
         return None
     return item.get("value") if item.get("content") is None else item["content"]
+
+
+def _split_blocks(item: Any) -> list[Any]:
+    """Return a message of Anthropic as OpenAI has it: its first thoughts and last calls are fields,
+    and its first results of tools messages.
+    """
+    content = _content(item)
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return [item]
+    thoughts = [*takewhile(lambda part: isinstance(part.get("thinking"), str), content)]
+    results = [*takewhile(lambda part: part.get("type") == "tool_result", content)]
+    calls = [*takewhile(lambda part: part.get("type") == "tool_use", reversed(content))]
+    if not (thoughts or results or calls):
+        return [item]
+    rest = content[len(thoughts or results) : len(content) - len(calls)]
+    turn = item | {"content": rest}
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(part["thinking"] for part in thoughts)
+    if calls:
+        functions = [{"name": call.get("name"), "arguments": call.get("input")} for call in calls]
+        turn["tool_calls"] = [{"type": "function", "function": each} for each in functions[::-1]]
+    turns = [
+        {name: value for name, value in part.items() if name not in ("type", "tool_use_id")}
+        | {"role": "tool", "content": part.get("content") or ""}
+        | {"tool_call_id": part.get("tool_use_id")}
+        for part in results
+    ]
+    return turns + [turn] * bool(rest or not results)
 
 
 def _parse_message(item: Any, places: _Places) -> Message:
@@ -325,6 +366,8 @@ def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
             value = [{"type": "function", "function": item["function_call"]}, *(value or [])]
         if name == "tool_calls" and isinstance(value, str):
             value = _parse_json(value)
+        if name == "tool_calls" and isinstance(value, list):
+            value = [*map(_parse_arguments, value)]
         if value is None:
             continue
         is_list = kind is list
@@ -361,7 +404,20 @@ def _parse_calls(content: Any) -> list[dict[str, Any]]:
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(each, dict) and each.get("name") for each in calls):
         raise ValueError(f"a call must be JSON of {{name, arguments}} (got {str(content)[:80]!r})")
-    return [{"type": "function", "function": call} for call in calls]
+    return [_parse_arguments({"type": "function", "function": call}) for call in calls]
+
+
+def _parse_arguments(call: Any) -> Any:
+    """Return a call whose arguments are an object, as chat templates expect them; OpenAI's API has
+    JSON of it, of which `tojson` would make a text.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(arguments), dict):
+                return call | {"function": function | {"arguments": value}}
+    return call
 
 
 def parse_tools(value: Any) -> list[dict[str, Any]]:

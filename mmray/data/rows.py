@@ -328,7 +328,8 @@ def _parse_conversation(values: dict[str, Any]) -> tuple[Conversation, list[Imag
                 "columns",
                 f"{kind}-count",
                 f"the messages have {num_places} parts of type {kind} without a medium of their "
-                f"own, and the row has {num_given.get(kind, 0)} for them",
+                f"own, and the row has {num_given.get(kind, 0)} for them"
+                + "".join(f"; {each}" for each in conversation.notices),
             )
     rest = {kind: iter(items) for kind, items in in_columns.items()}
     return conversation, [
@@ -507,6 +508,8 @@ def parse_image(value: Any, kind: str = "image") -> ImageRef:
             f"a video is a list of {len(data)} frames: write them as a video file (`ffmpeg "
             "-framerate 2 -i %d.jpg OUT.mp4`), or give them as images",
         )
+    if kind == "image" and isinstance(data, list) and data and isinstance(data[0], (str, dict)):
+        raise BadRow("columns", kind, f"images are lists of lists, not one list (got {data!s:.40})")
     if isinstance(data, (list, int, float)):
         file = "PNG or JPEG" if kind == "image" else "WAV, FLAC or MP4"
         raise BadRow(
@@ -576,6 +579,8 @@ def _single_column(
         hint = ""
         if missing == "no-text" and "label" in values:
             hint = "; a label gives a caption only if it is the name of a class"
+        elif missing == "no-text" and "chosen" in values:
+            hint = "; no objective takes preferences: --columns completion=chosen takes one side"
         raise BadRow(
             "columns",
             missing,

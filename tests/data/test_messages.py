@@ -217,6 +217,78 @@ def test_anthropic_source_becomes_bytes() -> None:
     assert row.notices == ["`cache_control` of a content part is not used"]
 
 
+def test_blocks_of_anthropic_become_reasoning_calls_and_results_of_tools() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "a.png"}}
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "X"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image], "is_error": False}
+    thought = {"type": "thinking", "thinking": "why", "signature": "x"}
+    turns = [("user", "what"), ("assistant", [thought, text("Let me see."), call])]
+    turns += [("user", [result, text("And?")]), ("assistant", "a\nb")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    row = parse_row({"messages": messages}, "made:1")
+    assert row.messages == [
+        {"role": "user", "content": [text("what")]},
+        {"role": "assistant", "content": [text("Let me see.")]}
+        | {"reasoning_content": "why", "tool_calls": CALLS},
+        {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "1"},
+        {"role": "user", "content": [text("And?")]},
+        {"role": "assistant", "content": [text("a\nb")]},
+    ]
+    assert [image.name for image in row.images] == ["a.png"]
+    assert "`is_error` of a message is not used" in row.notices
+    messages[1]["content"] = [text("Let me see."), thought]
+    with pytest.raises(BadRow, match="must be of type text"):
+        parse_row({"messages": messages}, "made:1")
+
+
+def test_mark_in_the_result_of_a_tool_is_the_place_of_an_image() -> None:
+    turns = [{"from": "human", "value": "Take a screenshot."}]
+    turns += [{"from": "function_call", "value": json.dumps(CALL)}]
+    turns += [{"from": "observation", "value": "<image>"}, {"from": "gpt", "value": "a"}]
+    row = parse_row({"image": "a.png", "conversations": turns}, "made:1")
+    assert [message["content"] for message in row.messages[::2]] == [
+        [text("Take a screenshot.")], [IMAGE_PART],
+    ]  # fmt: skip
+    assert row.notices == []
+
+
+@pytest.mark.parametrize(
+    "mark", ["<|image_1|>", "<image_00>", "<|image_pad|>", "<ImageHere>", "[IMG]", "<image1>"]
+)
+def test_marks_of_other_projects_are_counted(mark: str) -> None:
+    messages = [{"role": "user", "content": f"{mark}\nwhat"}, ANSWER]
+    row = parse_row({"image": "a.png", "messages": messages}, "made:1")
+    assert row.messages[0]["content"] == [IMAGE_PART, text(f"{mark}\nwhat")]
+    assert row.notices == ["a mark of other projects, such as `<|image_1|>`, is text"]
+    assert parse_row({"messages": messages}, "made:1").notices == []
+
+
+def test_parts_as_json_are_counted() -> None:
+    content = json.dumps([IMAGE, text("what")])
+    row = parse_row({"messages": [{"role": "user", "content": content}, ANSWER]}, "made:1")
+    assert row.notices == ["a content that looks like JSON of parts is text"]
+
+
+@pytest.mark.parametrize(
+    ("values", "detail"),
+    [
+        ({"images": [["a.png"], ["b.png"]]}, "images are lists of lists, not one list"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE | {"data": "x"}]}, ANSWER]},
+            "the row has 0 for them; `data` of a content part is not used",
+        ),
+        (
+            {"messages": None, "prompt": "x", "chosen": "a", "rejected": "b", "image": "a.png"},
+            "--columns completion=chosen",
+        ),
+    ],
+)
+def test_rows_of_other_forms_are_refused_by_name(values: Any, detail: str) -> None:
+    messages = [{"role": "user", "content": "what"}, ANSWER]
+    with pytest.raises(BadRow, match=detail):
+        parse_row({"messages": messages} | values, "made:1")
+
+
 def test_assistant_may_begin_and_have_an_empty_turn() -> None:
     turns = [
         ("assistant", "Hello."), ("user", "Say nothing."), ("assistant", ""), ("user", "what"),
@@ -417,6 +489,10 @@ CALLS = [{"type": "function", "function": CALL}]
         ({"tool_calls": CALLS}, {"tool_calls": CALLS}),
         ({"tool_calls": json.dumps(CALLS), "content": None}, {"tool_calls": CALLS}),
         ({"function_call": CALL}, {"tool_calls": CALLS}),
+        (
+            {"function_call": CALL | {"arguments": json.dumps(CALL["arguments"])}},
+            {"tool_calls": CALLS},
+        ),
     ],
 )
 def test_fields_of_a_message_are_kept(message, fields, tmp_path) -> None:

@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import (
     Source,
@@ -31,7 +33,7 @@ from mmray.data.formats.source import (
 )
 from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import class_name
-from mmray.data.rows import BadRow, is_safe_path
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, is_safe_path, source_columns
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 from mmray.storage.requests import TransientStorageError, iter_parallel
@@ -216,7 +218,14 @@ class ParquetSource(Source):
             raise BadRow(
                 "parse", "encoding", f"a text is not UTF-8 at byte {error.start}"
             ) from None
+        for name in values.keys() & self._chat_columns:
+            values[name] = _drop_null_fields(values[name])
         return values
+
+    @cached_property
+    def _chat_columns(self) -> set[str]:
+        names = (*MESSAGE_COLUMNS, *CHAT_COLUMNS, "tools")
+        return {theirs for ours in names for theirs in source_columns(self.columns, ours)}
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
@@ -325,6 +334,18 @@ def _cumulative_rows(file: pq.ParquetFile) -> list[int]:
     return list(
         accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
     )
+
+
+def _drop_null_fields(value: Any) -> Any:
+    """Return a value without the fields that its structs have only for other rows, such as the
+    arguments of another tool.
+    """
+    if isinstance(value, list):
+        return [*map(_drop_null_fields, value)]
+    if isinstance(value, dict):
+        fields = value.items()
+        return {name: _drop_null_fields(each) for name, each in fields if each is not None}
+    return value
 
 
 def _slice_rows(

@@ -200,3 +200,17 @@ def test_os_error_of_a_disk_is_unreadable_and_other_errors_are_damaged(
 ):
     failing(monkeypatch, 1, error)
     assert {row.reason for row in read(in_parquet(tmp_path)) if isinstance(row, BadRow)} == {reason}
+
+
+def test_fields_that_structs_have_for_other_rows_are_left_out(tmp_path):
+    """Arrow gives each call the arguments of all tools, and each tool all of its parameters."""
+    chats = []
+    for arguments in ({"city": "X"}, {"number": 5}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        properties = {name: {"type": "string"} for name in arguments}
+        turns = [{"role": "user", "content": "what"}, {"role": "assistant", "tool_calls": [call]}]
+        chats.append({"messages": turns, "tools": [{"name": "f", "parameters": properties}]})
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "a.parquet")
+    source = ParquetSource(tmp_path, "a.parquet", {})
+    rows = [row.values for chunk in source.scan(10, ()) for row in source.read(chunk)]
+    assert [{name: row[name] for name in ("messages", "tools")} for row in rows] == chats
