@@ -1,15 +1,12 @@
 """`mmray score`: similarity of image and caption of each row of a prepared set, by a model.
 
-Tasks, one for each shard, embed its rows with the functions of the evaluation and write the scores
-as a column next to the shard (data/store/row_columns.py). A shard with scores is not embedded
-again, so a killed command resumes, and of a set that grew only new shards are scored.
+Tasks embed rows with the functions of the evaluation; the scores are a column of the set.
 """
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +19,13 @@ from torch import nn
 from mmray.builtin import COLUMNS, is_column_name
 from mmray.cluster.connect import data_session
 from mmray.config import Cluster, Config
+from mmray.data.prepare.map_shards import map_shards
 from mmray.data.prepare.pipeline import PrepareProgress
-from mmray.data.prepare.tasks import RESUME_HINT, Result, map_tasks
+from mmray.data.prepare.tasks import RESUME_HINT
 from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import (
-    COLUMNS_DIR,
-    KEPT,
-    Columns,
-    column_file,
-    write_columns,
-)
-from mmray.data.store.shard_table import Shard
+from mmray.data.store.row_columns import KEPT, Columns
+from mmray.data.store.row_values import COLUMNS_DIR, RowValues
 from mmray.engine import precision
 from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
@@ -57,8 +49,6 @@ class ScoreJob:
         config: Settings of the model.
         tokenizer_json: Content of its tokenizer.json.
         checkpoint: Folder of the checkpoint; None: `model.weights`.
-        address: Address of the set.
-        manifest: Its manifest without shards.
         name: Name of the column of scores.
         with_embeddings: Whether to write the embeddings of the images too.
         captions: Column of the captions to score; None: the set has one column.
@@ -69,8 +59,6 @@ class ScoreJob:
     config: Config
     tokenizer_json: str
     checkpoint: str | None
-    address: str
-    manifest: Manifest
     name: str
     with_embeddings: bool
     captions: str | None
@@ -83,17 +71,17 @@ class ScoreJob:
         return f"{self.name}_embedding"
 
     @property
-    def columns(self) -> Columns:
-        """Columns that are written: type by name of the column, by the folder below `columns/` of
-        the set.
-
-        Such as {"clip_score": {"clip_score": "double"}} and, with embeddings,
-        {"clip_score_embedding": {"clip_score_embedding": "float16[512]"}} for the width 512.
+    def types(self) -> dict[str, str]:
+        """Types of the columns that are written: {"clip_score": "double"} and, with embeddings,
+        {"clip_score_embedding": "float16[512]"} for the width 512.
         """
-        columns = {self.name: {self.name: "double"}}
-        if self.with_embeddings:
-            columns[self.embedding_name] = {self.embedding_name: f"float16[{self.width}]"}
-        return columns
+        embedding = {self.embedding_name: f"float16[{self.width}]"} if self.with_embeddings else {}
+        return {self.name: "double"} | embedding
+
+    @property
+    def columns(self) -> Columns:
+        """The columns for the manifest: each is in a folder of its own."""
+        return {name: {name: kind} for name, kind in self.types.items()}
 
 
 def score_set(
@@ -179,7 +167,7 @@ def _plan(
         )
     scored = columns[:1] if captions is None else (captions,)
     kept = prepared.manifest.columns.get(KEPT, {})
-    if not is_column_name(name) or name in COLUMNS:
+    if not is_column_name(name) or name in (*COLUMNS, KEPT):
         raise UsageError(
             f"--name {name}: must be a name of letters, digits and _ that no column has"
         )
@@ -205,8 +193,6 @@ def _plan(
         config,
         tokenizer_json,
         None if checkpoint is None else str(checkpoint),
-        str(prepared.folder),
-        replace(prepared.manifest, shards=()),
         name,
         with_embeddings,
         scored[0] if scored else None,
@@ -233,70 +219,46 @@ def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
 
 
 def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -> None:
-    done_files = {
-        name: set(list_names(prepared.folder / COLUMNS_DIR / name)) for name in job.columns
-    }
+    before = RowValues(prepared.folder, job.columns)
     shards = prepared.shards
-    missing = [
-        shard
-        for shard in shards
-        if any(
-            column_file(name, shard.file).rpartition("/")[2] not in files
-            for name, files in done_files.items()
-        )
-    ]
     total = sum(shard.num_rows for shard in shards)
-    done = total - sum(shard.num_rows for shard in missing)
+    done = sum(shard.num_rows for shard in shards if before.has(shard.key))
     if done:
         reporter.log(f"{done:,} of {total:,} rows have scores already", "resumed")
-    reporter.prepare_progress(PrepareProgress("score", done, total))
-    unreadable = 0
-    without_caption = 0
-    items = [asdict(shard) for shard in missing]
-    with closing(map_tasks(partial(_score_task, job=job), items, runs_model=True)) as results:
-        for result in results:
-            done += result["num_rows"]
-            unreadable += result["num_unreadable"]
-            without_caption += result["num_without_caption"]
-            reporter.prepare_progress(PrepareProgress("score", done, total, unreadable))
-    if unreadable:
-        reporter.log(f"{unreadable:,} rows cannot be read and have no score", "unreadable")
-    if without_caption:
-        text = f"{without_caption:,} rows have no caption of {job.captions} and no score"
-        reporter.log(text, "captions")
+    values = map_shards(
+        prepared,
+        job.types,
+        partial(_score_rows, job=job),
+        lambda *rows: reporter.prepare_progress(PrepareProgress("score", *rows)),
+        runs_model=True,
+    )
+    reason = "cannot be read"
+    if job.captions is not None:
+        reason += f", or have no caption of {job.captions},"
+    if missing := values.num_missing([shard.key for shard in shards], job.name):
+        reporter.log(f"{missing:,} rows {reason} and have no score", "unreadable")
 
 
 # The model of this process by its digest: loading one takes seconds.
 _MODELS: dict[str, nn.Module] = {}
 
 
-def _score_task(item: dict[str, Any], job: ScoreJob) -> Result:
-    """Ray task: score the rows of a shard, also those that are dropped from the set."""
-    shard = replace(Shard.from_json(item), dropped=(), split=None)
+def _score_rows(prepared: PreparedSet, job: ScoreJob) -> dict[str, pa.Array]:
+    """Return the columns of scores of the rows of a shard."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if job.digest not in _MODELS:
         _MODELS.clear()
         checkpoint = None if job.checkpoint is None else to_path(job.checkpoint)
         _MODELS[job.digest] = lora.merge_adapters(load_model(job.config, checkpoint)).to(device)
-    prepared = PreparedSet(to_path(job.address), replace(job.manifest, shards=(shard,)))
     if job.captions is not None:
         prepared = prepared.with_captions({job.captions: 1.0})
     scores, embeddings = embed_rows(_MODELS[job.digest], prepared, job, device)
-    has_score = ~np.isnan(scores)
-    is_read = embeddings.any(axis=1)
+    columns = {job.name: pa.array(scores, mask=np.isnan(scores))}
     if job.with_embeddings:
         flat = pa.array(embeddings.astype(np.float16).ravel())
-        mask = pa.array(~is_read)
-        column = pa.FixedSizeListArray.from_arrays(flat, embeddings.shape[1], mask=mask)
-        batch = pa.RecordBatch.from_pydict({job.embedding_name: column})
-        write_columns(prepared.folder, job.embedding_name, shard.file, batch)
-    batch = pa.RecordBatch.from_pydict({job.name: pa.array(scores, mask=~has_score)})
-    write_columns(prepared.folder, job.name, shard.file, batch)
-    return {
-        "num_rows": shard.num_rows,
-        "num_unreadable": int((~is_read).sum()),
-        "num_without_caption": int((is_read & ~has_score).sum()),
-    }
+        mask = pa.array(~embeddings.any(axis=1))
+        columns[job.embedding_name] = pa.FixedSizeListArray.from_arrays(flat, job.width, mask=mask)
+    return columns
 
 
 @torch.no_grad()

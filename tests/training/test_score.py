@@ -10,18 +10,17 @@ import torch
 
 from mmray import api
 from mmray.config import Evaluate
+from mmray.data.prepare import map_shards as map_module
 from mmray.data.prepare import select as select_module
 from mmray.data.prepare.select import find_similar
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import read_columns
 from mmray.data.store.selection import select_rows
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
 from mmray.storage.paths import to_path
-from mmray.training import score as score_module
 from mmray.training.driver import train
 from mmray.training.evaluate_export import load_model, open_run
 from tests.made import make_set, noisy, row
@@ -52,10 +51,10 @@ def tasks(monkeypatch):
         for item in items:
             if len(done) == done.fail_after:
                 raise KeyboardInterrupt
-            done.append(item.get("file"))
+            done.extend([item] if isinstance(item, dict) else [each["file"] for each in item])
             yield work(item)
 
-    monkeypatch.setattr(score_module, "map_tasks", run_here)
+    monkeypatch.setattr(map_module, "map_tasks", run_here)
     monkeypatch.setattr(select_module, "map_tasks", run_here)
     return done
 
@@ -71,11 +70,8 @@ def make(folder):
 
 def column(address, name="clip_score"):
     prepared = PreparedSet.open(address)
-    parts = [
-        read_columns(prepared.folder, prepared.manifest.columns, shard.file, [name])[name]
-        for shard in prepared.shards
-    ]
-    return [value for part in parts for value in part.to_pylist()]
+    parts = prepared.values.read([shard.key for shard in prepared.shards], [name])
+    return [value for part in parts for value in part[name].to_pylist()]
 
 
 @torch.no_grad()
@@ -164,7 +160,8 @@ def test_rows_without_the_column_have_no_score(run, tasks, tmp_path, number_with
     ]
     assert None not in column(folder, "clip_score_embedding")
     missing = 4 - number_with_caption
-    assert ("captions", f"{missing} rows have no caption of long and no score") in reporter.notes
+    reason = "cannot be read, or have no caption of long,"
+    assert ("unreadable", f"{missing} rows {reason} and have no score") in reporter.notes
 
 
 def test_a_set_without_images_is_refused(run, tmp_path):

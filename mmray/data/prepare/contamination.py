@@ -19,42 +19,42 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
 from PIL import Image
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.assemble import NO_ROW, PackedRows, first_occurrence
-from mmray.data.prepare.shard_arrays import array_file, shard_arrays
+from mmray.data.prepare.map_shards import map_shards
 from mmray.data.prepare.tasks import run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.manifest import Manifest, shard_fields
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_values import COLUMNS_DIR, update_index
 from mmray.errors import DataError, UsageError
-from mmray.storage.paths import AnyPath, list_names, open_output, to_path
-from mmray.storage.requests import parallel_map
+from mmray.storage.paths import AnyPath, open_output, to_path
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
 LEAKS = "leaks.jsonl"
-HASHES_DIR = "hashes"
+HASHES = "image-hashes"  # column of the hashes of the images of a row, also of other sets
 EXACT = -1
 PHASH_DISTANCE = 7  # bits of 256: images whose hashes differ in more are different images
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 # Levels of 255, mean over the cells. JPEG with quality 30 changes them by 2.
 MAX_COLOR_DISTANCE = 4.0
-IMAGE_HASH_DTYPE = np.dtype(
-    [
-        ("sha256", "<u8", 2),
-        ("phash", "<u8", 4),
-        ("colors", "u1", 3 * CELLS * CELLS),
-        ("has_phash", "?"),
-        ("row", "<i8"),
-        ("image", "<i4"),  # number in the row
-    ]
-)
+_STORED_HASH: list[Any] = [
+    ("sha256", "<u8", 2),
+    ("phash", "<u8", 4),
+    ("colors", "u1", 3 * CELLS * CELLS),
+    ("has_phash", "?"),
+]
+_STORED_HASH_DTYPE = np.dtype(_STORED_HASH)
+# `image` is the number in the row.
+IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8"), ("image", "<i4")])
 READ_BATCH_ROWS = 64
 PAIRS_PER_COMPARISON = 1 << 20
 
@@ -176,9 +176,7 @@ def check_contamination(
     )
     others = {address: PreparedSet.open(address) for address in settings.check_contamination}
     sets = [own, *others.values()]
-    current_files = {array_file(shard) for prepared in sets for shard in prepared.shards}
-    stale_files = set(list_names(out / HASHES_DIR)) - current_files
-    parallel_map(lambda name: (out / HASHES_DIR / name).unlink(), stale_files)
+    update_index(out, HASHES, {shard.key for prepared in sets for shard in prepared.shards})
     hashes = [_load_hashes(out, prepared, settings.max_pixels, on_rows) for prepared in sets]
     contaminated = _find_contaminated_rows(sets, hashes)
     _write_leaks(out, own, contaminated)
@@ -201,12 +199,25 @@ def _load_hashes(
 ) -> np.ndarray:
     """Return the hashes of the images of a set, with the number of their row; 109 bytes each."""
     compute = partial(_hash_rows, out=str(out), max_pixels=max_pixels)
-    parts = shard_arrays(prepared, out / HASHES_DIR, compute, on_rows)
+    values = map_shards(prepared, {HASHES: "hashes"}, compute, on_rows, out)
+    shards = [shard for shard in prepared.shards if shard.num_kept]
+    columns = values.read([shard.key for shard in shards], [HASHES])
+    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
     start = 0
-    for shard, hashes in zip(prepared.shards, parts, strict=True):
-        hashes["row"] += start
+    for shard, column in zip(shards, columns, strict=True):
+        kept = np.delete(np.arange(shard.num_rows), shard.dropped)
+        of_rows = column[HASHES].take(pa.array(kept))
+        counts = of_rows.value_lengths().to_numpy()
+        hashes = np.zeros(counts.sum(), IMAGE_HASH_DTYPE)
+        if hashes.size:
+            stored = np.frombuffer(of_rows.flatten().buffers()[1], _STORED_HASH_DTYPE, len(hashes))
+            for name in _STORED_HASH_DTYPE.names or ():
+                hashes[name] = stored[name]
+        hashes["row"] = start + np.repeat(np.arange(len(kept)), counts)
+        hashes["image"] = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        parts.append(hashes)
         start += shard.num_kept
-    return np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *parts])
+    return np.concatenate(parts)
 
 
 def _find_contaminated_rows(
@@ -445,11 +456,12 @@ def _thumbnail(
 
 
 def _hash_image(
-    entry: np.void, data: bytes, max_pixels: int, subprocess_decoder: SubprocessDecoder | None
-) -> None:
-    """Set the hashes of an image in its record of IMAGE_HASH_DTYPE; of one that cannot be decoded
+    data: bytes, max_pixels: int, subprocess_decoder: SubprocessDecoder | None
+) -> bytes:
+    """Return the record of an image, of _STORED_HASH_DTYPE; of one that cannot be decoded it has
     only the digest of its bytes, for exact matches.
     """
+    [entry] = np.zeros(1, _STORED_HASH_DTYPE)
     entry["sha256"] = np.frombuffer(hashlib.sha256(data).digest()[:16], "<u8")
     with suppress(BadImage):
         if subprocess_decoder is not None:
@@ -457,32 +469,29 @@ def _hash_image(
         image = Image.fromarray(decode(data, max_pixels))
         entry["phash"], entry["colors"] = perceptual_hash(image)
         entry["has_phash"] = True
+    return entry.tobytes()
 
 
-def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> np.ndarray:
+def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> dict[str, pa.Array]:
     """Return the image hashes of the rows of a shard. An unreadable row matches nothing."""
     [shard] = prepared.shards
     name = str(prepared.folder / shard.file)
 
-    def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> np.ndarray:
-        parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
+    def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> dict[str, pa.Array]:
+        hashes: list[list[bytes]] = []
         for start in range(0, prepared.num_rows, READ_BATCH_ROWS):
             numbers = np.arange(start, min(start + READ_BATCH_ROWS, prepared.num_rows))
             rows = read_each(prepared, numbers, (BadRow,))
-            for number, row in zip(numbers.tolist(), rows, strict=True):
-                if isinstance(row, Exception):
-                    continue
-                hashes = np.zeros(len(row.media), IMAGE_HASH_DTYPE)
-                hashes["row"] = number
-                hashes["image"] = np.arange(len(row.media))
-                for entry, media in zip(hashes, row.media, strict=True):
-                    _hash_image(entry, media.data, max_pixels, subprocess_decoder)
-                parts.append(hashes)
-        return np.concatenate(parts)
+            for row in rows:
+                media = () if isinstance(row, Exception) else row.media
+                hashes.append(
+                    [_hash_image(each.data, max_pixels, subprocess_decoder) for each in media]
+                )
+        return {HASHES: pa.array(hashes, pa.list_(pa.binary(_STORED_HASH_DTYPE.itemsize)))}
 
     try:
         return run_with_crash_limit(
-            hash_rows, to_path(out), f"{HASHES_DIR}/{array_file(shard)}", name
+            hash_rows, to_path(out), f"{COLUMNS_DIR}/{HASHES}/{shard.key}", name
         )
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error

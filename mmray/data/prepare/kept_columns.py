@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -18,8 +18,9 @@ from mmray.data.store.row_columns import (
     TYPES,
     common_type,
     value_type,
-    write_columns,
 )
+from mmray.data.store.row_values import write_values
+from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError, first_line
 from mmray.storage.paths import AnyPath
 
@@ -58,7 +59,7 @@ class KeptColumns:
     """Collects the columns that `prepare.keep` stores, for the rows of one chunk.
 
     `append(split, values, location)` adds the values of each row in the order in which the rows are
-    stored, and `write(folder, shard_files)` writes all at the end.
+    stored, and `write(folder, shards)` writes all at the end.
 
     Args:
         has_types: Whether the values of the source have types. False, as for a CSV: all are texts,
@@ -107,17 +108,21 @@ class KeptColumns:
             row[name] = None if missing else value
         self._rows.setdefault(split, []).append(row)
 
-    def write(self, folder: AnyPath, shard_files: Mapping[str | None, str]) -> None:
-        """Write the columns of each shard to an Arrow file of its own in `columns/kept` of the set.
+    def write(self, folder: AnyPath, shards: Iterable[Shard]) -> str:
+        """Write the columns to a file in `columns/kept` of the set, and return its name.
 
         Args:
-            shard_files: By split, the path of the shard that has its rows, relative to `folder`;
-                the key is None for rows without a split.
+            shards: The shards with the rows, one for each split.
         """
-        for split, file in shard_files.items():
-            rows = self._rows[split]
+        values = {}
+        for shard in shards:
+            rows = self._rows[shard.split]
             columns = {name: self._array(name, rows) for name in self.types}
-            write_columns(folder, KEPT, file, pa.RecordBatch.from_pydict(columns))
+            # A batch without columns has no rows.
+            columns = columns or {"": pa.nulls(len(rows))}
+            values[shard.key] = pa.RecordBatch.from_pydict(columns)
+        types = {name: "int64" if kind == LARGE else kind for name, kind in self.types.items()}
+        return write_values(folder, KEPT, values, types)
 
     def _array(self, name: str, rows: list[dict[str, Any]]) -> pa.Array:
         values = [row.get(name) for row in rows]

@@ -48,7 +48,8 @@ from mmray.data.prepare.kept_columns import Compute, KeptColumns, compute_column
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
 from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS, text_columns
-from mmray.data.store.row_columns import KEPT, caption_flag, column_file
+from mmray.data.store.row_columns import KEPT, caption_flag
+from mmray.data.store.row_values import COLUMNS_DIR
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
@@ -64,7 +65,7 @@ PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
-_RECORD_VERSION = 16
+_RECORD_VERSION = 17
 _PACK_SETTINGS = (
     "image_side",
     "audio_rate",
@@ -237,7 +238,6 @@ def pack_chunk(
             for item, row, images in prefetch_rows(items, job.parse_row, fetch):
                 packer.pack(item, row, images, exit_stack)
         # The shard files are closed now.
-        packer.write_columns()
         record = packer.record()
         write_atomic(out / record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
@@ -336,7 +336,7 @@ def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
           `shard` (index in `shards`), `language` and `kinds` (of the media, such as `audio image`).
         - `bad_rows`: dicts of `line`, `key`, `source`, `stage`, `reason`, `detail` and, if it has
           an image file, `image` ({"file", "offset", "length"}).
-        - `columns`: types of the kept columns by name.
+        - `columns`: types of the kept columns by name; `columns_file`: their file, or None.
         - `notices`: by text of SourceRow.notices [number of rows, location of the first].
         - `files`: [name, size in bytes, modification time in ns] of each file of a medium.
     """
@@ -372,11 +372,8 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
         )
         and all(file_size(out / shard["file"]) == shard["num_bytes"] for shard in record["shards"])
         and not (
-            record["columns"]
-            and any(
-                file_size(out / column_file(KEPT, shard["file"])) is None
-                for shard in record["shards"]
-            )
+            record["columns_file"]
+            and file_size(out / COLUMNS_DIR / KEPT / record["columns_file"]) is None
         )
         and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
@@ -459,19 +456,17 @@ class _ChunkPacker:
         for notice in dict.fromkeys(row.notices):
             self.notices.setdefault(notice, [0, location])[0] += 1
 
-    def write_columns(self) -> None:
-        if self.keeps_columns:
-            files = {split: writer.name for split, writer in self.writers.items()}
-            self.columns.write(self.out, files)
-
     def record(self) -> dict[str, Any]:
+        shards = [writer.entry() for writer in self.writers.values()]
+        has_columns = self.keeps_columns and bool(shards)
         return {
             "job": self.job.digest(),
             "class_names": list(self.job.class_names),
             "chunk": asdict(self.chunk),
-            "shards": [vars(writer.entry()) for writer in self.writers.values()],
+            "shards": [vars(shard) for shard in shards],
             "rows": self.rows,
             "columns": self.columns.types,
+            "columns_file": self.columns.write(self.out, shards) if has_columns else None,
             "bad_rows": self.bad_rows,
             "notices": self.notices,
             "files": self.builder.signatures,

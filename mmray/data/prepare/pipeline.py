@@ -51,7 +51,8 @@ from mmray.data.store.manifest import (
     shard_fields,
     write_manifest,
 )
-from mmray.data.store.row_columns import COLUMNS_DIR, KEPT, column_file
+from mmray.data.store.row_columns import KEPT
+from mmray.data.store.row_values import update_index
 from mmray.data.vlm.sample import generate_conversations
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage import lease
@@ -349,10 +350,9 @@ def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult, num_chunks: 
     replaced one on a store.
     """
     current_files = {record_path(index) for index in range(num_chunks)}
-    for shard in result.shards:
-        current_files |= {shard.file, column_file(KEPT, shard.file)}
-    folders = (SHARDS, CHUNK_RECORDS, f"{COLUMNS_DIR}/{KEPT}")
-    _remove_files(out, lambda name: name not in current_files, folders)
+    current_files |= {shard.file for shard in result.shards}
+    _remove_files(out, lambda name: name not in current_files, (SHARDS, CHUNK_RECORDS))
+    update_index(out, KEPT, {shard.key for shard in result.shards})
 
 
 def _check_contamination(

@@ -28,7 +28,8 @@ from mmray.data.store.manifest import (
     write_manifest,
 )
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import column_types, read_columns, write_columns
+from mmray.data.store.row_columns import column_types
+from mmray.data.store.row_values import update_index, write_values
 from mmray.data.store.selection import check_where, drop_rows
 from mmray.data.store.shard_table import Shard
 from mmray.data.store.shard_writer import open_shard
@@ -36,7 +37,6 @@ from mmray.errors import ResourceError, UsageError, suggest
 from mmray.storage.lease import FOLDER as LEASE_FOLDER
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
-from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
 _READ_ROWS = 64
@@ -179,18 +179,15 @@ def _without_similar_rows(
     progress: Callable[[PrepareProgress], None],
 ) -> PreparedSet:
     table = prepared.table
-    manifest = prepared.manifest
-
-    def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the kept rows of a shard that have an embedding, and these."""
-        values = read_columns(prepared.folder, manifest.columns, table.file_name(number), [column])
+    shards = prepared.shard_numbers.tolist()
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # of a shard rows and their embeddings
+    columns = prepared.values.read([*map(table.key, shards)], [column])
+    for number, values in zip(shards, columns, strict=True):
         has_value = np.flatnonzero(np.asarray(values[column].is_valid()))
         rows = np.setdiff1d(has_value, table.dropped(number))
         chosen = values[column].take(pa.array(rows))
-        return rows, chosen.flatten().to_numpy().reshape(len(rows), chosen.type.list_size)
-
-    shards = prepared.shard_numbers.tolist()
-    parts = list(iter_parallel(read, shards))
+        vectors = chosen.flatten().to_numpy().reshape(len(rows), chosen.type.list_size)
+        parts.append((rows, vectors))
     sizes = [len(rows) for rows, _ in parts]
     embeddings = np.concatenate([each for _, each in parts])
     is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards]
@@ -295,6 +292,8 @@ def _copy(
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
     before = prepared.manifest
+    for each in before.columns:
+        update_index(folder, each)
     return replace(
         before,
         num_read=done,
@@ -324,7 +323,7 @@ def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
                 writer.append(row)
                 rows[row.language, row.media_kinds] += 1
     for group in source.manifest.columns:
-        _copy_columns(prepared, shards, group, folder, name)
+        _copy_columns(prepared, shards, group, folder, writer.entry())
     return {
         "number": item["number"],
         "shard": vars(writer.entry()),
@@ -333,14 +332,14 @@ def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
 
 
 def _copy_columns(
-    prepared: PreparedSet, shards: Sequence[Shard], group: str, folder: AnyPath, name: str
+    prepared: PreparedSet, shards: Sequence[Shard], group: str, folder: AnyPath, copied: Shard
 ) -> None:
     """Write the columns of the kept rows of some shards, of one folder of columns."""
     names = list(prepared.manifest.columns[group])
     batches = []
-    for shard in shards:
-        columns = read_columns(prepared.folder, prepared.manifest.columns, shard.file, names)
+    parts = prepared.values.read([shard.key for shard in shards], names)
+    for shard, columns in zip(shards, parts, strict=True):
         rows = np.setdiff1d(np.arange(shard.num_rows), np.array(shard.dropped, np.int64))
         batches.append(pa.table(columns).take(pa.array(rows)))
     joined = pa.concat_tables(batches).combine_chunks().to_batches()
-    write_columns(folder, group, name, joined[0])
+    write_values(folder, group, {copied.key: joined[0]})

@@ -1,8 +1,8 @@
 """Token counts of the rows of a set: 4 bytes a row, computed once for each set, columns of captions
 and processor.
 
-Counts are files next to the shards, `tokens/DIGEST/SHARD.npy`, of all rows of a shard, whatever a
-run selects. Sizes and texts are enough: no image is read.
+All rows of a shard are counted, whatever a run selects. Sizes and texts are enough: no image is
+read.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from mmray.data.prepare.shard_arrays import shard_arrays
+from mmray.data.prepare.map_shards import map_shards
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.errors import DataError, ResourceError
 
-TOKENS_DIR = "tokens"
+COLUMN = "tokens-"  # with a digest
 # Count of a row that cannot be read or encoded. Its reason is written when the run reads it.
 NOT_COUNTED = 0
 READ_BATCH_ROWS = 64
@@ -62,9 +62,9 @@ def token_counts(
 
     Args:
         prepared: The set, or a mixture, whose rows are numbered set by set.
-        counter: Counts the tokens of a row. Counts are stored in the folder of the set, in
-            `tokens/DIGEST`, where DIGEST depends on its `digest` and the set's columns of captions.
-        on_rows: Called with (done, total): numbers of rows counted so far and to count.
+        counter: Counts the tokens of a row. Counts are stored as a column of the set, whose name
+            depends on its `digest` and the set's columns of captions.
+        on_rows: Called with (done, total): numbers of rows that are counted and of all rows.
 
     Returns:
         uint32 [num_rows]; 0 for a row that cannot be read or encoded. Counting runs as Ray tasks if
@@ -79,26 +79,29 @@ def token_counts(
     digest = counter.digest
     if prepared.captions is not None:
         digest = hashlib.sha256(repr((digest, sorted(prepared.captions))).encode()).hexdigest()
-    folder = prepared.folder / TOKENS_DIR / digest[:32]
-    shards = [shard for shard in prepared.shards if shard.num_kept]
-    all_rows = prepared.with_shards(tuple(replace(shard, dropped=()) for shard in shards))
+    name = f"{COLUMN}{digest[:32]}"
+    compute = partial(_count_rows, counter=counter, name=name)
     try:
-        counts = shard_arrays(all_rows, folder, partial(_count_rows, counter=counter), on_rows)
+        values = map_shards(prepared, {name: "uint32"}, compute, on_rows)
     except OSError as error:
         raise ResourceError(
-            f"cannot write the token counts of {prepared.folder} to {folder}: {error}. Make the "
-            "folder of the set writable, or copy the set"
+            f"cannot write the token counts of {prepared.folder}: {error}. Make the folder of the "
+            "set writable, or copy the set"
         ) from error
-    kept = [np.delete(each, shard.dropped) for each, shard in zip(counts, shards, strict=True)]
-    return np.concatenate([np.zeros(0, np.uint32), *kept])
+    shards = [shard for shard in prepared.shards if shard.num_kept]
+    counts = [np.zeros(0, np.uint32)]
+    parts = values.read([shard.key for shard in shards], [name])
+    for shard, columns in zip(shards, parts, strict=True):
+        counts.append(np.delete(columns[name].to_numpy(), shard.dropped))
+    return np.concatenate(counts)
 
 
 # The counter of this process by its digest: building one takes seconds.
 _COUNTERS: dict[str, RowCounter] = {}
 
 
-def _count_rows(prepared: PreparedSet, counter: TokenCounter) -> np.ndarray:
-    """Return the token counts of the rows of a shard, uint32. Raises DataError."""
+def _count_rows(prepared: PreparedSet, counter: TokenCounter, name: str) -> dict[str, pa.Array]:
+    """Return the token counts of the rows of a shard. Raises DataError."""
     if counter.digest not in _COUNTERS:
         _COUNTERS.clear()
         _COUNTERS[counter.digest] = counter.build()
@@ -115,7 +118,7 @@ def _count_rows(prepared: PreparedSet, counter: TokenCounter) -> np.ndarray:
                 _check_sizes(prepared, row)
                 with suppress(ValueError):
                     counts[number] = count(row)
-    return counts
+    return {name: pa.array(counts)}
 
 
 def _check_sizes(prepared: PreparedSet, row: Row) -> None:

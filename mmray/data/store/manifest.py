@@ -28,7 +28,7 @@ QUARANTINE = "quarantine.jsonl"
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
 

@@ -29,7 +29,8 @@ from mmray.data.store.manifest import (
     Manifest,
     read_manifest,
 )
-from mmray.data.store.row_columns import TYPES, column_types, read_columns
+from mmray.data.store.row_columns import TYPES, column_types
+from mmray.data.store.row_values import RowValues
 from mmray.data.store.shard_reader import ReadRequest, ShardReader
 from mmray.data.store.shard_table import Shard, ShardTable
 from mmray.data.store.stored_row import Row, to_row
@@ -277,6 +278,11 @@ class PreparedSet:
         """
         return self._read_batches(rows)
 
+    @cached_property
+    def values(self) -> RowValues:
+        """The columns of the rows, also of dropped ones."""
+        return RowValues(self.folder, self.manifest.columns)
+
     @property
     def image_folder(self) -> AnyPath:
         """Folder of the source, which has the images if the set is index-only (refers to its
@@ -331,10 +337,11 @@ class PreparedSet:
         types = column_types(self.manifest.columns)
         names = [name for name, kind in types.items() if kind in TYPES]
         out: list[dict[str, Any]] = [{} for _ in rows]
-        requests = self._requests(np.asarray(rows, np.int64)) if names else ()
-        for shard, of_shard in groupby(requests, attrgetter("shard")):
-            file = self.table.file_name(shard)
-            columns = read_columns(self.folder, self.manifest.columns, file, names)
+        requests = list(self._requests(np.asarray(rows, np.int64))) if names else []
+        by_shard = groupby(requests, attrgetter("shard"))
+        keys = [self.table.key(shard) for shard in dict.fromkeys(each.shard for each in requests)]
+        parts = self.values.read(keys, names)
+        for (_, of_shard), columns in zip(by_shard, parts, strict=True):
             for request in of_shard:
                 first = request.batch * RECORD_BATCH_ROWS
                 for index, number in zip(request.indices, request.rows_in_batch, strict=True):

@@ -1,23 +1,13 @@
-"""Columns of rows in files next to the shards: columns of the source that `prepare --keep` stores,
-and scores.
-
-A file has a value for each row of its shard, also for dropped rows. It has no images, so a
-selection of rows by their columns reads little.
-"""
+"""Types of the columns of a set: those of the source that `prepare --keep` stores, and scores."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, open_input, open_output
-
-COLUMNS_DIR = "columns"
 KEPT = "kept"  # folder of the columns of the source
 TYPES = {
     "bool": pa.bool_(),
@@ -34,13 +24,6 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 
 Columns = dict[str, dict[str, str]]  # type of each column by its name, by folder
-
-
-def column_file(folder: str, shard_file: str) -> str:
-    """Return the path of the Arrow file with columns of the rows of a shard, relative to the folder
-    of the set: `columns/FOLDER/NAME.arrow`.
-    """
-    return f"{COLUMNS_DIR}/{folder}/{PurePosixPath(shard_file).stem}.arrow"
 
 
 def caption_flag(name: str) -> str:
@@ -113,64 +96,6 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
     if are_fields:
         return "string"
     raise ValueError(" and ".join(sorted(map(str, types))))
-
-
-def write_columns(folder: AnyPath, name: str, shard_file: str, columns: pa.RecordBatch) -> None:
-    """Write columns of all rows of a shard; the file appears when it is complete.
-
-    Args:
-        name: Name of the folder of these columns, such as `kept`.
-        shard_file: Path of the shard, relative to the folder of the set.
-    """
-    (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
-    with (
-        open_output(folder / column_file(name, shard_file)) as stream,
-        pa.ipc.new_file(stream, columns.schema) as writer,
-    ):
-        writer.write_batch(columns)
-
-
-def read_columns(
-    folder: AnyPath, columns: Columns, shard_file: str, names: Sequence[str]
-) -> dict[str, pa.Array]:
-    """Read columns of all rows of a shard.
-
-    Args:
-        columns: `columns` of its manifest, types by name by folder: `{"kept": {"width": "int64"}}`.
-        shard_file: Path of the shard, relative to the folder of the set.
-        names: Names of columns of the set.
-
-    Returns:
-        A value for each row of the shard file, also for dropped rows, in the type of the set; by
-        name in the order of `names`.
-
-    Raises:
-        DataError: The shard has no such file, because the set grew after it was scored.
-    """
-    arrays: dict[str, pa.Array] = {}
-    for group, types in columns.items():
-        in_group = [name for name in names if name in types]
-        if not in_group:
-            continue
-        path = folder / column_file(group, shard_file)
-        try:
-            with open_input(path, mapped=True) as stream:
-                batch = pa.ipc.open_file(stream).get_batch(0)
-        except FileNotFoundError:
-            raise DataError(
-                f"{path} does not exist: the set has rows without {', '.join(in_group)}. Rerun the "
-                "`mmray score` (or `mmray prepare`) command that wrote this column"
-            ) from None
-        for name in in_group:
-            arrays[name] = _cast(batch, name, types[name])
-    return {name: arrays[name] for name in names}
-
-
-def _cast(batch: pa.RecordBatch, name: str, type_name: str) -> pa.Array:
-    """Return a column in the type that it has in all shards of the set."""
-    if name not in batch.schema.names:
-        return pa.nulls(batch.num_rows, TYPES[type_name])
-    return batch[name].cast(TYPES[type_name], safe=False) if type_name in TYPES else batch[name]
 
 
 def column_types(columns: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

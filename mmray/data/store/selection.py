@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import TYPES, column_types, read_columns
+from mmray.data.store.row_columns import TYPES, column_types
 from mmray.errors import UsageError, suggest
 from mmray.storage.paths import AnyPath
-from mmray.storage.requests import iter_parallel
 
 SELECTIONS_DIR = ".selections"
 _HINT = "write for example `similarity > 0.3 and width >= 200`"
@@ -237,26 +236,20 @@ def drop_rows(
     row_filter = check_where(where, types, str(prepared.folder), setting)
     table = prepared.table
     numbers = prepared.shard_numbers.tolist()
-
-    def find(number: int) -> np.ndarray:
-        """Return the rows of a shard that are dropped or not selected, sorted."""
-        columns = read_columns(
-            prepared.folder, manifest.columns, table.file_name(number), row_filter.columns
-        )
+    keys = [table.key(number) for number in numbers]
+    dropped = {}
+    done = 0
+    on_rows(done, prepared.num_rows)
+    parts = prepared.values.read(keys, row_filter.columns)
+    for number, columns in zip(numbers, parts, strict=True):
         is_dropped = np.ones(int(table.num_rows[number]), bool)
         try:
             is_dropped[row_filter.selected(columns)] = False
         except ValueError as error:  # an overflow depends on the values
             raise UsageError(f"{setting}: {error} ({prepared.folder})") from None
         is_dropped[table.dropped(number)] = True
-        return np.flatnonzero(is_dropped)
-
-    dropped = {}
-    done = 0
-    on_rows(done, prepared.num_rows)
-    for number, rows in zip(numbers, iter_parallel(find, numbers), strict=True):
+        dropped[number] = np.flatnonzero(is_dropped)
         done += int(table.num_kept[number])
-        dropped[number] = rows
         on_rows(done, prepared.num_rows)
     selected = prepared.with_shards(table.with_dropped(dropped))
     if not selected.num_rows:

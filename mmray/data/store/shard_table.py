@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -63,11 +63,20 @@ class Shard:
         """
         return self.num_rows - len(self.dropped)
 
+    @property
+    def key(self) -> str:
+        """What identifies its stored rows, also among the shards of other sets."""
+        return _shard_key(self.file, self.sha256)
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
         """Create a shard from its entry in a manifest."""
         lists = {name: tuple(values[name]) for name in ("dropped", "offsets")}
         return cls(**values | lists)
+
+
+def _shard_key(file: str, sha256: str) -> str:
+    return f"{PurePosixPath(file).stem}-{sha256[:16]}"
 
 
 @dataclass(frozen=True)
@@ -251,6 +260,10 @@ class ShardTable:
         The path is relative to the folder of the set.
         """
         return str(self._columns["file"][number].as_py())
+
+    def key(self, number: int) -> str:
+        """Return `Shard.key` of a shard."""
+        return _shard_key(self.file_name(number), self.sha256(number))
 
     def sha256(self, number: int) -> str:
         """Return the hex digest of the rows of a shard, in order."""

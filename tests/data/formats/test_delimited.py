@@ -2,12 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from mmray.data.formats import listing
 from mmray.data.formats.detect import detect_source
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import read_columns
 from mmray.errors import DataError
 from tests.data.formats.test_formats import prepared
 from tests.data.prepare.test_pipeline import color_image
@@ -192,10 +192,9 @@ def test_listed_rows_keep_a_column_origin(write, tmp_path, settings):
     """The location of a listed row is stored next to its columns, not as one of them."""
     items = [{"image": f"{n}.png", "text": "x", "origin": f"laion {n}"} for n in range(2)]
     source = write(json.dumps(items), "rows.json")
-    manifest, rows, _ = prepared(source, tmp_path / "out", keep=("all",), **settings)
-    shard = PreparedSet.open(str(tmp_path / "out")).shards[0].file
-    columns = read_columns(tmp_path / "out", manifest.columns, shard, ["origin"])
-    assert columns["origin"].to_pylist() == ["laion 0", "laion 1"]
+    _, rows, _ = prepared(source, tmp_path / "out", keep=("all",), **settings)
+    columns = PreparedSet.open(str(tmp_path / "out")).columns(np.arange(2))
+    assert [row["origin"] for row in columns] == ["laion 0", "laion 1"]
     assert [row.source for row in rows] == ["rows.json:item 1", "rows.json:item 2"]
 
 

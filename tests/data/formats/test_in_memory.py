@@ -13,9 +13,8 @@ from mmray.config import Prepare
 from mmray.data.formats.in_memory import encode_row, store_rows
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import column_types, read_columns
+from mmray.data.store.row_columns import column_types
 from mmray.errors import DataError, UsageError
-from mmray.storage.paths import to_path
 from tests.made import CAPTIONS, noisy
 from tests.training.runs import Silent
 
@@ -84,11 +83,8 @@ def test_nullable_integers_of_pandas_keep_their_value(tmp_path):
     out = tmp_path / "set"
     manifest = mmray.prepare(frame, out, keep=("post", "time"), reporter=Silent())
     assert column_types(manifest.columns) == {"post": "int64", "time": "string"}
-    stored = []
-    for shard in PreparedSet.open(str(out)).shards:
-        columns = read_columns(to_path(out), manifest.columns, shard.file, ["post"])
-        stored += columns["post"].to_pylist()
-    assert stored == posts
+    prepared = PreparedSet.open(str(out))
+    assert [row["post"] for row in prepared.columns(np.arange(NUM_ROWS))] == posts
 
 
 def test_ray_dataset_is_prepared_and_stored_once(local_ray, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Prepare
-from mmray.data.prepare import contamination, shard_arrays
+from mmray.data.prepare import contamination, map_shards
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import NO_ROW
 from mmray.data.prepare.contamination import (
@@ -34,15 +34,15 @@ def in_process(monkeypatch):
     """Run without Ray; the fixture lists the shards that were hashed."""
     hashed = []
 
-    def tasks(work, items):
+    def tasks(work, items, **_):
         items = json.loads(json.dumps(items))
-        hashed.extend(item["file"] for item in items)
+        hashed.extend(shard["file"] for item in items for shard in item)
         yield from map(work, items)
 
     # the images of these tests have little but noise
     monkeypatch.setattr(contamination, "PHASH_DISTANCE", 20)
     monkeypatch.setattr(prepare_module, "map_tasks", run_here)
-    monkeypatch.setattr(shard_arrays, "map_tasks", tasks)
+    monkeypatch.setattr(map_shards, "map_tasks", tasks)
     return hashed
 
 

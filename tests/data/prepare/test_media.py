@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
-from mmray.data.prepare import shard_arrays
+from mmray.data.prepare import map_shards
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
@@ -152,7 +152,7 @@ def test_duplicates_have_the_same_images_and_the_same_conversation(tmp_path: Pat
 def test_contamination_covers_every_image_of_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_arrays, "map_tasks", map_closable)
+    monkeypatch.setattr(map_shards, "map_tasks", map_closable)
     prepare(str(jsonl(tmp_path / "raw")), str(tmp_path / "eval"), LAX)
     folder = tmp_path / "train"
     folder.mkdir()
@@ -175,7 +175,7 @@ def test_contamination_covers_every_image_of_a_row(
     assert all(data.startswith("data:image/webp") for leak in leaks for data in leak["thumbnails"])
 
 
-def map_closable(work: Any, items: Any) -> Any:
+def map_closable(work: Any, items: Any, **_: Any) -> Any:
     """A generator, because callers close it."""
     yield from map(work, items)
 

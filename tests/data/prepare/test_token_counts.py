@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmray.data.messages import message_text
-from mmray.data.prepare import shard_arrays
+from mmray.data.prepare import map_shards
 from mmray.data.prepare import token_counts as module
 from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_counts
 from mmray.data.store.mixture import PreparedMixture
@@ -41,12 +41,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run without Ray; the shards that were counted."""
     shards: list[str] = []
 
-    def run(work: Any, items: Any) -> Any:
+    def run(work: Any, items: Any, **_: Any) -> Any:
         for item in items:
             yield work(item)
-            shards.append(item["file"])
+            shards.extend(shard["file"] for shard in item)
 
-    monkeypatch.setattr(shard_arrays, "map_tasks", run)
+    monkeypatch.setattr(map_shards, "map_tasks", run)
     monkeypatch.setattr(module, "_COUNTERS", {})
     return shards
 
@@ -75,8 +75,6 @@ def test_counts_are_stored_and_reused(tmp_path: Path, counted: list[str]) -> Non
     assert np.array_equal(token_counts(prepared, Words()), counts) and len(counted) == 3
     token_counts(prepared, Words("another processor"))
     assert len(counted) == 6
-    files = list((tmp_path / "tokens" / "words").iterdir())
-    assert sum(file.stat().st_size for file in files) == 4 * 210 + 3 * 128  # heads of the files
 
 
 def test_killed_job_resumes_with_the_shards_that_are_missing(
@@ -90,10 +88,23 @@ def test_killed_job_resumes_with_the_shards_that_are_missing(
 
     with pytest.raises(KeyboardInterrupt):
         token_counts(prepared, Words(), stop)
-    finished = len(list((tmp_path / "tokens" / "words").iterdir()))
     counted.clear()
     assert np.array_equal(token_counts(prepared, Words()), expected(prepared))
-    assert finished == 1 and len(counted) == 2
+    assert len(counted) == 2
+
+
+def test_files_have_several_shards_and_a_set_that_grows_counts_new_ones(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(map_shards, "MAX_FILES", 2)
+    counts = token_counts(make(tmp_path, 5), Words())
+    [folder] = (tmp_path / "columns").iterdir()
+    assert len([*folder.glob("*.arrow")]) == 2
+    (folder / "index.json").unlink()  # an earlier job was killed
+    larger = make(tmp_path, 7)
+    assert np.array_equal(token_counts(larger, Words()), expected(larger))
+    assert np.array_equal(expected(larger)[: len(counts)], counts)
+    assert counted[5:] == ["shards/5.arrow", "shards/6.arrow"]
 
 
 def test_set_without_the_sizes_of_its_images_is_refused(tmp_path: Path, counted: list[str]) -> None:
@@ -134,6 +145,6 @@ def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[
 
 def test_folder_that_is_not_writable_is_named(tmp_path: Path, counted: list[str]) -> None:
     prepared = make(tmp_path, 1)
-    (tmp_path / "tokens").write_text("a file where the counts would be")
+    (tmp_path / "columns").write_text("a file where the counts would be")
     with pytest.raises(ResourceError, match=r"cannot write the token counts of .* writable"):
         token_counts(prepared, Words())

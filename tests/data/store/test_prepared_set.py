@@ -142,9 +142,9 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
-    other = manifest.read_bytes().replace(b'"schema_version": 7', b'"schema_version": 6')
+    other = manifest.read_bytes().replace(b'"schema_version": 8', b'"schema_version": 6')
     damaged = [
-        (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 7}', b"\xff")
+        (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 8}', b"\xff")
     ]
     values = json.loads(manifest.read_bytes())
     damaged.append((manifest.read_bytes().replace(b'"shards-', b'"gone-'), "gone-.*"))

@@ -15,7 +15,7 @@ import pytest
 
 from mmray.data.formats.in_memory import store_rows
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import column_types, read_columns
+from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import RowFilter, select_rows
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.errors import DataError, UsageError
@@ -68,10 +68,7 @@ def test_kept_columns_have_types_and_a_value_for_each_row(tmp_path, in_process, 
         "is_safe": "bool",
     }
     prepared = PreparedSet.open(str(tmp_path / "out"))
-    parts = [
-        read_columns(prepared.folder, manifest.columns, shard.file, list(COLUMNS))
-        for shard in prepared.shards
-    ]
+    parts = list(prepared.values.read([each.key for each in prepared.shards], list(COLUMNS)))
     assert len(parts) >= 2
     for column, values in COLUMNS.items():
         assert [value for part in parts for value in part[column].to_pylist()] == values
@@ -79,9 +76,9 @@ def test_kept_columns_have_types_and_a_value_for_each_row(tmp_path, in_process, 
 
 def test_tars_tables_and_groups_keep_columns(tmp_path, in_process):
     def kept(source, **settings):
-        manifest = prepare(str(source), str(tmp_path / "out"), LAX.replace(**settings))
-        shard = PreparedSet.open(str(tmp_path / "out")).shards[0].file
-        columns = read_columns(tmp_path / "out", manifest.columns, shard, ["similarity", "url"])
+        prepare(str(source), str(tmp_path / "out"), LAX.replace(**settings))
+        prepared = PreparedSet.open(str(tmp_path / "out"))
+        [columns] = prepared.values.read([prepared.shards[0].key], ["similarity", "url"])
         shutil.rmtree(tmp_path / "out")
         return {name: values.to_pylist() for name, values in columns.items()}
 
@@ -294,5 +291,5 @@ def test_set_that_grows_keeps_columns_of_its_rows(tmp_path, in_process, run):
     assert in_process == [2]
     selected = open_selected(tmp_path / "out", "similarity > 0.3", tmp_path)
     assert selected.keys() == ["k1", "k3", "k5", "k6", "k9", "k11"]
-    files = sorted(path.name for path in (tmp_path / "out" / "columns" / "kept").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "out" / "shards").iterdir())
+    files = [*(tmp_path / "out" / "columns" / "kept").glob("*.arrow")]
+    assert len(files) == len([*(tmp_path / "out" / "shards").iterdir()])

@@ -14,7 +14,7 @@ import mmray
 from mmray import cli
 from mmray.config import Prepare, to_yaml
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.prepare import shard_arrays
+from mmray.data.prepare import map_shards
 from mmray.data.prepare.pipeline import prepare
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
@@ -97,7 +97,7 @@ def test_killed_run_resumes_with_equal_weights(
 ):
     """The worker process is killed after step 5."""
     monkeypatch.setattr(
-        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
+        map_shards, "map_tasks", lambda work, items, **_: (work(item) for item in items)
     )
     (tmp_path / "faults").mkdir()
     monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))

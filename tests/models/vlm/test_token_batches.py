@@ -10,7 +10,7 @@ import torch
 
 from mmray.config import Vlm as VlmConfig
 from mmray.config import VlmInputs
-from mmray.data.prepare import shard_arrays
+from mmray.data.prepare import map_shards
 from mmray.data.prepare.token_counts import token_counts
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
@@ -53,7 +53,7 @@ def losses(model, reader, plan, rows):
 
 def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, monkeypatch):
     monkeypatch.setattr(
-        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
+        map_shards, "map_tasks", lambda work, items, **_: (work(item) for item in items)
     )
     weights = str(folder_of("qwen3_vl"))
     counts = token_counts(prepared, ProcessorCounter(weights))
@@ -78,7 +78,7 @@ def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, mon
 
 def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        shard_arrays, "map_tasks", lambda work, items: (work(item) for item in items)
+        map_shards, "map_tasks", lambda work, items, **_: (work(item) for item in items)
     )
     tokens = ProcessorCounter(str(folder_of("qwen3_vl"))).reserved_tokens
     rows = stored_rows(6)

@@ -1,0 +1,96 @@
+"""Compute columns of the rows of a set in tasks: token counts, hashes of images, scores.
+
+Shards that have the columns are not computed again. So a killed job resumes, and of a set that grew
+only the new shards are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index, write_values
+from mmray.data.store.shard_table import Shard
+from mmray.storage.paths import AnyPath, to_path
+
+MAX_FILES = 2000  # that a call writes of a column
+
+Compute = Callable[[PreparedSet], Mapping[str, pa.Array]]
+
+
+def map_shards(
+    prepared: PreparedSet,
+    types: Mapping[str, str],
+    compute: Compute,
+    on_rows: Callable[[int, int], None],
+    folder: AnyPath | None = None,
+    runs_model: bool = False,
+) -> RowValues:
+    """Return columns of a set, computing those of the shards that do not have them.
+
+    Args:
+        types: Types of the columns by name; each is stored in `columns/NAME`.
+        compute: Picklable function, called in a task with the set of all stored rows of one shard;
+            returns a value for each of them by column.
+        on_rows: Called with (done, total): numbers of rows that have values, and of all rows of the
+            shards. Not called if none are computed.
+        folder: Folder of a set in which the columns are stored; None: that of `prepared`.
+        runs_model: Whether tasks use GPUs, if there are any.
+
+    Returns:
+        The columns. Tasks run on Ray if it is initialized, otherwise in child processes.
+
+    Raises:
+        OSError: The columns cannot be written.
+        ResourceError: Tasks die.
+    """
+    folder = prepared.folder if folder is None else folder
+    columns = {name: {name: kind} for name, kind in types.items()}
+    for name in types:
+        (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
+    values = RowValues(folder, columns)
+    shards = [replace(shard, dropped=()) for shard in prepared.shards if shard.num_kept]
+    missing = [shard for shard in shards if not values.has(shard.key)]
+    if not missing:
+        return values
+    total = sum(shard.num_rows for shard in shards)
+    done = total - sum(shard.num_rows for shard in missing)
+    on_rows(done, total)
+    size = -(-len(missing) // MAX_FILES)
+    items = [
+        [dict(vars(shard)) for shard in missing[start : start + size]]
+        for start in range(0, len(missing), size)
+    ]
+    # Without a cache.
+    manifest = replace(prepared.manifest, shards=())
+    bare = PreparedSet(prepared.folder, manifest, captions=prepared.captions)
+    work = partial(_compute_task, prepared=bare, folder=str(folder), compute=compute)
+    with closing(map_tasks(work, items, runs_model=runs_model)) as results:
+        for result in results:
+            done += result["num_rows"]
+            on_rows(done, total)
+    for name in types:
+        update_index(folder, name)
+    return RowValues(folder, columns)
+
+
+def _compute_task(
+    items: list[dict[str, Any]], prepared: PreparedSet, folder: str, compute: Compute
+) -> Result:
+    """Ray task: write the columns of some shards."""
+    shards = [Shard.from_json(item) for item in items]
+    computed = {shard.key: compute(prepared.with_shards((shard,))) for shard in shards}
+    for name in computed[shards[0].key]:
+        values = {
+            key: pa.RecordBatch.from_pydict({name: columns[name]})
+            for key, columns in computed.items()
+        }
+        write_values(to_path(folder), name, values)
+    return {"num_rows": sum(shard.num_rows for shard in shards)}
