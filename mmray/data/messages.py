@@ -411,9 +411,9 @@ def _parse_arguments(call: Any) -> Any:
     """Return a call whose arguments are an object, as chat templates expect them; OpenAI's API has
     JSON of it, of which `tojson` would make a text.
     """
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(arguments, str):
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    if isinstance(arguments := function.get("arguments"), str):
         with suppress(ValueError, RecursionError):
             if isinstance(value := json.loads(arguments), dict):
                 return call | {"function": function | {"arguments": value}}
