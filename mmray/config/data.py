@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import tyro
 from pydantic import Field, field_validator, model_validator
@@ -426,6 +426,11 @@ class Data(Section, settings_prefix="data"):
     reasoning: Literal["trained", "masked"] = Field(
         "trained", description="Whether the reasoning of these messages is trained, too."
     )
+    augment: str | None = Field(
+        None,
+        description="Your own `package.module:function` of a resized training image and a random "
+        "generator, which returns the augmented image.",
+    )
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only.")
     shuffle: bool = Field(
         True, description="Shuffle each epoch differently, by the seed; False: source order."
@@ -534,6 +539,7 @@ class Augment(Section, settings_prefix="augment"):
     and the key (name) of the row.
     """
 
+    function: ClassVar[str | None] = None  # RowReader adds `data.augment`
     crop_scale: tuple[float, float] = Field(
         (1.0, 1.0), description="Area of a random crop, lowest and highest fraction."
     )

@@ -243,6 +243,11 @@ class EvalSettings(Section, settings_prefix="evaluate"):
         ge=0,
         description="Answers that a vision-language model generates, for exact match, CIDEr, etc.",
     )
+    metrics: tuple[str, ...] = Field(
+        (),
+        description="Your own `package.module:function` of the embeddings, or of the generated "
+        "answers, which returns metrics by name.",
+    )
     classes: tuple[str, ...] = Field(
         (),
         description="Names of the labels 0, 1, ..., or a .txt file with one a line; empty: those "

@@ -26,8 +26,9 @@ from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch, extra_tensors, token_columns
 from mmray.data.stream.reader import RowReader
-from mmray.errors import DataError
+from mmray.errors import DataError, UsageError
 from mmray.machine import cores
+from mmray.plugins import load_class
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -65,6 +66,33 @@ class EvalReader:
         self.settings = settings
         self.on_rows = on_rows or (lambda _: None)
         self.skipped: list[str] = []
+        self._own_metrics = {
+            name: load_class(name, "evaluate.metrics") for name in settings.metrics
+        }
+
+    def add_own_metrics(
+        self, metrics: dict[str, float], group: Any, *inputs: Any
+    ) -> dict[str, float]:
+        """Return metrics, and those of the functions that `evaluate.metrics` names; a collective
+        call.
+
+        Args:
+            inputs: Arguments of the functions, equal on all ranks: the embeddings by modality and
+                the labels, or the generated answers and their references.
+
+        Raises:
+            UsageError: A function returned the name of another metric.
+        """
+        for name, function in self._own_metrics.items():
+            own = {metric: float(value) for metric, value in function(*inputs).items()}
+            if repeated := own.keys() & metrics.keys():
+                raise UsageError(
+                    f"evaluate.metrics: `{name}` returned {', '.join(sorted(repeated))}, which is "
+                    "another metric of the evaluation: rename it"
+                )
+            # Those of rank 0, because a function with random numbers differs between ranks.
+            metrics = metrics | group.broadcast_object(own)
+        return metrics
 
     def batches(
         self, rank: int = 0, world_size: int = 1, limit: int | None = None

@@ -36,8 +36,7 @@ class _Clip(NamedTuple):
 
     columns: Block  # inputs of the model
     text: str
-    identity: list[int]  # hash of the text, index of the row, number of the text in the row
-    label: int
+    identity: list[int]  # hash of the text, index of the row, number of the text in the row, label
 
 
 class ClipEvaluator(EvalDataset):
@@ -111,11 +110,12 @@ class ClipEvaluator(EvalDataset):
             )
         if save_examples is not None:
             save_examples(examples.values(len(identity)))
-        return metrics | {
+        metrics |= {
             "recall_at_1/mean": sum(recalls) / len(recalls),
             "rows": float(len(identity)),
             "bad_rows": float(bad_rows),
         }
+        return self.add_own_metrics(metrics, group, embeds, identity[:, 3])
 
     def _embed(
         self, model: nn.Module, group: Group
@@ -134,7 +134,7 @@ class ClipEvaluator(EvalDataset):
                 for name, embed in outputs.items()
                 if name.endswith("_embed")
             }
-            identities = RowFile(3, np.int64)
+            identities = RowFile(4, np.int64)
             classifies = "class_logits" in outputs
             hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64) if classifies else None
             batches = self.batches(group.rank, group.world_size, self.settings.limit)
@@ -157,15 +157,15 @@ class ClipEvaluator(EvalDataset):
         for text_number in range(max(1, len(row.texts))):
             clip = row.with_text(text_number)
             text = (self.encoder.format_texts(clip) or [""])[0]
-            identity = [hash_key(text or row.key), number, text_number]
+            identity = [hash_key(text or row.key), number, text_number, label]
             columns = self.reader.encode_row(row, text_number)
-            clips.append(_Clip(columns, text, identity, label))
+            clips.append(_Clip(columns, text, identity))
         return clips
 
     def _collate(self, items: list[Any]) -> Batch:
         return self.collate_inputs(items, [clip.text for clip in items]) | {
             "identity": torch.tensor([clip.identity for clip in items]),
-            "label": torch.tensor([clip.label for clip in items]),
+            "label": torch.tensor([clip.identity[3] for clip in items]),
             "valid": torch.ones(len(items), dtype=torch.bool),
         }
 
@@ -181,7 +181,7 @@ def _ranks(
     """Return the ranks of a direction, of the clips `numbers`, which have both modalities."""
 
     def items(modality: str, clips: Tensor) -> RetrievalItems:
-        return RetrievalItems(embeds[modality], clips, identity[clips, 1:])
+        return RetrievalItems(embeds[modality], clips, identity[clips, 1:3])
 
     queries = embeds[query][numbers]
     results = embeds[gallery][numbers]

@@ -26,7 +26,13 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import EncodedRow, RowError
 from mmray.data.vlm.reader import ConversationReader
-from mmray.evaluation.answers import anls, caption_scores, exact_match, vqa_accuracy
+from mmray.evaluation.answers import (
+    References,
+    anls,
+    caption_scores,
+    exact_match,
+    vqa_accuracy,
+)
 from mmray.evaluation.batches import EvalReader
 from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep, steps_in_lockstep
 
@@ -103,7 +109,8 @@ class ConversationEvaluator(EvalReader):
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
             `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
             `evaluate.num_generations` also `exact_match`, `vqa_accuracy`, `anls`, `bleu_4` (0 to
-            1), `cider` (0 to 10) and `answered` (rows with a generated answer).
+            1), `cider` (0 to 10), `answered` (rows with a generated answer), and those of
+            `evaluate.metrics`.
 
         Raises:
             DataError: No row is readable; raised on every rank.
@@ -136,8 +143,7 @@ class ConversationEvaluator(EvalReader):
             examples = answer_examples(answers, self.prepared, self.reader.question)
             save_examples({"rows": int(rows)} | examples)
         mean = loss / max(1.0, tokens)
-        scores = answer_scores(answers) if answers else {}
-        return scores | {
+        metrics = {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite
             "token_accuracy": correct / max(1.0, tokens),
@@ -145,6 +151,12 @@ class ConversationEvaluator(EvalReader):
             "rows": rows,
             "bad_rows": float(bad_rows),
         }
+        if not answers:
+            return metrics
+        texts = [answer.text for answer in answers]
+        references = [answer.references for answer in answers]
+        scores = answer_scores(texts, references)
+        return self.add_own_metrics(scores | metrics, group, texts, references)
 
     def _encode(self, row: Row) -> list[EncodedRow]:
         """Return the conversations of a row: one, or one for each caption. Raises as
@@ -194,20 +206,18 @@ class ConversationEvaluator(EvalReader):
         return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
 
 
-def answer_scores(answers: Sequence[Answer]) -> dict[str, float]:
+def answer_scores(texts: Sequence[str], references: References) -> dict[str, float]:
     """Compare generated answers with the correct ones.
 
     Returns:
         `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
         `answered` (number of rows).
     """
-    texts = [answer.text for answer in answers]
-    references = [answer.references for answer in answers]
     return caption_scores(texts, references) | {
         "exact_match": exact_match(texts, references),
         "vqa_accuracy": vqa_accuracy(texts, references),
         "anls": anls(texts, references),
-        "answered": float(len(answers)),
+        "answered": float(len(texts)),
     }
 
 

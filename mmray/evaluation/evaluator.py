@@ -70,7 +70,7 @@ class Evaluator(EvalDataset):
             classification head `classification/top_1`, `classification/top_5` and
             `classification/rows`, and with a region head `regions/top_1`, `regions/top_5` and
             `regions/boxes`. Recall and accuracy are 0 to 1; there is no `top_5` with at most 5
-            classes.
+            classes. And those of `evaluate.metrics`.
 
         Raises:
             DataError: No row is readable, or a label has no class name.
@@ -87,18 +87,25 @@ class Evaluator(EvalDataset):
             if save_examples is not None:
                 examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
                 save_examples(image_examples(embedded, retrieval_ranks, examples))
+        embeds = {"image": embedded.image}
+        label = self._own_labels(embedded.label)
         classes = settings.classes or self.prepared.manifest.class_names
         if classes and self.task != "retrieval":
-            label = self._own_labels(embedded.label)
             if (num_labels := int(label.max()) + 1) > len(classes):
                 raise DataError(
                     f"evaluate.classes has {len(classes)} names, and {self.prepared.folder} "
                     f"has the label {num_labels - 1}: give a name for each of the labels 0, 1, ..."
                 )
-            metrics |= self._zero_shot(model, embedded.image, label, group, classes)
+            embeds["classes"] = self._class_embeddings(model, group, classes)
+            metrics |= self._zero_shot(embedded.image, label, group, embeds["classes"])
+        if settings.metrics and retrieves:  # a row for each caption
+            label = label[embedded.image_index]
+            embeds["image"] = embedded.image[embedded.image_index]
+            embeds["text"] = embedded.text[embedded.text_id]
         for name, head in embedded.heads.items():
             metrics |= topk_accuracy(head.hits, name, head.num_classes, head.unit)
-        return metrics | {"bad_rows": float(bad_rows)}
+        metrics["bad_rows"] = float(bad_rows)
+        return self.add_own_metrics(metrics, group, embeds, label)
 
     def _own_labels(self, labels: Tensor) -> Tensor:
         """Return the labels as the set numbers its classes, from those that rows have in a run."""
@@ -110,21 +117,19 @@ class Evaluator(EvalDataset):
     @torch.no_grad()
     def _zero_shot(
         self,
-        model: nn.Module,
         images: Tensor,
         labels: Tensor,
         group: Group,
-        classes: Sequence[str],
+        classes: Tensor,
     ) -> dict[str, float]:
         """Accuracy of the nearest class embedding, and the mean recall of the classes."""
-        weights = self._class_embeddings(model, group, classes)
         ranks = []
         own_labels = []
         local = slice(group.rank, None, group.world_size)
         columns = (column[local].split(retrieval.CHUNK) for column in (images, labels))
         with retrieval.full_precision("cpu"):
             for image, label in zip(*columns, strict=True):
-                ranks.append(classes_before(image @ weights.T, label, retrieval.TIE))
+                ranks.append(classes_before(image @ classes.T, label, retrieval.TIE))
                 own_labels.append(label[(label >= 0) & (label < len(classes))])
         none = torch.zeros(0, dtype=torch.int64)
         before = group.all_gather_variable(torch.cat([none, *ranks])).cpu()

@@ -161,6 +161,7 @@ class Attempt:
                 max_pixels,
                 config.augment,
                 IMAGE_CACHE_MB,
+                config.data.augment,
             )
         return WorkerContext(
             config=config,

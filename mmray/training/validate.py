@@ -168,7 +168,18 @@ def unsupported_reasons(config: Config) -> list[str]:
         + support.unsupported_reasons(config)
         + token_batch_reasons(config)
         + target_reasons(config)
+        + augmentation_reasons(config)
     )
+
+
+def augmentation_reasons(config: Config) -> list[str]:
+    """Return that the images of the model are not augmented; [] if they are, or need not be."""
+    is_requested = config.augment.is_active or config.data.augment is not None
+    if not is_requested or not isinstance(config.model, Vlm):
+        return []
+    return [
+        "augment and data.augment: model.kind `vlm` reads the images as they are; leave them out"
+    ]
 
 
 def target_reasons(config: Config) -> list[str]:

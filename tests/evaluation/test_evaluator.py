@@ -87,11 +87,17 @@ class Rank:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        self.rows[self.rank] = rows
+        return torch.cat(self.all_gather_objects(rows))
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        self.rows[self.rank] = value
         self.barrier.wait()
-        everyone = torch.cat(self.rows)
+        everyone = [*self.rows]
         self.barrier.wait()
         return everyone
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.all_gather_objects(value)[0]
 
 
 def on_ranks(world: int, work: Any) -> list[Any]:
@@ -151,6 +157,32 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
     assert alone["rows"] == (limit or NUM_ROWS) - 1
     assert alone["bad_rows"] == 1
     assert score(prepared, world=world, limit=limit) == [alone] * world
+
+
+def own_metrics(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    """A value that differs between the ranks, and the shapes."""
+    shapes = {f"own/{name}": embed.shape[0] for name, embed in embeddings.items()}
+    return shapes | {"own/labels": len(labels), "own/thread": threading.get_ident() % 1000}
+
+
+def own_rows(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    return {"rows": 3, "own": 1}
+
+
+@pytest.mark.parametrize("classes", [(), ("a", "b", "c")])
+def test_metrics_of_the_user_get_a_row_for_each_caption(
+    prepared: PreparedSet, classes: tuple[str, ...]
+) -> None:
+    name = "tests.evaluation.test_evaluator:own_metrics"
+    ranks = score(prepared, world=2, classes=classes, metrics=(name,))
+    assert ranks[0] == ranks[1], "those of rank 0"
+    own = {each: value for each, value in ranks[0].items() if each.startswith("own/")}
+    del own["own/thread"]
+    captions = sum(1 + number % 3 for number in range(NUM_ROWS) if number != 4)
+    expected = dict.fromkeys(("own/image", "own/text", "own/labels"), captions)
+    assert own == expected | ({"own/classes": 3} if classes else {})
+    with pytest.raises(UsageError, match=r"evaluate\.metrics: .*own_rows` returned rows, which"):
+        score(prepared, metrics=("tests.evaluation.test_evaluator:own_rows",))
 
 
 class BatchNormalized(Toy):

@@ -20,6 +20,8 @@ from PIL import Image, ImageEnhance
 
 from mmray.data.images.decode import WHITE
 from mmray.data.images.formats import detect_format
+from mmray.errors import UsageError
+from mmray.plugins import load_class
 
 try:  # no build for Linux on ARM
     import cykooz_resizer as simd
@@ -60,7 +62,8 @@ def transform(
     Args:
         rgb: Pixels uint8 [H, W, 3].
         inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
-        augment: The `augment` section: random crop, flip and color jitter; None for none.
+        augment: The `augment` section: random crop, flip and color jitter, and then `function`,
+            the name of the user's; None for none.
         uniforms: Random numbers in [0, 1) that determine crop, flip and colors, float64; the first
             NUM_UNIFORMS (49) are used. In training they are a pure function of seed, row and epoch.
             None: no augmentation.
@@ -86,7 +89,25 @@ def transform(
             image, augment, uniforms[JITTER_SLICE], np.argsort(uniforms[JITTER_ORDER_SLICE])
         )
         square = np.asarray(jittered).transpose(2, 0, 1)
+    if augment.function is not None:
+        square = _apply_function(augment.function, square, uniforms)
     return np.ascontiguousarray(square)
+
+
+def _apply_function(name: str, square: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """Return pixels uint8 [3, S, S] as the user's function augments them."""
+    # Frames of a clip have equal uniforms, and so equal random numbers.
+    generator = np.random.default_rng(uniforms[:4].view(np.uint64))
+    image = np.array(square.transpose(1, 2, 0), order="C")  # a copy, which may be changed
+    augmented = load_class(name, "data.augment")(image, generator)
+    if not isinstance(augmented, np.ndarray) or augmented.dtype != np.uint8:
+        raise UsageError(f"data.augment: `{name}` returned no array of type uint8")
+    if augmented.shape != image.shape:
+        raise UsageError(
+            f"data.augment: `{name}` returned the shape {augmented.shape} for an image of "
+            f"{image.shape}"
+        )
+    return augmented.transpose(2, 0, 1)
 
 
 def resize_to_square(

@@ -214,6 +214,7 @@ class RowReader(SetReader):
         augment: The `augment` section; None for none.
         image_cache_mb: Keep all decoded images in memory, if they need at most this and are not
             augmented.
+        function: Name of the user's function that is applied after `augment`, `data.augment`.
     """
 
     def __init__(
@@ -224,10 +225,14 @@ class RowReader(SetReader):
         max_pixels: int,
         augment: Augment | None = None,
         image_cache_mb: float = 0.0,
+        function: str | None = None,
     ):
         super().__init__(prepared, max_pixels)
         self.inputs = _to_namespace(inputs)
-        self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
+        self.augment = None
+        if augment is not None and (augment.is_active or function is not None):
+            self.augment = _to_namespace(augment)
+            vars(self.augment)["function"] = function
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         self.extra_columns = extra_columns(self.inputs, self.augment)
         # Frames and samples instead of one image.

@@ -23,6 +23,7 @@ from mmray.data.images.transform import (
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
+from mmray.errors import UsageError
 from tests.made import CAPTIONS, make_set, noisy, row
 
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
@@ -157,3 +158,40 @@ def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     assert np.array_equal(
         off.read_block(plan, positions)["image"], plain.read_block(plan, positions)["image"]
     )
+
+
+def randomize(image, generator):
+    """The user's: the first pixels become random ones."""
+    image[0] = generator.integers(0, 256, image[0].shape)
+    return image
+
+
+def wrong_size(image, generator):
+    return image[:4]
+
+
+def test_function_of_the_user_changes_the_square_by_seed_epoch_and_key(tmp_path):
+    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(6)])
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    name = "tests.data.images.test_augment"
+
+    def block(positions, seed=1, function="randomize", augment=Augment()):  # noqa: B008
+        reader = RowReader(
+            prepared, INPUTS, tokenizer, 10**6, augment, function=function and f"{name}:{function}"
+        )
+        plan = SamplePlan(num_rows=6, global_batch_size=3, world_size=1, seed=seed, steps=8)
+        return reader.read_block(plan, positions)
+
+    positions = np.arange(12)
+    mine = block(positions)
+    plain = block(positions, function=None)
+    assert np.array_equal(mine["image"][:, :, 1:], plain["image"][:, :, 1:])
+    first_rows = mine["image"][:, :, 0].reshape(12, -1)
+    assert len(np.unique(first_rows, axis=0)) == 12, "another in each epoch and for each row"
+    assert np.array_equal(block(positions[7:8])["image"][0], mine["image"][7])
+    assert (block(positions, seed=2)["image"] != mine["image"]).any()
+    flipped = block(positions, augment=Augment(flip=1.0), function=None)["image"]
+    both = block(positions, augment=Augment(flip=1.0))["image"]
+    assert np.array_equal(both[:, :, 1:], flipped[:, :, 1:])
+    with pytest.raises(UsageError, match=r"data\.augment: .*wrong_size` returned the shape \(4, "):
+        block(positions, function="wrong_size")

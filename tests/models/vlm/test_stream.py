@@ -108,9 +108,15 @@ def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
     assert "tokens exceed model.inputs.max_tokens 20" in detail
 
 
+def answer_metrics(answers, references):
+    assert len(answers) == len(references)
+    return {"own/references": sum(map(len, references))}
+
+
 def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
     held_out = PreparedSet.open(str(prepared.folder), "test")
-    evaluate = Evaluate(batch=2, num_generations=3)
+    metrics = ("tests.models.vlm.test_stream:answer_metrics",)
+    evaluate = Evaluate(batch=2, num_generations=3, metrics=metrics)
     config = SimpleNamespace(model=spec, evaluate=evaluate, data=None)
     shown = []
     evaluator = ConversationEvaluator(config, held_out, 10**7)
@@ -121,6 +127,7 @@ def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
     assert scores["loss"] == pytest.approx(loss, rel=1e-4)
     assert scores["tokens"] == len(batch["targets"])
     assert (scores["rows"], scores["bad_rows"], scores["answered"]) == (3, 0, 3)
+    assert scores["own/references"] == 3
     assert 0 <= scores["exact_match"] <= scores["vqa_accuracy"] <= 1
     examples = shown[0]["answers"]
     assert [each["key"] for each in examples] == ["row-0", "row-1", "row-2"]
