@@ -198,9 +198,10 @@ def _from_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         if name == _IMAGE_POSITIONS:
             tensor = tensor[None]
         if name.startswith("vision_model.head.attention.in_proj_"):
-            pool, suffix = "visual.trunk.attn_pool", name.rpartition("_")[2]
+            suffix = name.rpartition("_")[2]
             width = len(tensor) // 3
-            out[f"{pool}.q.{suffix}"], out[f"{pool}.kv.{suffix}"] = tensor[:width], tensor[width:]
+            out[f"visual.trunk.attn_pool.q.{suffix}"] = tensor[:width]
+            out[f"visual.trunk.attn_pool.kv.{suffix}"] = tensor[width:]
         elif name.startswith("text_model.head."):
             out[name.replace("text_model.head.", "text.text_projection.")] = tensor
         elif name.startswith("text_model."):

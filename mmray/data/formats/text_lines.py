@@ -167,7 +167,8 @@ class JsonlSource(Source):
             for record in self.iter_records(name, lines):
                 records += 1
                 rows += bool(record)
-                first_of_record, num_lines = num_lines + 1, lines.num_lines
+                first_of_record = num_lines + 1
+                num_lines = lines.num_lines
                 if num_lines > first_of_record:
                     self.num_multi_line += 1
                     location = f"{name}, lines {first_of_record} to {num_lines}"

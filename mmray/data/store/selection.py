@@ -147,10 +147,10 @@ class RowFilter:
             join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
             return reduce(join, map(evaluate, node.values))
         if isinstance(node, ast.BinOp):
-            left, right = evaluate(node.left), evaluate(node.right)
-            if isinstance(node.op, ast.Div) or left.type != right.type:
-                left, right = _as_float(left), _as_float(right)
-            return _ARITHMETIC[type(node.op)](left, right)
+            operands = [evaluate(node.left), evaluate(node.right)]
+            if isinstance(node.op, ast.Div) or operands[0].type != operands[1].type:
+                operands = [*map(_as_float, operands)]
+            return _ARITHMETIC[type(node.op)](*operands)
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
             pairs = zip(operands, node.ops, operands[1:], strict=False)

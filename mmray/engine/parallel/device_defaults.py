@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmray.engine.parallel.float8 import check_device
+from mmray.engine.parallel.float8 import Capability, check_device
 from mmray.errors import UsageError, first_line
 from mmray.machine import cores
 
@@ -34,7 +34,6 @@ NO_COMPILER = (
     "torch.compile cannot build a kernel here. Install gcc (for a CPU g++) and the headers of "
     "Python (python3-dev)"
 )
-Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of an H100
 
 
 @dataclass(frozen=True)

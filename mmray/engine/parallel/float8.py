@@ -18,8 +18,8 @@ from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
     from mmray.config import Train
-    from mmray.engine.parallel.device_defaults import Capability
 
+Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of an H100
 MIN_WIDTH = 1024  # inputs and outputs of a layer; narrower products gain less than the casts cost
 # Oldest GPUs with kernels of a recipe.
 MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}

@@ -61,7 +61,8 @@ def model_config(
             f"{_OPTION}: open_clip has no model like this one of kind {spec['kind']}; only `clip` "
             "with an end token and without logit_bias, and `siglip` with it, can be exported"
         )
-    image, text = hf["vision_config"], hf["text_config"]
+    image = hf["vision_config"]
+    text = hf["text_config"]
     text_cfg = {
         "context_length": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
@@ -132,7 +133,8 @@ def _timm_name(image: dict[str, Any]) -> str:
     check_installed("timm", _OPTION, "timm")
     import timm
 
-    side, patch = image["image_size"], image["patch_size"]
+    side = image["image_size"]
+    patch = image["patch_size"]
     for name in timm.list_models(f"vit_*_patch{patch}_siglip*"):
         with torch.device("meta"):
             trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
