@@ -815,6 +815,7 @@ def _stored(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
         from mmray.data.formats.in_memory import store_rows
 
         cache = data.get("cache", config.data.cache)
+        check_kept("data.cache", cache)
         for name in in_memory:
             stored[name] = store_rows(
                 data[name], cache, config.prepare.column_names, config.prepare.keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,6 +28,8 @@ IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
 FOLDER = "folder of paths"  # of all media, in the folder of the source
 NOTICES = "notices of the reader"  # list of SourceRow.notices that a format adds
+_UNUSED = re.compile(r"column (`[^`]*`) is not used")  # an entry of NOTICES
+_MAX_SHOWN_NAMES = 12
 MORE_TEXTS = "a file has several texts or subtitles next to it, of which one is used"
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
@@ -215,25 +217,29 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     if isinstance(label, str) and (number := label_number(label)) is not None:
         label = number
     if label is not None and not _is_label(label):
-        raise BadRow(
-            "columns",
-            "label",
+        hint = (
             "label must be an integer, unless all labels are names; number your classes, or name "
-            f"all (got {str(label)[:40]!r})",
+            "all"
         )
+        if isinstance(label, (list, dict)) or (isinstance(label, str) and label.startswith("[")):
+            hint = "a row has one label: write a row for each class, or the classes into its text"
+        raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
     # short plain words, because they become parts of file names
     for column in ("split", "language"):
         word = values.get(column)
         if word is not None and not (isinstance(word, str) and _WORD.fullmatch(word)):
             detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
             raise BadRow("columns", column, detail)
+    split = values.get("split")
+    if split is not None and split.lower() in ("train", *HELD_OUT_SPLITS):
+        split = split.lower()  # `Test` is no training split
     return SourceRow(
         key=key,
         media=[],
         images=images,
         texts=plain,
         label=label,
-        split=values.get("split"),
+        split=split,
         language=values.get("language"),
         boxes=[[*map(float, box)] for box in boxes] or None,
         box_labels=box_labels if boxes else None,
@@ -381,13 +387,33 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
         texts = _named_texts(values, source_columns(columns, several[0]))
         values = values | ({columns[several[0]]: texts} if texts else {})
     theirs = {their: value for their, value in values.items() if their in columns.values()}
-    replaced = {
-        name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind
-    } | columns.keys()
+    replaced = replaced_columns(columns)
     rest = {
         name: value for name, value in values.items() if name not in theirs and name not in replaced
     }
     return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
+
+
+def replaced_columns(columns: Mapping[str, str]) -> set[str]:
+    """Return mmray's names of the columns that mapped ones replace: all of their kinds."""
+    kinds = {name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind}
+    return kinds | columns.keys()
+
+
+def format_unused(name: str) -> str:
+    """Return the notice of a row for a column that the set does not have."""
+    return f"column `{name[:40]}` is not used"
+
+
+def join_unused(notices: Iterable[str]) -> list[str]:
+    """Return notices in order, with one for all columns that are not used."""
+    matches = {text: _UNUSED.fullmatch(text) for text in notices}
+    names = [match[1] for match in matches.values() if match]
+    others = [text for text, match in matches.items() if not match]
+    if len(names) < 2:
+        return [*matches]
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" * (len(names) > _MAX_SHOWN_NAMES)
+    return [f"columns {', '.join(names[:_MAX_SHOWN_NAMES])}{more} are not used", *others]
 
 
 def split_names(text: str) -> tuple[str, ...]:

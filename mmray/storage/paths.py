@@ -241,7 +241,8 @@ def check_kept(name: str, address: str | AnyPath) -> None:
     Raises:
         UsageError: The output is in such a copy.
     """
-    if "://" not in str(address) and JOB_DIR in Path(str(address)).expanduser().absolute().parts:
+    path = to_path(address)
+    if isinstance(path, Path) and JOB_DIR in path.absolute().parts:
         raise UsageError(
             f"{name} {address} is in a job's copy of the working directory, which Ray deletes "
             "later. Give an absolute path on a storage that every node sees, such as /shared/..."

@@ -191,6 +191,10 @@ def _train(
     address = resolved.data_identity["train"]
     if selection.action == "resume" and trained_on.get("train") != address:
         reporter.log(f"the data has moved from {trained_on['train']} to {address}", "moved")
+    if selection.action == "resume" and (
+        line := run_dir.describe_unstored_processor(selection.path, saved_config.model)
+    ):
+        reporter.log(line, "warning")
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(
             selection.path, saved_config, resolved.data_identity, resolved.tokenizer_json

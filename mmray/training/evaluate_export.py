@@ -46,7 +46,12 @@ from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.resolve import eval_prepare_settings, held_out_rows
-from mmray.training.run_dir import RunDir, check_processor, find_set
+from mmray.training.run_dir import (
+    RunDir,
+    check_processor,
+    describe_unstored_processor,
+    find_set,
+)
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
@@ -160,6 +165,8 @@ def open_model(
         return *with_tokenizer(source, log), None
     opened = open_run(source, step)
     check_processor(to_path(source), opened[0].model)
+    if line := describe_unstored_processor(to_path(source), opened[0].model):
+        log(line, "warning")
     return opened
 
 
@@ -364,7 +371,9 @@ def _evaluate(
             except ResourceError as error:  # names the settings of a run
                 raise ResourceError(str(error).replace("--cluster.", "--")) from None
         held_out = {
-            name: match_classes(config.model, held_out_rows(each, config, folder, reporter))
+            name: match_classes(
+                config.model, held_out_rows(each, config, folder, reporter), reporter.log
+            )
             for name, each in _open_held_out(config, folder, split, reporter).items()
         }
         for text in describe_code_names(config, held_out):

@@ -130,8 +130,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
     model = with_class_names(model, train_sets)
-    train_sets = [match_classes(model, each) for each in train_sets]
-    eval_sets = {name: match_classes(model, each) for name, each in eval_sets.items()}
+    train_sets = [match_classes(model, each, reporter.log) for each in train_sets]
+    eval_sets = {name: match_classes(model, each, reporter.log) for name, each in eval_sets.items()}
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if not sets.mixture.is_single:
         train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)

@@ -8,8 +8,9 @@ import pytest
 
 from mmray import cli
 from mmray.cluster import connect
-from mmray.config import Run
+from mmray.config import Prepare, Run
 from mmray.console.reporter import ConsoleReporter
+from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.errors import UsageError
 from mmray.storage import requests
 from mmray.storage.paths import (
@@ -199,11 +200,14 @@ def test_outputs_in_a_jobs_working_directory_are_refused(tmp_path, monkeypatch):
     job = tmp_path / "working_dir_files" / "_ray_pkg_1"
     job.mkdir(parents=True)
     monkeypatch.chdir(job)
-    for output in ("runs", job / "runs"):
+    for output in ("runs", job / "runs", f"file://{job}/runs"):
         with pytest.raises(UsageError, match=r"run.storage .*runs is in a job's copy"):
             check_kept("run.storage", output)
     check_kept("run.storage", "/shared/runs")
     check_kept("run.storage", "s3://bucket/runs")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match=r"data.cache prepared is in a job's copy"):
+        ensure_prepared(str(tmp_path / "rows.jsonl"), "prepared", Prepare(), print, print)
     monkeypatch.chdir(tmp_path)
     check_kept("run.storage", "runs")
 

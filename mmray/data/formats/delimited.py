@@ -21,6 +21,7 @@ from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
+    NOTICES,
     BadRow,
     source_columns,
 )
@@ -51,6 +52,11 @@ _CLIP = rf".*({'|'.join(map(re.escape, (*AUDIO_SUFFIXES, *VIDEO_SUFFIXES)))})"
 _DATA = re.compile(rf"(\w+://.*|{_IMAGE}(#\d+)?|{_CLIP})", re.I)
 _NUMBERED_IMAGE = re.compile(rf"({_IMAGE})#\d+", re.I)
 
+
+_QUOTES = (
+    "a text that starts with a quote keeps it, as .tsv has no quoting (if it has, name the file "
+    ".csv)"
+)
 
 # Lines of a field with as many fields as there are columns, above which they are rows, whatever
 # is in them.
@@ -92,7 +98,7 @@ class CsvSource(JsonlSource):
         layout = self._layout(name)
         file = f"{self.folder / name} ({self.describe()})"
         check_columns(layout.names, self.columns, file, _NO_HEADER)
-        check_named(layout.names, self.keep, self.columns, file)
+        check_named(layout.names, self.keep, self.columns, file, bool(self.name))
 
     def describe(self) -> str:
         text = f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
@@ -203,6 +209,7 @@ class CsvSource(JsonlSource):
         numbers = [str(number) for number in range(1, len(names) + 1)]
         if theirs and theirs <= set(numbers) and not theirs & set(names):
             return _Layout(numbers, start, dialect)
+        names = [name or number for name, number in zip(names, numbers, strict=True)]
         self._check_names(names, str(path))
         return _Layout(names, lines.offset, dialect)
 
@@ -230,7 +237,10 @@ class CsvSource(JsonlSource):
     def _check_names(self, names: list[str], file: str) -> None:
         """Raise DataError if a name is repeated, or the first line has no names but a row."""
         if len(set(names)) < len(names):
-            raise DataError(f"{file}: duplicate column name: {', '.join(names)[:200]}")
+            name = next(name for name in names if names.count(name) > 1)
+            raise DataError(
+                f"{file}: duplicate column name `{name}`: {', '.join(names)[:200]}; rename one"
+            )
         if known_columns(self.columns).isdisjoint(names):
             data = [number for number, name in enumerate(names, 1) if _DATA.fullmatch(name)]
             if data:
@@ -257,14 +267,14 @@ class CsvSource(JsonlSource):
             number = names.index(theirs)
             for _, _, (_, record) in self.records(chunk):
                 with suppress(BadRow):
-                    fields = _decode_fields(record)
+                    fields = _cut(_decode_fields(record), names)
                     if len(fields) == len(names) and fields[number]:
                         yield fields[number]
 
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
         layout, fields_or_error = record
-        fields = _decode_fields(fields_or_error)
         names = layout.names
+        fields = _cut(_decode_fields(fields_or_error), names)
         if len(fields) != len(names):
             hint = (
                 f" (a field that contains the delimiter, {layout.delimiter}, needs quotes)"
@@ -285,6 +295,8 @@ class CsvSource(JsonlSource):
             theirs = self.columns.get(column, column)
             if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):
                 values[theirs] = numbered[1]
+        if "quoting" in layout.dialect and any(field.startswith('"') for field in fields):
+            values[NOTICES] = [_QUOTES]
         return values
 
 
@@ -365,6 +377,11 @@ def _parse_list(text: str) -> Any:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(text)
         raise
+
+
+def _cut(fields: list[str], names: Sequence[str]) -> list[str]:
+    """Return the fields without empty ones after the last column: a line may end in a delimiter."""
+    return fields if any(fields[len(names) :]) else fields[: len(names)]
 
 
 def _decode_fields(record: list[str] | BadRow) -> list[str]:

@@ -13,7 +13,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from PIL import Image
 
 from mmray.builtin import KEEP_ALL
 from mmray.data.formats.source import check_columns, check_named, known_columns
+from mmray.data.formats.values import is_missing
 from mmray.data.messages import MEDIA_FIELDS
 from mmray.data.rows import (
     IMAGE_COLUMNS,
@@ -100,7 +101,8 @@ def is_dataset(value: Any) -> bool:
 def encode_row(
     row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the known columns of a row with values that Parquet can store.
+    """Return the columns of a row with values that Parquet can store, and None for those that are
+    not used, so that `prepare` counts them.
 
     An image, audio or video becomes {"path": text or None, "bytes": encoded bytes, or None if they
     cannot be read}, and a conversation a JSON text.
@@ -114,21 +116,24 @@ def encode_row(
 
     Returns:
         Values by the column names of the dataset, such as {"image": {"path": ..., "bytes": ...},
-        "title": "a dog"}, without columns that are neither known nor in `keep`.
+        "title": "a dog"}.
 
     Raises:
         DataError: No column has images, or none has texts.
     """
     names = {theirs: name for name in known_columns({}) for theirs in source_columns(columns, name)}
     names |= {name: name for name in (row if keep == (KEEP_ALL,) else keep) if name not in names}
-    known = {name: value for name, value in row.items() if name in names}
     check_columns([*map(str, row)], columns, "the dataset")
     check_named([*map(str, row)], keep, columns, "the dataset")
-    return {name: _encode_value(names[name], value) for name, value in known.items()}
+    return {
+        str(name): _encode_value(names[name], value) if name in names else None
+        for name, value in row.items()
+        if name in names or not _is_missing(value)
+    }
 
 
 def _encode_value(column: str, value: Any) -> Any:
-    if value is None or type(value).__name__ in _PANDAS_MISSING:
+    if _is_missing(value):
         return None
     if column in ("images", "audios", "videos") and not isinstance(value, (str, bytes)):
         return [_encode_image(image) for image in value]
@@ -137,6 +142,10 @@ def _encode_value(column: str, value: Any) -> Any:
     if column in MESSAGE_COLUMNS and not isinstance(value, str):
         return json.dumps([*map(_with_own_media, value)], default=_json_value)
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _is_missing(value: Any) -> bool:
+    return is_missing(value) or type(value).__name__ in _PANDAS_MISSING
 
 
 def _encode_image(value: Any) -> dict[str, Any] | None:
@@ -235,29 +244,39 @@ def _write_tables(
 
 def _tables(dataset: Any, columns: dict[str, str], keep: Sequence[str]) -> Iterator[pa.Table]:
     """Yield tables of encoded rows, in order; each with the features of Hugging Face `datasets`."""
-    rows, metadata = _rows_of(dataset)
     first = 0
-    while part := list(islice(rows, _ROWS_PER_FILE)):
-        try:
-            table = pa.Table.from_pylist([encode_row(row, columns, keep) for row in part])
-        except (pa.ArrowException, AttributeError) as error:
-            location = f"rows {first} to {first + len(part) - 1} of the dataset"
-            raise DataError(f"{location} have values of different types: {error}") from None
-        yield table.replace_schema_metadata(metadata)
-        first += len(part)
+    for rows, metadata in _parts_of(dataset):
+        while part := list(islice(rows, _ROWS_PER_FILE)):
+            try:
+                encoded = [encode_row(row, columns, keep) for row in part]
+                names = dict.fromkeys(chain.from_iterable(encoded))  # the first row may lack some
+                table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in encoded])
+            except (pa.ArrowException, AttributeError) as error:
+                location = f"rows {first} to {first + len(part) - 1} of the dataset"
+                raise DataError(f"{location} have values of different types: {error}") from None
+            yield table.replace_schema_metadata(metadata)
+            first += len(part)
+
+
+def _parts_of(dataset: Any) -> list[tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]]:
+    """Return the rows of a dataset, or of each of its splits, and the metadata of its schema."""
+    if _package(dataset) == "datasets" and isinstance(dataset, Mapping):
+        parts = ((split, *_rows_of(part)) for split, part in dataset.items())
+        return [(_with_split(rows, split), metadata) for split, rows, metadata in parts]
+    return [_rows_of(dataset)]
+
+
+def _with_split(rows: Iterator[Mapping[str, Any]], split: str) -> Iterator[Mapping[str, Any]]:
+    return ({"split": split, **row} for row in rows)
 
 
 def _rows_of(dataset: Any) -> tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]:
-    """Return the rows of a dataset, and the metadata of its Arrow schema."""
     package = _package(dataset)
     if package == "pandas" and hasattr(dataset, "columns"):
         starts = range(0, len(dataset), _ROWS_PER_FILE)
         parts = (dataset.iloc[start : start + _ROWS_PER_FILE] for start in starts)
         return (row for part in parts for row in part.to_dict("records")), None
-    if package == "datasets" and isinstance(dataset, Mapping):
-        named = [(split, *_rows_of(part)) for split, part in dataset.items()]
-        return ({"split": name, **row} for name, rows, _ in named for row in rows), named[0][2]
-    if package == "datasets":
+    if package == "datasets" and not isinstance(dataset, Mapping):
         dataset = dataset.with_format("arrow")
         tables = dataset.iter(batch_size=_ROWS_PER_FILE)
         metadata = dataset.features.arrow_schema.metadata if dataset.features else None

@@ -161,13 +161,32 @@ class ParquetSource(Source):
         self._known_columns(schema, name)
         with suppress(ValueError, KeyError, TypeError, OSError):
             feature = self.features(name, schema)[self._label]
-            if feature["_type"] == "ClassLabel" and not self.class_names:
-                self.class_names = tuple(class_name(str(each)) for each in feature["names"])
+            if feature["_type"] == "ClassLabel":
+                self._set_class_names(tuple(class_name(str(each)) for each in feature["names"]))
         return ends, file_signature(self.folder, name)
+
+    def _set_class_names(self, names: tuple[str, ...]) -> None:
+        """Set the names of a file; files are checked in threads. Raises DataError if another file
+        has other ones, because its numbers are then those of other classes.
+        """
+        self._listed_classes[names] = None
+        if len(self._listed_classes) > 1:
+            lists = " and ".join(", ".join(each)[:200] for each in self._listed_classes)
+            raise DataError(
+                f"{self.folder}: files number the classes of the column {self._label} differently: "
+                f"{lists}. Cast them to one ClassLabel, or prepare each as a set of its own: "
+                "classes of sets are matched by name"
+            )
+        self.class_names = names
 
     @property
     def _label(self) -> str:
         return self.columns.get("label", "label")
+
+    @cached_property
+    def _listed_classes(self) -> dict[tuple[str, ...], None]:
+        """The different lists of class names that files have."""
+        return {}
 
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
         """Return the column types that Hugging Face `datasets` stored in a file.
@@ -234,7 +253,8 @@ class ParquetSource(Source):
         if len(set(known)) < len(known):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         check_columns(schema.names, self.columns, str(self.folder / name))
-        check_named(schema.names, self.keep, self.columns, str(self.folder / name))
+        file = str(self.folder / name)
+        check_named(schema.names, self.keep, self.columns, file, bool(self.name))
         self.unread = [column for column in schema.names if column not in known]
         return known
 

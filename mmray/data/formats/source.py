@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, COLUMNS, KEEP_ALL
-from mmray.data.formats.values import normalize_values
+from mmray.data.formats.values import is_missing, normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
     FOLDER,
@@ -29,14 +29,14 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     NOTICES,
     BadRow,
+    format_unused,
     is_valid_name,
     rename_columns,
+    replaced_columns,
     source_columns,
 )
 from mmray.errors import DataError, UsageError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
-
-_MAX_SHOWN_NAMES = 12  # of columns that are not used
 
 # Common names of columns in public data sets, to suggest one in a message.
 _COMMON_NAMES = {
@@ -336,6 +336,8 @@ class Source(ABC):
             kept = {name: value for name, value in parsed.items() if self.keeps(name)}
             values[KEPT_COLUMNS] = kept
         unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
+        if "texts" in values and "text" in parsed and not is_missing(parsed["text"]):
+            unused += ["text"] * (not self._drops("text"))
         unjoined = (
             name
             for ours in CHAT_COLUMNS
@@ -344,11 +346,12 @@ class Source(ABC):
         )
         unused += [name for name in unjoined if not self.keeps(name)]
         if names := self.unread + unused:
-            values[NOTICES] = [*values.get(NOTICES, ()), _format_unused(names)]
+            values[NOTICES] = [*values.get(NOTICES, ()), *map(format_unused, names)]
         return RawRow(line, location, values)
 
     def _drops(self, name: str) -> bool:
-        return name not in self._known and not self.keeps(name)
+        is_used = name in self._known and name not in self._replaced
+        return not is_used and not self.keeps(name)
 
     def keeps(self, name: str) -> bool:
         """Return whether a column of the source is stored with the set, as a kept column.
@@ -366,13 +369,10 @@ class Source(ABC):
     def _known(self) -> set[str]:
         return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
 
-
-def _format_unused(names: Sequence[str]) -> str:
-    """Return the notice of a row about columns that the set does not have."""
-    shown = ", ".join(f"`{name[:40]}`" for name in names[:_MAX_SHOWN_NAMES])
-    more = len(names) - _MAX_SHOWN_NAMES
-    verb = "column {} is" if len(names) == 1 else "columns {} are"
-    return f"{verb.format(shown + f' and {more} more' * (more > 0))} not used"
+    @cached_property
+    def _replaced(self) -> set[str]:
+        theirs = {name for ours in self.columns for name in source_columns(self.columns, ours)}
+        return replaced_columns(self.columns) - theirs
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
@@ -387,19 +387,25 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
 
 
 def check_named(
-    names: Collection[str], keep: Sequence[str], columns: Mapping[str, str], file: str
+    names: Collection[str],
+    keep: Sequence[str],
+    columns: Mapping[str, str],
+    file: str,
+    is_complete: bool = False,
 ) -> None:
-    """Raise UsageError if a column that the user named does not exist in the source.
-
-    The names are those of `prepare.keep`, and those of `columns` if several columns have texts.
+    """Raise UsageError if a column that the user named in `prepare.keep` or `columns` does not
+    exist in the source.
 
     Args:
         keep: Value of `prepare.keep`: names of columns, or ("all",), which names none.
+        is_complete: Whether these are the names of all rows. False: only the columns of `keep` and
+            those of several texts must be there.
     """
     flag_of = {name: "--keep" for name in keep if name != KEEP_ALL}
     for ours in columns:
-        several = source_columns(columns, ours)
-        flag_of |= dict.fromkeys(several if len(several) > 1 else (), f"--columns {ours}")
+        theirs = source_columns(columns, ours)
+        is_checked = is_complete or len(theirs) > 1
+        flag_of |= dict.fromkeys(theirs if is_checked else (), f"--columns {ours}")
     for name, flag in flag_of.items():
         if name not in names:
             raise UsageError(f"{flag}: {file} has no column `{name}`; {suggest(name, names)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -48,7 +49,8 @@ def normalize_values(
         "label": 3}, without missing ones.
 
     Raises:
-        BadRow: An id or a label is a float that may be a rounded integer.
+        BadRow: An id or a label is a float that may be a rounded integer, or a label is none of
+            the classes.
     """
     values = {name: value for name, value in values.items() if not is_missing(value)}
     if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
@@ -78,6 +80,8 @@ def normalize_values(
     label = values.get("label")
     if isinstance(label, bool):
         values["label"] = int(label)
+    elif isinstance(label, str) and not label.strip():
+        del values["label"]
     elif isinstance(label, str) and class_names:
         values["label"] = _class_number(label, class_names)
     return _with_class_caption(values, class_names, caption_template)
@@ -95,21 +99,31 @@ def order_classes(labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(class_name, ordered)))
 
 
-def _class_number(label: str, class_names: Sequence[str]) -> int | str:
-    """Return the number of a class, given by its name or as a text; the text if it is neither."""
+def _class_number(label: str, class_names: Sequence[str]) -> int:
+    """Return the number of a class, given by its name or as a text. Raises BadRow."""
     name = class_name(label)
     if name in class_names:
         return class_names.index(name)
     number = label_number(label)
-    return label if number is None else number
+    if number is None:
+        shown = ", ".join(class_names)[:200]
+        raise BadRow("columns", "label", f"label {label[:40]!r} is none of the classes {shown}")
+    return number
 
 
 def class_name(label: str) -> str:
-    """Return the name of a class for captions: the label with spaces instead of underscores.
+    """Return the name of a class for captions: the label with spaces instead of underscores, in
+    composed Unicode (NFC).
 
     Spaces at its ends are removed, and lone surrogates escaped.
     """
-    return to_utf8(label.strip().replace("_", " "))
+    return to_utf8(unicodedata.normalize("NFC", label.strip().replace("_", " ")))
+
+
+def is_list(label: str) -> bool:
+    """Return whether a label is the text of a list, which is no class."""
+    text = label.strip()
+    return text.startswith("[") and text.endswith("]")
 
 
 def _with_class_caption(

@@ -46,6 +46,7 @@ from mmray.data.rows import (
     BadRow,
     ImageRef,
     check_suffix,
+    format_unused,
     is_safe_path,
     label_number,
     source_columns,
@@ -63,6 +64,7 @@ _OTHER_COLUMNS = (
     *CHAT_COLUMNS,
 )
 _TEXT_EXTENSIONS = {"txt", *(suffix.removeprefix(".") for suffix in SUBTITLE_SUFFIXES)}
+_USED_EXTENSIONS = {"json", "cls", *_TEXT_EXTENSIONS}
 _NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
@@ -153,6 +155,7 @@ class WebDatasetSource(Source):
             members[extension] = member
         values: dict[str, Any] = {}
         kept: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
         if "json" in members:
             mapped = {
                 theirs
@@ -172,10 +175,16 @@ class WebDatasetSource(Source):
                 values = values if "texts" in values else {"text": caption} | values
         if "txt" in members:
             values["text"] = decode_text(members["txt"].data or b"", "the txt")
+        if "cls" in members:
+            values["label"] = text = decode_text(members["cls"].data or b"", "the cls")
+            number = label_number(text)
+            if number is not None and self._listed_classes:  # not the name of a class, as `1` is
+                values["label"] = number
+        notices = []
         for extension, member in members.items():
             if f".{extension}" in SUBTITLE_SUFFIXES:
                 if values.pop("text", None) or "texts" in values:
-                    values[NOTICES] = [MORE_TEXTS]
+                    notices.append(MORE_TEXTS)
                 text = decode_text(member.data or b"", member.name)
                 values["texts"] = parse_subtitles(text, member.name)
             kind = None if "." in extension else media_kind(f".{extension}")
@@ -183,24 +192,38 @@ class WebDatasetSource(Source):
                 raise BadRow("columns", f"{kind}-count", f"it has several files of {kind}")
             if kind is not None:
                 values[kind] = replace(member, kind=kind)
-        if "cls" in members:
-            values["label"] = text = decode_text(members["cls"].data or b"", "the cls")
-            number = label_number(text)
-            if number is not None and self._listed_classes:  # not the name of a class, as `1` is
-                values["label"] = number
         for extension in members:
             check_suffix(f"KEY.{extension}")
         if images := _image_members(members):
             values["images"] = images
-        elif not values.keys().isdisjoint(MEDIA_COLUMNS):
-            return kept | values
-        elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
+        elif values.keys().isdisjoint(MEDIA_COLUMNS) and (
+            others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]
+        ):
             detail = (
                 f"it has {', '.join(others)[:200]}; its images are the members named up to the "
                 "first dot, as KEY.jpg or KEY.0.jpg, KEY.1.jpg"
             )
             raise BadRow("columns", "no-image", detail)
-        return kept | values
+        notices += [
+            format_unused(name)
+            for name, value in parsed.items()
+            if value is not None and name not in kept and not _is_used(name, value, values)
+        ]
+        notices += [
+            f"the member `.{extension[:40]}` of a sample is not used"
+            for extension, member in members.items()
+            if extension not in _USED_EXTENSIONS and member not in images
+            if "." in extension or media_kind(f".{extension}") is None
+        ]
+        return kept | values | ({NOTICES: notices} if notices else {})
+
+
+def _is_used(name: str, value: Any, values: dict[str, Any]) -> bool:
+    """Return whether a field of the JSON is in the values of a row: itself, or as its text."""
+    if value is values.get(name):
+        return True
+    ours = "text" if name in _TEXT_COLUMNS else name
+    return str(value).strip() == str(values.get(ours, "")).strip()
 
 
 def _image_members(members: dict[str, TarMember]) -> list[TarMember]:

@@ -187,6 +187,10 @@ RECORD_COLUMNS = (
 )
 
 
+_MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
+_MORE_NOTICES = "further columns are not used"
+
+
 def record_path(index: int) -> str:
     """Return the path of the record of a chunk, relative to the folder of the set.
 
@@ -454,6 +458,8 @@ class _ChunkPacker:
         for name, value in values.items():
             self.rows[name].append(value)
         for notice in dict.fromkeys(row.notices):
+            if notice not in self.notices and len(self.notices) >= _MAX_NOTICES:
+                notice = _MORE_NOTICES
             self.notices.setdefault(notice, [0, location])[0] += 1
 
     def record(self) -> dict[str, Any]:

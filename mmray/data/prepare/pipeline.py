@@ -60,6 +60,7 @@ from mmray.storage.paths import (
     TEMP_SUFFIX,
     AnyPath,
     RemotePath,
+    check_kept,
     list_names,
     retry_if_remote,
     to_path,
@@ -134,7 +135,7 @@ def ensure_prepared(
         UsageError: The settings do not fit the source or the cache.
         ResourceError: A failure that may be temporary.
     """
-    if source in _SAMPLES:
+    if is_sample := source in _SAMPLES:
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
                 f"the {source} set needs a local disk, and data.cache is {cache}: set data.cache "
@@ -150,6 +151,8 @@ def ensure_prepared(
             "or `sample`"
         )
         raise DataError(f"{path} does not exist: {hint}")
+    if not is_sample:  # a sample is generated again
+        check_kept("data.cache", cache)
     settings = _with_shard_size(settings, to_path(cache))
     hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"

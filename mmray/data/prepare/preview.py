@@ -17,7 +17,7 @@ from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
-from mmray.data.formats.values import order_classes
+from mmray.data.formats.values import is_list, order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
@@ -28,6 +28,7 @@ from mmray.data.rows import (
     TEXT_COLUMN,
     BadRow,
     ImageRef,
+    join_unused,
     label_number,
 )
 from mmray.errors import DataError
@@ -178,7 +179,7 @@ def _find_class_names(
     for label in source.labels(chunks):
         if not isinstance(label, str):
             return ()  # the names are bad rows, because their numbers would be the labels of others
-        if label in labels:
+        if label in labels or not label.strip() or is_list(label):  # no class
             continue
         has_names |= label_number(label) is None
         if len(labels) < MAX_CLASSES:
@@ -221,6 +222,9 @@ def describe_source(
         yield columns, "columns"
     if names := source.class_names:
         more = ", ..." if len(names) > _NUM_SHOWN_CLASSES else ""
+        others = [name for name in names if label_number(name) is None]
+        if 0 < len(others) < len(names):
+            more += f" (all are names, because `{others[0][:40]}` is no integer)"
         yield f"{len(names):,}: {', '.join(names[:_NUM_SHOWN_CLASSES])[:200]}{more}", "classes"
     if kept := _kept_names(first_rows):
         yield ", ".join(kept), "kept"
@@ -248,7 +252,12 @@ def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
     """Return the columns that are used, with their names in the source, and the notices."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
-    notices = dict.fromkeys(text for values in rows for text in values.get(NOTICES, ()))
+    notices = join_unused(text for values in rows for text in values.get(NOTICES, ()))
+    notices += [
+        f"no row of the first {len(rows)} has `{theirs}`"
+        for ours, theirs in source.columns.items()
+        if ours not in used
+    ]
     text = ", ".join(
         f"{name}={source.columns[name]}" if name in source.columns else name for name in used
     )
@@ -301,8 +310,9 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     )
     for reason, count in problems.most_common():
         yield f"{count} {reason}, for example {examples[reason]}", "bad"
-    for notice, count in notices.most_common():
-        yield f"{count} rows: {notice}", "notice"
+    for count in sorted(set(notices.values()), reverse=True):
+        for notice in join_unused(text for text, rows in notices.items() if rows == count):
+            yield f"{count} rows: {notice}", "notice"
     if first_rows and problems.total() == len(first_rows):
         raise DataError(
             f"none of the first {len(first_rows)} rows is good: correct the source or the settings"

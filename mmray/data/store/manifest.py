@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import orjson
 
-from mmray.data.rows import TEXT_COLUMNS, is_safe_path, split_names
+from mmray.data.rows import TEXT_COLUMNS, is_safe_path, join_unused, split_names
 from mmray.data.store.row_columns import Columns
 from mmray.data.store.shard_table import Shard, ShardTable, TableFile
 from mmray.errors import DataError
@@ -110,11 +110,14 @@ class Manifest:
 
     @property
     def notice_lines(self) -> list[str]:
-        """A line for each of the notices, most rows first."""
-        ordered = sorted(self.notices.items(), key=lambda each: -each[1]["num_rows"])
+        """A line for the notices of the same rows, most rows first."""
+        by_rows: dict[tuple[int, str], list[str]] = {}
+        for text, notice in self.notices.items():
+            by_rows.setdefault((notice["num_rows"], notice["example"]), []).append(text)
         return [
-            f"{notice['num_rows']:,} rows: {text} (for example {notice['example']})"
-            for text, notice in ordered
+            f"{num_rows:,} rows: {text} (for example {example})"
+            for (num_rows, example), texts in sorted(by_rows.items(), key=lambda each: -each[0][0])
+            for text in join_unused(texts)
         ]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -81,7 +81,9 @@ def with_class_names(model: Any, train_sets: Sequence[PreparedSet]) -> Any:
     return model.replace(class_names=class_names)
 
 
-def match_classes(model: Any, prepared: PreparedSet) -> PreparedSet:
+def match_classes(
+    model: Any, prepared: PreparedSet, log: Callable[[str, str], None] = lambda _, __: None
+) -> PreparedSet:
     """Return a set whose labels are those of the classes of a run with the same names.
 
     A class without a name has its number as its name, as folders `0`, `1`, ... have it.
@@ -89,11 +91,14 @@ def match_classes(model: Any, prepared: PreparedSet) -> PreparedSet:
     Args:
         model: The `model` section of the run, with `class_names`.
         prepared: A set of the run, or one to evaluate it on.
+        log: Called with (warning, label) if a model of the user's own, which may use no labels,
+            gets them as the set numbers them.
 
     Raises:
         UsageError: The set has classes that the run does not have, and the model has a
-            classification head.
+            classification head; or it numbers box labels differently.
     """
+    _check_region_labels(model, prepared)
     own = prepared.manifest.class_names
     if not _uses_labels(model) or own == model.class_names:
         return prepared
@@ -108,20 +113,40 @@ def match_classes(model: Any, prepared: PreparedSet) -> PreparedSet:
         of_run = {name: int(name) for name in names.values() if is_integer(name)}
     lacking = [name for name in names.values() if name not in of_run]
     if lacking:
-        if not hasattr(model, "classes"):  # of a model of one's own, which may use no labels
-            return prepared
-        raise UsageError(
+        problem = (
             f"{prepared.folder} has the classes {_format_names(list(names.values()))}, and those "
             f"of the run are {_format_names(model.class_names) or 'numbers'} (model.class_names): "
-            f"{_format_names(lacking)} cannot be matched by name. Prepare the set with the same "
-            "names"
+            f"{_format_names(lacking)} cannot be matched by name"
         )
+        if hasattr(model, "classes"):
+            raise UsageError(f"{problem}. Prepare the set with the same names")
+        log(
+            f"{problem}, so its labels stay as it numbers them. If the model uses labels, name the "
+            "classes of all sets in --model.class-names",
+            "warning",
+        )
+        return prepared
     if not own:  # also for the rows that were not checked
         numbers = {int(name): number for name, number in of_run.items() if is_integer(name)}
         return prepared.with_label_numbers(numbers)
     for each in (own, model.class_names):
         _check_distinct(each, prepared)
     return prepared.with_label_numbers({label: of_run[name] for label, name in names.items()})
+
+
+def _check_region_labels(model: Any, prepared: PreparedSet) -> None:
+    """Raise UsageError if the set has the name of a box label of the model at another number; a
+    name that the model does not have may be another word for it.
+    """
+    run = getattr(model, "region_labels", ())
+    for label, name in prepared.manifest.box_names.items():
+        of_run = run[int(label)] if int(label) < len(run) else ""
+        if name and name != of_run and name in run:
+            raise UsageError(
+                f"{prepared.folder}: box label {label} is `{name}`, which is label "
+                f"{run.index(name)} of model.region_labels: use the same label numbers in the "
+                "sources of all sets"
+            )
 
 
 def _uses_labels(model: Any) -> bool:

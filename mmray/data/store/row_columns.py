@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +57,7 @@ def value_type(value: Any, is_field: bool = False) -> str:
         except ValueError:  # also one with more digits than Python converts
             return "string"
     if _FLOAT.fullmatch(value) and any(map(str.isdigit, value)):
-        return "double"
+        return "double" if math.isfinite(float(value)) else "string"
     return "bool" if value.lower() in ("true", "false") else "string"
 
 

@@ -3,12 +3,14 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mmray.data.formats import listing
 from mmray.data.formats.detect import detect_source
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.errors import DataError
+from mmray.errors import DataError, UsageError
 from tests.data.formats.test_formats import prepared
 from tests.data.prepare.test_pipeline import color_image
 
@@ -40,6 +42,8 @@ def write(tmp_path):
         ('\ufeffimage,text\n0.png,"one, two"\n1.png,three\n', "comma"),
         ("sep=\\t\nimage\ttext\n0.png\tone, two\n1.png\tthree\n", "tab"),
         ('image,text\n0.png,"one, two"\n1.png,three\n,\n', "comma"),
+        ('image,text\n0.png,"one, two",\n1.png,three,,\n', "comma"),
+        ('image,text,,\n0.png,"one, two",,\n1.png,three,,\n', "comma"),
         # the delimiter with the known names, not the one with most fields
         ("image;text;a,b,c,d\n0.png;one, two;x\n1.png;three;x\n", "semicolon"),
     ],
@@ -155,12 +159,65 @@ def test_json_without_known_columns_is_refused_before_packing(write, tmp_path, v
         prepared(write(json.dumps(value), "rows.json"), tmp_path / "out")
 
 
+def test_quotes_of_tsv_and_columns_without_a_name_are_counted(write, tmp_path):
+    source = write('image\ttext\t\n0.png\t"a ""big"" dog"\t1\n1.png\tx\t\n', "rows.tsv")
+    manifest, rows, _ = prepared(source, tmp_path / "out")
+    assert [row.texts for row in rows] == [['"a ""big"" dog"'], ["x"]]
+    counts = {text: notice["num_rows"] for text, notice in manifest.notices.items()}
+    assert counts.pop("column `3` is not used") == 1
+    ((text, num_rows),) = counts.items()
+    assert "name the file .csv" in text and num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "names", "unused"),
+    [
+        ('{"image": "0.png", "text": "x", "texts": ["y"]}\n', (), ["text"]),
+        ('{"image": "0.png", "title": "y", "texts": ["x"]}\n', ("text=title",), ["texts"]),
+        ('{"image": "0.png", "title": "y", "text": "x"}\n', ("text=title",), ["text"]),
+    ],
+)
+def test_texts_that_others_replace_are_counted(write, tmp_path, data, names, unused):
+    manifest, rows, _ = prepared(write(data, "rows.jsonl"), tmp_path / "out", columns=names)
+    assert rows[0].texts == ["y"]
+    assert [*manifest.notices] == [f"column `{name}` is not used" for name in unused]
+
+
+def test_notices_do_not_grow_with_the_rows(write, tmp_path):
+    lines = [{"image": "0.png", "text": f"{n}", f"c{n}": 1, f"d{n % 9}": 1} for n in range(300)]
+    source = write("".join(json.dumps(line) + "\n" for line in lines), "rows.jsonl")
+    manifest, _, _ = prepared(
+        source, tmp_path / "out", duplicates="keep", rows_per_shard=300, keep=("d0",)
+    )
+    assert len(manifest.notices) == 201
+    assert manifest.notices["further columns are not used"]["num_rows"] == 300 - 192
+    assert any(line.startswith("33 rows: column `d3`") for line in manifest.notice_lines)
+
+
+def test_known_splits_have_one_spelling(write, tmp_path):
+    source = write("image,text,split\n0.png,a,TRAIN\n1.png,b,Test\n0.png,c,testA\n")
+    manifest, _, _ = prepared(source, tmp_path / "out", duplicates="keep")
+    assert manifest.splits == {"train": 1, "test": 1, "testA": 1}
+
+
 def test_mapped_column_that_does_not_exist_is_named(write, tmp_path):
     row = {"meta": {"width": 9}, "image": "0.png", "text": "x"}
     assert prepared(write(json.dumps(row), "one.jsonl"), tmp_path / "one")[0].num_rows == 1
     source = write(json.dumps({"image": "0.png", "title": "x"}), "rows.jsonl")
     with pytest.raises(DataError, match=r"no column `titel`, .* did you mean `title`"):
         prepared(source, tmp_path / "out", columns=("text=titel",))
+    columns = ("text=title", "label=klass")
+    rows = write("image,title\n0.png,x\n", "rows.csv")
+    with pytest.raises(UsageError, match=r"--columns label: .* no column `klass`"):
+        prepared(rows, tmp_path / "out", columns=columns)
+    pq.write_table(pa.table({"image": ["0.png"], "title": ["x"]}), tmp_path / "rows.parquet")
+    with pytest.raises(UsageError, match=r"--columns label: .* no column `klass`"):
+        prepared(tmp_path / "rows.parquet", tmp_path / "out", columns=columns)
+    lines = write('{"image": "0.png", "title": "x"}\n', "rows.jsonl")
+    logs = []
+    prepared(lines, tmp_path / "lines", lambda *line: logs.append(line), columns=columns)
+    line = "image, text=title (no row of the first 1 has `klass`)"
+    assert (line, "columns") in logs
 
 
 def test_python_lists_in_a_field_are_captions(write, tmp_path):

@@ -393,13 +393,20 @@ def test_parquet_next_to_pairs_is_ignored_only_in_the_layout_of_img2dataset(tmp_
 def test_cls_member_is_the_label(tmp_path):
     members = [("a.webp", color_image(30, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
     members += [("b.webp", color_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
-    members += [("b.json", b'{"label": 5, "caption": "no"}')]
-    _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
+    members += [("b.json", b'{"label": 5, "caption": "no", "text": "two", "url": null, "x": 1}')]
+    members += [("b.mask.png", b"x"), ("b.npy", b"x")]
+    source = folder_of_tar(tmp_path / "raw", members)
+    manifest, rows, faults = prepared(source, tmp_path / "out")
     assert [(row.key, row.texts, row.label) for row in rows] == [
         ("A.TAR/a", ["one"], 3),
         ("A.TAR/b", ["two"], 11),
     ]
     assert rows[1].image == color_image(60, "WEBP") and not faults
+    assert manifest.notice_lines == [
+        "1 rows: columns `label`, `caption`, `x` are not used (for example A.TAR/b)",
+        "1 rows: the member `.mask.png` of a sample is not used (for example A.TAR/b)",
+        "1 rows: the member `.npy` of a sample is not used (for example A.TAR/b)",
+    ]
 
 
 def test_damaged_parquet_page_quarantines_only_its_rows(tmp_path):

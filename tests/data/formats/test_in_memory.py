@@ -157,10 +157,27 @@ def test_unusable_rows_are_explained(dataset, error, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_keep_known_columns_only():
-    row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object()}
+def test_columns_that_are_not_used_are_without_values():
+    row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object(), "empty": None}
     assert encode_row(row, {}) == {
         "image": {"path": None, "bytes": b"1"},
         "text": "a",
         "label": 3,
+        "other": None,
     }
+
+
+def test_columns_that_the_first_row_lacks_are_stored_or_counted(tmp_path):
+    rows = [
+        {"image": noisy(0), "text": "a"},
+        {"image": noisy(1), "text": "b", "label": "cat", "width": 7},
+        {"image": noisy(2), "text": float("nan")},
+    ]
+    source = store_rows(rows, tmp_path / "rows", {})
+    manifest = prepare(source, str(tmp_path / "set"), Prepare(max_bad_fraction=0.5))
+    stored = PreparedSet.open(str(tmp_path / "set")).read(np.arange(2))
+    assert [row.label for row in stored] == [None, manifest.class_names.index("cat")]
+    assert (manifest.reasons, [*manifest.notices]) == (
+        {"no-text": 1},
+        ["column `width` is not used"],
+    )

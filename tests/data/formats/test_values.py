@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from mmray.data.formats.in_memory import store_rows
 from mmray.data.formats.values import normalize_values
 from mmray.data.rows import BadRow, parse_row, rename_columns
 from mmray.errors import DataError
@@ -45,7 +46,7 @@ def normalized(**values):
         ({"label": "red_fox", "text": "x"}, {"label": 1, "text": "x"}),
         ({"label": "12", "text": "x"}, {"label": 12, "text": "x"}),
         ({"label": True, "text": "x"}, {"label": 1, "text": "x"}),
-        ({"label": "dog", "text": "x"}, {"label": "dog", "text": "x"}),
+        ({"label": " ", "text": "x"}, {"text": "x"}),
         ({"label": 1}, {"label": 1, "text": "a photo of a red fox"}),
         ({"label": 2}, {"label": 2}),
         ({"texts": ["one", None, " ", float("nan"), "two"]}, {"texts": ["one", "two"]}),
@@ -179,6 +180,7 @@ def test_names_of_classes_are_numbered_and_stored(tmp_path, in_process):
         (["02", "10", "1"], ("1", "02", "10"), [1, 2, 0]),
         (["99999999999999999999", "1"], ("1", "99999999999999999999"), [1, 0]),
         (["red_fox", "red fox", " Cat"], ("Cat", "red fox"), [1, 1, 0]),
+        (["cafe\u0301", " ", "caf\u00e9"], ("café",), [0, None, 0]),  # of macOS and of others
     ],
 )
 @pytest.mark.parametrize("kind", ["csv", "tar", "grouped", "parquet"])
@@ -204,6 +206,41 @@ def test_labels_are_numbers_only_if_all_are(tmp_path, in_process, kind, labels, 
     manifest, rows, faults = prepared(source, tmp_path / "out", group=group)
     assert (manifest.class_names, faults) == (names, {})
     assert [row.label for row in rows] == numbers
+
+
+def test_a_name_that_makes_numbers_names_is_logged(tmp_path, in_process):
+    images(tmp_path, 3)
+    (tmp_path / "a.csv").write_text("image,text,label\n0.png,x,0\n1.png,x,NA\n2.png,x,2\n")
+    logs = []
+    prepared(tmp_path / "a.csv", tmp_path / "out", lambda *line: logs.append(line))
+    assert ("3: 0, 2, NA (all are names, because `NA` is no integer)", "classes") in logs
+
+
+def test_lists_and_unknown_names_are_no_labels(tmp_path, in_process):
+    images(tmp_path, 3)
+    (tmp_path / "a.csv").write_text('image,text,label\n0.png,x,"[0, 1]"\n1.png,x,cat\n')
+    manifest, _, faults = prepared(tmp_path / "a.csv", tmp_path / "out")
+    assert (manifest.class_names, faults) == (("cat",), {"a.csv:2": "label"})
+    with pytest.raises(BadRow, match="label 'dog' is none of the classes cat, red fox"):
+        normalized(label="dog", text="x")
+    with pytest.raises(BadRow, match="a row has one label"):
+        parse_row({"image": "a.png", "text": "x", "label": ["cat"]}, "a:1")
+
+
+def test_files_that_number_classes_differently_are_refused_with_both_lists(tmp_path, in_process):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+
+    parts = {}
+    for split, names in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        features = Features({"image": Image(), "label": ClassLabel(names=names)})
+        pictures = [{"bytes": color_image(n), "path": None} for n in range(2)]
+        parts[split] = Dataset.from_dict({"image": pictures, "label": [0, 1]}, features)
+        parts[split].to_parquet(tmp_path / "files" / f"{split}-0.parquet")
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    in_memory = store_rows(DatasetDict(parts), tmp_path / "rows", {})
+    for source in (tmp_path / "files", tmp_path / "saved", in_memory):
+        with pytest.raises(DataError, match=r"label differently: .*(cat, dog|dog, cat) and "):
+            prepared(source, tmp_path / "out")
 
 
 def test_names_next_to_typed_numbers_are_no_classes(tmp_path, in_process):
@@ -286,8 +323,8 @@ def test_question_of_a_parquet_set_is_kept(tmp_path, in_process):
     )
     assert [row.texts for row in rows] == [[f"answer {number}"] for number in range(3)]
     assert {text: notice["num_rows"] for text, notice in manifest.notices.items()} == {
-        "column `question` is not used": 2,
-        "columns `prompt`, `question` are not used": 1,
+        "column `question` is not used": 3,
+        "column `prompt` is not used": 1,
     }
 
 

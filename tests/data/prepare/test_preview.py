@@ -28,7 +28,7 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
         logs[heading] = text
 
     prepare(str(source), str(tmp_path / "out"), settings, log=log)
-    unused = "columns `text`, `width` are not used; column `height` is not used"
+    unused = "columns `text`, `texts`, `width`, `height` are not used"
     assert logs["columns"] == f"id, image, text=title ({unused})"
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 

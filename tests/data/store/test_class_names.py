@@ -85,7 +85,11 @@ def test_models_without_classes_keep_the_labels_of_each_set(tmp_path: Path) -> N
         assert match_classes(model, animals) is animals
     custom = with_class_names(CUSTOM, [animals])
     others = labeled(tmp_path / "others", ("elk",), [0])
-    assert match_classes(custom, others) is others, "it may use no labels"
+    logs: list[tuple[str, str]] = []
+    unmatched = match_classes(custom, others, lambda *line: logs.append(line))
+    assert unmatched is others, "it may use no labels"
+    ((line, label),) = logs
+    assert label == "warning" and "others has the classes elk" in line and "ant, bee" in line
 
 
 @pytest.mark.parametrize(

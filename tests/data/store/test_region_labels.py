@@ -12,7 +12,7 @@ import pytest
 from mmray.config import Fusion, Inputs
 from mmray.data.store.manifest import write_manifest
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.region_labels import with_region_labels
+from mmray.data.store.region_labels import match_classes, with_region_labels
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from tests.made import make_set, row
@@ -38,6 +38,14 @@ def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
     assert with_region_labels(given, [one], [two]).region_labels == ("sky", "sea")
     plain = Fusion()
     assert with_region_labels(plain, [one], []) is plain
+
+
+def test_a_set_that_swaps_the_labels_of_a_run_is_refused(tmp_path: Path) -> None:
+    run = MODEL.model_copy(update={"region_labels": ("", "cat", "dog")})
+    synonyms = named(tmp_path / "same", {"1": "cat", "2": "puppy", "3": "elk"})
+    assert match_classes(run, synonyms) is synonyms
+    with pytest.raises(UsageError, match="other: box label 1 is `dog`, which is label 2 of model"):
+        match_classes(run, named(tmp_path / "other", {"1": "dog", "2": "cat"}))
 
 
 def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
