@@ -41,6 +41,8 @@ from mmray.storage.requests import iter_parallel
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
+_CROWD = "the boxes of crowds (`iscrowd`) are not used"
+_NO_CATEGORY = "the category of a box is not in `categories`, so it has no name"
 Rows = Iterator[tuple[str, dict[str, Any]]]  # location of a row, and its columns
 
 
@@ -353,6 +355,7 @@ class CocoSource(ListingSource):
     """
 
     title = "COCO"
+    num_without_image = 0  # annotations, known after `scan`
     row_needs = "an image, and a caption or an object with a category"
     suffixes = (".json",)
 
@@ -375,6 +378,7 @@ class CocoSource(ListingSource):
         captions: dict[Any, list[Any]] = defaultdict(list)
         boxes: dict[Any, list[tuple[Any, Any]]] = defaultdict(list)  # id: (box, category)
         categories: dict[str, str] = {}
+        crowds: set[Any] = set()  # ids of images with boxes of crowds
         sizes: dict[Any, tuple[int, int]] = {}
         for name in names:
             path = self.folder / name
@@ -383,20 +387,31 @@ class CocoSource(ListingSource):
                 if "annotations" not in document and _has_sentences(document["images"]):
                     yield from self._list_split_rows(name, document["images"])
                     return
-                files = {_id_text(image["id"]): _file_name(image) for image in document["images"]}
+                files: dict[str, str] = {}
                 for image in document["images"]:
+                    file = files.setdefault(_id_text(image["id"]), _file_name(image))
+                    if file != _file_name(image):
+                        raise DataError(
+                            f"{path}: {file} and {_file_name(image)} have the id {image['id']}"
+                        )
                     if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
                         sizes[_id_text(image["id"])] = (image["width"], image["height"])
-                categories |= {
-                    str(item["id"]): str(item["name"]) for item in document.get("categories", [])
-                }
+                for item in document.get("categories", []):
+                    label, named = str(item["id"]), str(item["name"])
+                    if categories.setdefault(label, named) != named:
+                        raise DataError(
+                            f"{path}: category {label} is `{named}`, and in another document or "
+                            f"entry `{categories[label]}`"
+                        )
                 for annotation in document["annotations"]:
                     image_id = _id_text(annotation["image_id"])
                     if "caption" in annotation:
                         captions[image_id].append(annotation["caption"])
                     # The box of a crowd contains several objects. A missing category is an error
                     # of this row.
-                    if "bbox" in annotation and not annotation.get("iscrowd"):
+                    if "bbox" in annotation and annotation.get("iscrowd"):
+                        crowds.add(image_id)
+                    elif "bbox" in annotation:
                         boxes[image_id].append((annotation["bbox"], annotation.get("category_id")))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
@@ -411,10 +426,21 @@ class CocoSource(ListingSource):
             for image_id, file in files.items():
                 images.setdefault(image_id, (name, file))
         self.box_names = categories
+        self.num_without_image = sum(
+            len(each)
+            for found in (captions, boxes)
+            for image_id, each in found.items()
+            if image_id not in images
+        )
         folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
         for image_id, (name, file) in images.items():
             row: dict[str, Any] = {"id": image_id, "image": f"{folder}{file}"}
             labels = [label for _, label in boxes[image_id]]
+            notices = [_CROWD] * (image_id in crowds)
+            if categories and not {*map(str, labels)} <= categories.keys():
+                notices.append(_NO_CATEGORY)
+            if notices:
+                row[NOTICES] = notices
             if labels:
                 row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
                 row[IMAGE_SIZE] = sizes.get(image_id)
@@ -427,6 +453,11 @@ class CocoSource(ListingSource):
                     self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))
                 ]
             yield f"{name}:image {image_id}", row
+
+    def describe(self) -> str:
+        if not self.num_without_image:
+            return self.title
+        return f"{self.title} ({self.num_without_image:,} annotations are of images that it lacks)"
 
     def _list_split_rows(self, name: str, images: list[dict[str, Any]]) -> Rows:
         """Yield the rows of a document of Karpathy: images with sentences and a split."""

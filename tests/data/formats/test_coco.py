@@ -35,6 +35,39 @@ def test_coco_without_captions_uses_category_names(tmp_path):
     assert faults == {"instances.json:image 1": "boxes"}
 
 
+def test_annotations_that_are_not_used_are_counted(tmp_path):
+    box = {"bbox": [0, 0, 4, 4]}
+    notes = [
+        {"image_id": 0, "category_id": 1} | box,
+        {"image_id": 0, "category_id": 1, "iscrowd": 1} | box,
+        {"image_id": 1, "category_id": 7} | box,
+        {"image_id": 1, "caption": "x"},
+        {"image_id": 9, "category_id": 1} | box,
+    ]
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
+        "annotations": notes,
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    source = images(tmp_path / "raw", 2) / "a.json"
+    source.write_text(json.dumps(document))
+    logs = []
+    manifest, rows, _ = prepared(source, tmp_path / "out", lambda *line: logs.append(line))
+    assert [row.box_labels for row in rows] == [[1], [7]]
+    assert {text.partition(" ")[2]: n["example"] for text, n in manifest.notices.items()} == {
+        "boxes of crowds (`iscrowd`) are not used": "a.json:image 0",
+        "category of a box is not in `categories`, so it has no name": "a.json:image 1",
+    }
+    assert "COCO (1 annotations are of images that it lacks)" in logs[0][0]
+    for name, value, message in (
+        ("images", {"id": "0", "file_name": "1.png"}, "0.png and 1.png have the id 0"),
+        ("categories", {"id": 1, "name": "dog"}, "category 1 is `dog`, and .* `cat`"),
+    ):
+        source.write_text(json.dumps(document | {name: [*document[name], value]}))
+        with pytest.raises(DataError, match=message):
+            prepared(source, tmp_path / "other")
+
+
 def test_incomplete_coco_document_is_reported(tmp_path):
     document = {
         "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
