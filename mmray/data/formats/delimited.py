@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.data.formats.source import SourceChunk, check_columns, check_named, known_columns
@@ -375,8 +378,17 @@ def _parse_list(text: str) -> Any:
             detail = f'not JSON: a list is written as ["a", "b"] (got {text[:80]!r})'
             raise BadRow("parse", "json", detail) from None
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.literal_eval(text)
+            value = ast.literal_eval(text)
+            if not _has_adjacent_texts(text):
+                return value
         raise
+
+
+def _has_adjacent_texts(text: str) -> bool:
+    """Return whether texts in a Python literal have no comma between them: they would be joined."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = [token.type for token in tokens if token.type != tokenize.NL]
+    return (tokenize.STRING, tokenize.STRING) in pairwise(kinds)
 
 
 def _cut(fields: list[str], names: Sequence[str]) -> list[str]:
