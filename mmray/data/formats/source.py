@@ -350,8 +350,7 @@ class Source(ABC):
         return RawRow(line, location, values)
 
     def _drops(self, name: str) -> bool:
-        is_used = name in self._known and name not in self._replaced
-        return not is_used and not self.keeps(name)
+        return name not in self._used and not self.keeps(name)
 
     def keeps(self, name: str) -> bool:
         """Return whether a column of the source is stored with the set, as a kept column.
@@ -370,9 +369,10 @@ class Source(ABC):
         return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
 
     @cached_property
-    def _replaced(self) -> set[str]:
+    def _used(self) -> set[str]:
+        """The known columns that no mapped one replaces."""
         theirs = {name for ours in self.columns for name in source_columns(self.columns, ours)}
-        return replaced_columns(self.columns) - theirs
+        return self._known - (replaced_columns(self.columns) - theirs)
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
