@@ -128,7 +128,6 @@ def encode_row(
     return {
         str(name): _encode_value(names[name], value) if name in names else None
         for name, value in row.items()
-        if name in names or not _is_missing(value)
     }
 
 

@@ -158,7 +158,7 @@ def test_unusable_rows_are_explained(dataset, error, message, tmp_path):
 
 
 def test_columns_that_are_not_used_are_without_values():
-    row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object(), "empty": None}
+    row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object()}
     assert encode_row(row, {}) == {
         "image": {"path": None, "bytes": b"1"},
         "text": "a",
