@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
-from mmray.data.formats.listing import ListingSource, Rows
+from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows
 from mmray.data.formats.source import RawRow, Source
 from mmray.data.rows import FOLDER, IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow
 from mmray.errors import DataError
-
-_BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 
 
 class GroupedSource(ListingSource):
@@ -67,7 +65,7 @@ class GroupedSource(ListingSource):
         """
         if isinstance(row.values, BadRow):
             bad = row.values
-            return (row.location,), {_BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+            return (row.location,), {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
         images = [_as_list(row.values[name]) for name in IMAGE_COLUMNS if name in row.values]
         if not all(isinstance(image, str) for image in chain.from_iterable(images)):
             raise DataError(
@@ -80,8 +78,8 @@ class GroupedSource(ListingSource):
         return (*place, repr(images)), row.values
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        if _BAD_ROW in record:
-            raise BadRow(*record[_BAD_ROW])
+        if BAD_ROW in record:
+            raise BadRow(*record[BAD_ROW])
         return record
 
 

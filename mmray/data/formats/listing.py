@@ -19,7 +19,13 @@ import orjson
 
 from mmray.data.formats.source import RawRow, Source, SourceChunk, is_about_the_data, read_head
 from mmray.data.formats.splits import split_of_folder, splits_of_files, splits_of_folders
-from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource, decode_text
+from mmray.data.formats.text_lines import (
+    BOM,
+    MAX_LINE_BYTES,
+    JsonlSource,
+    decode_text,
+    unique_pairs,
+)
 from mmray.data.formats.values import order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
@@ -39,6 +45,7 @@ from mmray.storage.requests import iter_parallel
 
 # Suffixes of a caption file next to each image.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
+BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 _CROWD = "the boxes of crowds (`iscrowd`) are not used"
@@ -301,14 +308,28 @@ class JsonArraySource(ListingSource):
 
     def list_rows(self) -> Rows:
         for number, item in enumerate(self._items(), 1):
-            yield f"{self.name}:item {number}", item if isinstance(item, dict) else {}
+            detail = f"must be an object {{...}} (got {type(item).__name__})"
+            bad = item if isinstance(item, BadRow) else BadRow("parse", "json", detail)
+            row = item if isinstance(item, dict) else {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+            yield f"{self.name}:item {number}", row
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+        if record.keys() == {BAD_ROW}:
+            raise BadRow(*record[BAD_ROW])
         return record  # an item may have any column, also `text_file`
 
     def _items(self) -> Iterator[Any]:
-        """Yield the items of the array. Raises DataError."""
-        decoder = json.JSONDecoder()
+        """Yield the items of the array; a BadRow for one that repeats a name. Raises DataError."""
+        repeated: list[str] = []
+
+        def join_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            try:
+                return unique_pairs(pairs)
+            except ValueError as error:
+                repeated.append(str(error))
+                return {}
+
+        decoder = json.JSONDecoder(object_pairs_hook=join_pairs)
         decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         path = self.folder / self.name
         text = ""
@@ -322,6 +343,7 @@ class JsonArraySource(ListingSource):
                         continue
                     if text[position : position + 1] == "]":
                         return
+                    repeated.clear()
                     try:
                         item, position = decoder.raw_decode(text, position)
                         count += 1
@@ -334,6 +356,8 @@ class JsonArraySource(ListingSource):
                         text = text[position:] + decode(piece)
                         position = 0
                         continue
+                    if repeated:
+                        item = BadRow("parse", "json", f"not JSON: {repeated[0]}")
                     yield item
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 after item {count}: {error}") from None

@@ -291,7 +291,7 @@ def load_json(data: bytes, strict: bool = True) -> Any:
     if len(data) > MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {MAX_LINE_BYTES} bytes")
     hooks: dict[str, Any] = (
-        {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_infinity} if strict else {}
+        {"object_pairs_hook": unique_pairs, "parse_constant": _refuse_infinity} if strict else {}
     )
     text = decode_text(data, "the JSON")
     try:
@@ -313,7 +313,8 @@ def decode_text(data: bytes, name: str) -> str:
         raise BadRow("parse", "encoding", detail) from None
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object. Raises ValueError for a name that is given twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

@@ -247,6 +247,16 @@ def test_json_array_is_streamed(write, tmp_path, monkeypatch):
         prepared(write(text[:-2] + ", {broken", "bad.json"), tmp_path / "bad")
 
 
+def test_items_of_a_json_array_that_are_no_rows_are_named(write, tmp_path):
+    row = '{"image": "0.png", "text": "x"}'
+    twice = '{"image": "1.png", "text": "x", "meta": {"a": 1, "a": 2}}'
+    source = write(f"[{row}, {twice}, 5]", "rows.json")
+    with pytest.raises(DataError, match="'a' is given twice"):
+        prepared(source, tmp_path / "out", max_bad_fraction=0.1)
+    _, _, faults = prepared(source, tmp_path / "out")
+    assert faults == {"rows.json:item 2": "json", "rows.json:item 3": "json"}
+
+
 @pytest.mark.parametrize("settings", [{}, {"group": "image"}])
 def test_listed_rows_keep_a_column_origin(write, tmp_path, settings):
     """The location of a listed row is stored next to its columns, not as one of them."""
