@@ -46,6 +46,9 @@ _COMMON_NAMES = {
     "alt_text raw conversation prompt txt label transcription transcript",
 }
 _NUMBERING = "_0123456789"
+# Texts that programs write for a missing value.
+_MARKS = {"NA", "N/A", "n/a", "#N/A", "NaN", "nan", "<NA>", "null", "NULL", "None"}
+_MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty if it is missing"
 # Files and folders that macOS, Windows and network disks add.
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
@@ -345,8 +348,13 @@ class Source(ABC):
             for name in source_columns(self.columns, ours)
         )
         unused += [name for name in unjoined if not self.keeps(name)]
-        if names := self.unread + unused:
-            values[NOTICES] = [*values.get(NOTICES, ()), *map(format_unused, names)]
+        notices = [format_unused(name) for name in self.unread + unused]
+        if any(
+            isinstance(parsed.get(name), str) and parsed[name] in _MARKS for name in self._texts
+        ):
+            notices.append(_MARK)
+        if notices:
+            values[NOTICES] = [*values.get(NOTICES, ()), *notices]
         return RawRow(line, location, values)
 
     def _drops(self, name: str) -> bool:
@@ -367,6 +375,15 @@ class Source(ABC):
     @cached_property
     def _known(self) -> set[str]:
         return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The columns of texts and labels."""
+        return [
+            name
+            for ours in ("text", "texts", "label")
+            for name in source_columns(self.columns, ours)
+        ]
 
     @cached_property
     def _used(self) -> set[str]:

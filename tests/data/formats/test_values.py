@@ -216,6 +216,17 @@ def test_a_name_that_makes_numbers_names_is_logged(tmp_path, in_process):
     assert ("3: 0, 2, NA (all are names, because `NA` is no integer)", "classes") in logs
 
 
+def test_marks_of_missing_values_are_kept_and_counted(tmp_path, in_process):
+    images(tmp_path, 4)
+    lines = ["image,text,label", "0.png,NA,cat", "1.png,x,None", "2.png,x,", "3.png,A NA,dog"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    manifest, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")
+    assert [row.texts for row in rows] == [["NA"], ["x"], ["x"], ["A NA"]]
+    assert manifest.class_names == ("None", "cat", "dog")
+    ((text, notice),) = manifest.notices.items()
+    assert "used as it is" in text and notice == {"num_rows": 2, "example": "a.csv:2"}
+
+
 def test_lists_and_unknown_names_are_no_labels(tmp_path, in_process):
     images(tmp_path, 3)
     (tmp_path / "a.csv").write_text('image,text,label\n0.png,x,"[0, 1]"\n1.png,x,cat\n')
