@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
+from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows
 from mmray.data.formats.source import RawRow, Source
-from mmray.data.rows import FOLDER, IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow
+from mmray.data.rows import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    KEPT_COLUMNS,
+    MESSAGE_COLUMNS,
+    NOTICES,
+    BadRow,
+)
 from mmray.errors import DataError
+
+# Columns of an image; captions are joined, and ids are of rows.
+_SHARED = [name for name in COLUMNS if name not in ("id", "key", "text", "texts")]
 
 
 class GroupedSource(ListingSource):
@@ -46,7 +57,10 @@ class GroupedSource(ListingSource):
         for row in self._read_source():
             key, values = self._group(row)
             texts = _as_list(values.pop("texts", values.pop("text", [])))
-            rows.setdefault(key, (row.location, values))
+            _, first = rows.setdefault(key, (row.location, values))
+            if first is not values:
+                notices = [*values.get(NOTICES, ()), *_describe_differences(first, values)]
+                first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
             captions.setdefault(key, {}).update({repr(text): text for text in texts})
         self.box_names = self._source.box_names
         self.class_names = self._source.class_names
@@ -77,10 +91,23 @@ class GroupedSource(ListingSource):
         place = (row.values.get("split"), row.values.get(FOLDER))
         return (*place, repr(images)), row.values
 
+    def _drops(self, name: str) -> bool:
+        return False  # its source has counted the columns
+
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         if BAD_ROW in record:
             raise BadRow(*record[BAD_ROW])
         return record
+
+
+def _describe_differences(first: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Return a notice for each column in which a row differs from the first one of its image."""
+    kept, others_kept = (each.get(KEPT_COLUMNS, {}) for each in (first, values))
+    names = [name for name in _SHARED if first.get(name) != values.get(name)]
+    names += [name for name in kept | others_kept if kept.get(name) != others_kept.get(name)]
+    return [
+        f"rows of an image differ in `{name[:40]}`, and the first one is used" for name in names
+    ]
 
 
 def _as_list(value: Any) -> list[Any]:

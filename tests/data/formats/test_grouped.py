@@ -36,6 +36,20 @@ def test_captions_of_an_image_are_joined_in_any_order_of_rows(tmp_path):
     assert rows[0].source == "rows.csv:2" and "grouped by image" in logged[0]
 
 
+def test_columns_in_which_rows_of_an_image_differ_are_counted(tmp_path):
+    folder = images(tmp_path / "raw", 2)
+    lines = ["id,image,text,label,size,x", "0,0.png,a,5,1,", "1,0.png,b,6,1,", "2,1.png,c,6,1,7"]
+    (folder / "rows.csv").write_text("\n".join([*lines, "3,0.png,d,5,2,7"]))
+    settings = {"group": "image", "keep": ("size",)}
+    manifest, rows, _ = prepared(folder / "rows.csv", tmp_path / "out", **settings)
+    assert [(row.texts, row.label) for row in rows] == [(["a", "b", "d"], 5), (["c"], 6)]
+    assert {text: notice["num_rows"] for text, notice in manifest.notices.items()} == {
+        "column `x` is not used": 2,
+        "rows of an image differ in `label`, and the first one is used": 1,
+        "rows of an image differ in `size`, and the first one is used": 1,
+    }
+
+
 def test_rows_of_other_splits_bad_rows_and_lists_of_images_stay_separate(tmp_path):
     folder = images(tmp_path / "raw", 3)
     source = folder / "rows.jsonl"
