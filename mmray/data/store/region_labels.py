@@ -140,8 +140,9 @@ def _check_region_labels(model: Any, prepared: PreparedSet) -> None:
     """
     run = getattr(model, "region_labels", ())
     for label, name in prepared.manifest.box_names.items():
-        of_run = run[int(label)] if int(label) < len(run) else ""
-        if name and name != of_run and name in run:
+        if not name or name not in run or not is_integer(label):
+            continue
+        if name != (run[int(label)] if int(label) < len(run) else ""):
             raise UsageError(
                 f"{prepared.folder}: box label {label} is `{name}`, which is label "
                 f"{run.index(name)} of model.region_labels: use the same label numbers in the "

@@ -44,6 +44,8 @@ def test_a_set_that_swaps_the_labels_of_a_run_is_refused(tmp_path: Path) -> None
     run = MODEL.model_copy(update={"region_labels": ("", "cat", "dog")})
     synonyms = named(tmp_path / "same", {"1": "cat", "2": "puppy", "3": "elk"})
     assert match_classes(run, synonyms) is synonyms
+    words = named(tmp_path / "words", {"c": "cat"}, boxed=False)
+    assert match_classes(run, words) is words
     with pytest.raises(UsageError, match="other: box label 1 is `dog`, which is label 2 of model"):
         match_classes(run, named(tmp_path / "other", {"1": "dog", "2": "cat"}))
 
