@@ -370,8 +370,7 @@ def show(
     check_kept("--out", prepared if out is None else out)
     with _shown(reporter, "reading") as shown:
         from mmray.data.store.prepared_set import PreparedSet
-        from mmray.report.prepared import describe_basis, describe_unread
-        from mmray.report.write import write_set_page  # importing Plotly takes a second
+        from mmray.report.write import write_set_page
 
         opened = PreparedSet.open(str(prepared), split)
         tokenizer_json = opened.tokenizer_json
@@ -381,9 +380,9 @@ def show(
             tokenizer_json = load_tokenizer(tokenizer, tokenizer_json)
         file = None if out is None else to_path(out)
         record = write_set_page(opened, file, rows, seed, tokenizer_json, root)
-        if unread := describe_unread(record):
-            shown.log(unread, "images")
-        shown.log(describe_basis(record), "charts")
+        if record.unread_text:
+            shown.log(record.unread_text, "images")
+        shown.log(record.basis, "charts")
         shown.log(f"{record.page} (self-contained)", "page")
         return record
 

@@ -1,4 +1,4 @@
-"""Plotly charts of a run, in the style of all charts.
+"""The charts of runs, sweeps and prepared sets, as JSON data of Plotly.
 
 Series colors must be visible on light and dark pages.
 """
@@ -6,15 +6,21 @@ Series colors must be visible on light and dark pages.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import plotly.graph_objects as go
+import numpy as np
 
 from mmray.engine.metrics.table import EVALUATE, LOSS_CHART, METRICS, is_own
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import RunRecord, scores_by_set
+from mmray.report.run import RunRecord, format_setting, scores_by_set
+from mmray.report.sweep import SweepRecord
+from mmray.sweep_files import TrialRow
+
+if TYPE_CHECKING:
+    from mmray.report.prepared import SetStatistics
 
 BLUE = "#5b7cfa"
 ORANGE = "#e8833a"
@@ -23,7 +29,13 @@ ROSE = "#e0567a"
 GRAY = "#8b93a7"
 MAX_TICKS = 8
 FEW_POINTS = 25
+NUM_BARS = 40  # most bars of a histogram
+PERCENT = {"range": [0, 1.03], "tickformat": ".0%"}
 _UNITS = {"_per_s": "", "_s": " s", "_gib": " GiB"}  # of an axis, by the end of a metric's name
+# Ratios of width to height that have a tick.
+RATIOS = ((1, 8), (1, 4), (1, 2), (3, 4), (1, 1), (4, 3), (2, 1), (4, 1), (8, 1))
+
+Trace = dict[str, Any]  # of Plotly
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,8 @@ class Figure:
 
     Attributes:
         name: Identifier in the page, such as `loss`.
-        title: Heading.
         summary: Text for screen readers.
-        plot: The figure as JSON data of Plotly: `data` and `layout`.
+        plot: `data` and `layout` of Plotly.
         height: Height in pixels.
         wide: Whether it takes the whole width of the page.
     """
@@ -43,196 +54,321 @@ class Figure:
     title: str
     summary: str
     plot: dict[str, Any]
-    height: int = 260
-    wide: bool = False
+    height: int
+    wide: bool
 
 
 def make_figure(
     name: str,
     title: str,
     summary: str,
-    traces: list[Any],
+    traces: Sequence[Trace],
+    xaxis: dict[str, Any],
+    yaxis: dict[str, Any] | None = None,
     height: int = 260,
     wide: bool = False,
     **layout: Any,
 ) -> Figure:
-    """Return a chart in the style of the page.
-
-    Args:
-        name: Identifier of the chart in the page, such as `loss`.
-        title: Heading; its first letter becomes upper case.
-        summary: Text for screen readers.
-        traces: Plotly traces, objects such as `plotly.graph_objects.Scatter`.
-        height: Height in pixels.
-        wide: Whether the chart takes the whole width of the page.
-        layout: Options of `plotly.graph_objects.Figure.update_layout`.
-
-    Returns:
-        A Figure: `name`, `title`, `summary`, `height`, `wide`, and `plot`, the JSON data of Plotly
-        (`data` and `layout`).
-    """
-    plot = go.Figure(traces)
-    plot.update_layout(
-        template="none",
-        margin={"l": 52, "r": 14, "t": 10, "b": 40},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        hovermode="x unified",
-        showlegend=sum(getattr(trace, "showlegend", None) is not False for trace in traces) > 1,
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
-    )
-    plot.update_xaxes(showgrid=False, zeroline=False, automargin=True)
-    plot.update_yaxes(zeroline=False, automargin=True, nticks=6)
-    plot.update_layout(**layout)
-    return Figure(name, title[0].upper() + title[1:], summary, plot.to_plotly_json(), height, wide)
+    """Return a chart in the style of all pages; `xaxis`, `yaxis` and `layout` extend its layout."""
+    style = {
+        "margin": {"l": 52, "r": 14, "t": 10, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "x unified",
+        "showlegend": sum(trace.get("showlegend", True) for trace in traces) > 1,
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        "xaxis": {"showgrid": False, "zeroline": False, "automargin": True, "nticks": MAX_TICKS},
+        "yaxis": {"zeroline": False, "automargin": True, "nticks": 6},
+    }
+    style["xaxis"] |= xaxis
+    style["yaxis"] |= yaxis or {}
+    plot = {"data": traces, "layout": style | layout}
+    return Figure(name, title[0].upper() + title[1:], summary, plot, height, wide)
 
 
-def _recall_lines(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the lines of a chart of recall by metric; `prefix` precedes the metrics of a set."""
-    lines = {}
-    for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items():
-        colors = cycle((BLUE, ORANGE, TEAL, ROSE))
-        for direction, color in zip(DIRECTIONS, colors, strict=False):
-            line = _line(f"R@{k} {direction.replace('_', ' ')}", color, dash=dash)
-            # Six legend entries are too wide for a narrow page.
-            line |= {"legendgroup": direction, "showlegend": k == 1}
-            line["opacity"] = 1 if k == 1 else 0.75
-            lines[f"{prefix}recall_at_{k}/{direction}"] = line
-    return lines
+def _axis_title(text: str) -> dict[str, Any]:
+    return {"text": text, "standoff": 6}
+
+
+def _curve(name: str, color: str, width: int = 2, dash: str = "solid", **options: Any) -> Trace:
+    line = {"color": color, "width": width, "dash": dash}
+    curve = {"type": "scatter", "name": name, "mode": "lines+markers", "line": line}
+    return curve | {"marker": {"size": 4 + width}} | options
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
-    """Return the charts of a run.
+    """Return the charts of a run by section: `learning`, `recall`, `speed` and `start`.
 
-    Returns:
-        By page section (`learning`, `recall`, `speed` and `start`) a list of charts, each a Figure
-        with `name`, `title`, `summary` and `plot` (JSON data of Plotly). Charts of metrics that
-        were not logged are omitted.
+    Charts of metrics that were not logged are omitted.
     """
-    names = list(scores_by_set(run.newest(EVALUATE))) or [""]
-    prefixes = {name: f"{EVALUATE}{name}/" if name else EVALUATE for name in names}
-    parts = {
-        **_metric_charts(run, prefixes),
-        "recall": _recall_charts(run, prefixes),
-        "start": [_start_timeline(run)],
+    sets = list(scores_by_set(run.newest(EVALUATE))) or [""]
+    prefixes = {name: f"{EVALUATE}{name}/" if name else EVALUATE for name in sets}
+    figures: dict[str, list[Figure]] = {
+        "learning": [],
+        "recall": [],
+        "speed": [],
+        "start": _start_timeline(run),
     }
-    return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
-
-
-def _metric_charts(run: RunRecord, prefixes: dict[str, str]) -> dict[str, list[Figure | None]]:
-    """Return the charts of METRICS, and one for each metric of the user's code.
-
-    `prefixes` are those of the metrics of each evaluation set, by its name.
-    """
-    logged = dict.fromkeys(name for line in run.lines for name in line)
-    shown = [(name, info.chart, info.line) for name, info in METRICS.items() if info.chart]
-    for name in filter(is_own, logged):
-        title = LOSS_CHART if name.startswith("train/loss_") else name  # a term of the objective
-        shown.append((name, title, name.rpartition("/")[2].replace("_", " ")))
-    charts: dict[str, dict[str, dict[str, Any]]] = {}
-    colors = cycle((BLUE, TEAL, ROSE, ORANGE))
-    for name, title, line in shown:
-        charts.setdefault(title, {})[name] = _line(line, next(colors))
-    for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
-        charts[LOSS_CHART][f"{prefix}loss"] = _line(f"held out {name}".strip(), color)
-    parts: dict[str, list[Figure | None]] = {"learning": [], "speed": []}
-    for title, lines in charts.items():
-        first = next(iter(lines))
+    for title, curves in _metric_curves(run, prefixes).items():
+        first = next(iter(curves))
         yaxis: dict[str, Any] = {"exponentformat": "power"}
-        units = [unit for end, unit in _UNITS.items() if first.endswith(end)]
-        if units:
-            yaxis = {"rangemode": "tozero", "tickformat": ",", "ticksuffix": units[0]}
+        for end, unit in _UNITS.items():
+            if first.endswith(end):
+                yaxis = {"rangemode": "tozero", "tickformat": ",", "ticksuffix": unit}
+                break
         is_speed = first in METRICS and not first.startswith("train/")
-        parts["speed" if is_speed else "learning"].append(
-            _chart(run, re.sub("[^a-z0-9]+", "-", first.lower()), title, lines, **yaxis)
-        )
-    return parts
-
-
-def _recall_charts(run: RunRecord, prefixes: dict[str, str]) -> list[Figure | None]:
-    """Return charts of recall and zero-shot accuracy of each evaluation set.
-
-    `prefixes` are those of the metrics of each set, by its name.
-    """
-    percent = {"range": [0, 1.03], "tickformat": ".0%"}
-    recall = []
-    zero_shot = []
+        name = re.sub("[^a-z0-9]+", "-", first.lower())
+        figures["speed" if is_speed else "learning"] += _step_chart(run, name, title, curves, yaxis)
     for name, prefix in prefixes.items():
         title = f"{f'{name}: recall' if name else 'Recall'} over the run (R@5 dashed, R@10 dotted)"
         chart_name = f"recall-{name}" if name else "recall"
-        recall.append(_chart(run, chart_name, title, _recall_lines(prefix), 320, **percent))
+        curves = _recall_curves(prefix)
+        figures["recall"] += _step_chart(run, chart_name, title, curves, PERCENT, 320)
         title = f"{f'{name}: zero-shot' if name else 'Zero-shot'} accuracy over the run"
-        lines = {
-            f"{prefix}zero_shot/top_1": _line("top 1", BLUE),
-            f"{prefix}zero_shot/top_5": _line("top 5", ORANGE),
-            f"{prefix}zero_shot/mean_per_class_recall": _line("mean of classes", TEAL),
+        curves = {
+            f"{prefix}zero_shot/top_1": _curve("top 1", BLUE),
+            f"{prefix}zero_shot/top_5": _curve("top 5", ORANGE),
+            f"{prefix}zero_shot/mean_per_class_recall": _curve("mean of classes", TEAL),
         }
-        zero_shot.append(_chart(run, f"zero-shot-{name}", title, lines, 320, **percent))
-    return recall + zero_shot
+        figures["recall"] += _step_chart(run, f"zero-shot-{name}", title, curves, PERCENT, 320)
+    return figures
 
 
-def _start_timeline(run: RunRecord) -> Figure | None:
-    """Return a bar per stage between the command and its first step;
+def _metric_curves(run: RunRecord, prefixes: dict[str, str]) -> dict[str, dict[str, Trace]]:
+    """Return the curves of METRICS and of metrics of the user's code by chart and metric.
 
-    None if less than a stage was recorded.
+    `prefixes` are those of the metrics of each evaluation set, by its name.
     """
-    stages = next(iter(run.result.get("starts") or [[]]))
-    durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
-    if not durations_s:
-        return None
-    names = [stage["stage"] for stage in stages[:-1]]
-    end_s = stages[-1]["at_s"]
-    bars = go.Bar(
-        y=names,
-        x=durations_s,
-        base=[stage["at_s"] for stage in stages[:-1]],
-        orientation="h",
-        marker={"color": BLUE},
-        text=[f"{each:.1f} s" for each in durations_s],
-        textposition="outside",
-        cliponaxis=False,
-        hovertemplate="%{y}: %{text}<extra></extra>",
-    )
-    return make_figure(
-        "start",
-        "From the command to the first step",
-        f"{end_s:.1f} s; longest: {names[durations_s.index(max(durations_s))]}, "
-        f"{max(durations_s):.1f} s",
-        [bars],
-        height=90 + 24 * len(names),
-        wide=True,
-        hovermode="closest",
-        xaxis={"range": [0, 1.1 * end_s], "ticksuffix": " s", "nticks": MAX_TICKS},
-        yaxis={"autorange": "reversed", "nticks": len(names), "showgrid": False},
-    )
+    shown = [(name, info.chart, info.line) for name, info in METRICS.items() if info.chart]
+    for name in filter(is_own, dict.fromkeys(name for line in run.lines for name in line)):
+        title = LOSS_CHART if name.startswith("train/loss_") else name  # a term of the objective
+        shown.append((name, title, name.rpartition("/")[2].replace("_", " ")))
+    charts: dict[str, dict[str, Trace]] = {}
+    colors = cycle((BLUE, TEAL, ROSE, ORANGE))
+    for name, title, legend in shown:
+        charts.setdefault(title, {})[name] = _curve(legend, next(colors))
+    for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
+        charts[LOSS_CHART][f"{prefix}loss"] = _curve(f"held out {name}".strip(), color)
+    return charts
 
 
-def _line(name: str, color: str, dash: str = "solid") -> dict[str, Any]:
-    return {"name": name, "line": {"color": color, "width": 2, "dash": dash}}
+def _recall_curves(prefix: str) -> dict[str, Trace]:
+    """Return the curves of recall by metric; `prefix` precedes the metrics of a set."""
+    curves = {}
+    for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items():
+        colors = cycle((BLUE, ORANGE, TEAL, ROSE))
+        for direction, color in zip(DIRECTIONS, colors, strict=False):
+            curves[f"{prefix}recall_at_{k}/{direction}"] = _curve(
+                f"R@{k} {direction.replace('_', ' ')}",
+                color,
+                dash=dash,
+                opacity=1 if k == 1 else 0.75,
+                legendgroup=direction,
+                showlegend=k == 1,  # six legend entries are too wide for a narrow page
+            )
+    return curves
 
 
-def _chart(
+def _step_chart(
     run: RunRecord,
     name: str,
     title: str,
-    metrics: dict[str, dict[str, Any]],
+    curves: dict[str, Trace],
+    yaxis: dict[str, Any],
     height: int = 260,
-    **yaxis: Any,
-) -> Figure | None:
-    """Return lines of the measured metrics over the steps of a run; None without any."""
+) -> list[Figure]:
+    """Return a chart of metrics over the steps of a run; empty if none of them was measured."""
     traces = []
     ranges = []
-    for metric, style in metrics.items():
+    for metric, curve in curves.items():
         if values := run.values(metric):
             steps, with_gaps = run.series(metric)
             mode = "lines+markers" if len(values) <= FEW_POINTS else "lines"
-            traces.append(go.Scatter(x=steps, y=with_gaps, mode=mode, marker={"size": 6}, **style))
-            ranges.append(
-                f"{style['name']} {values[0]:.4g} at the start, {values[-1]:.4g} at the end"
-            )
+            traces.append(curve | {"x": steps, "y": with_gaps, "mode": mode})
+            ends = f"{values[0]:.4g} at the start, {values[-1]:.4g} at the end"
+            ranges.append(f"{curve['name']} {ends}")
     if not traces:
-        return None
-    few = run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS
-    ticks = {"dtick": 1} if few else {"nticks": MAX_TICKS}
-    xaxis = {"title": {"text": "step", "standoff": 6}, "tickformat": ",d", **ticks}
-    return make_figure(name, title, "; ".join(ranges), traces, height, xaxis=xaxis, yaxis=yaxis)
+        return []
+    xaxis: dict[str, Any] = {"title": _axis_title("step"), "tickformat": ",d"}
+    if run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS:
+        xaxis["dtick"] = 1
+    return [make_figure(name, title, "; ".join(ranges), traces, xaxis, yaxis, height)]
+
+
+def _start_timeline(run: RunRecord) -> list[Figure]:
+    """Return a chart of the stages between the command and its first step, if any were recorded."""
+    stages = next(iter(run.result.get("starts") or [[]]))
+    durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
+    if not durations_s:
+        return []
+    names = [stage["stage"] for stage in stages[:-1]]
+    end_s = stages[-1]["at_s"]
+    bars = {
+        "type": "bar",
+        "y": names,
+        "x": durations_s,
+        "base": [stage["at_s"] for stage in stages[:-1]],
+        "orientation": "h",
+        "marker": {"color": BLUE},
+        "text": [f"{each:.1f} s" for each in durations_s],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "hovertemplate": "%{y}: %{text}<extra></extra>",
+    }
+    longest_s = max(durations_s)
+    longest = f"longest: {names[durations_s.index(longest_s)]}, {longest_s:.1f} s"
+    figure = make_figure(
+        "start",
+        "From the command to the first step",
+        f"{end_s:.1f} s; {longest}",
+        [bars],
+        xaxis={"range": [0, 1.1 * end_s], "ticksuffix": " s"},
+        yaxis={"autorange": "reversed", "nticks": len(names), "showgrid": False},
+        height=90 + 24 * len(names),
+        wide=True,
+        hovermode="closest",
+    )
+    return [figure]
+
+
+def sweep_figures(sweep: SweepRecord) -> list[Figure]:
+    """Return the learning curves of the trials, or speed and memory of the batch shapes."""
+    if not sweep.is_throughput:
+        return _learning_curves(sweep)
+    speed = _shape_chart(sweep, "speed", "Samples per second", "samples_per_s")
+    return speed + _shape_chart(sweep, "memory", "Peak memory of a worker", "peak_gib", " GiB")
+
+
+def _learning_curves(sweep: SweepRecord) -> list[Figure]:
+    """Return a chart of the held-out values of the trials over their samples, if there are any."""
+    best = sweep.best.trial if sweep.best else None
+
+    def style(row: TrialRow) -> tuple[int, str, str]:
+        """Return width, color and legend of a trial."""
+        if row.trial == best:
+            return 3, BLUE, f"{best}, the best"
+        if row.is_recipe:
+            return 2, ORANGE, "the recipe's own settings"
+        return 1, GRAY, "other trials"
+
+    traces: dict[str, Trace] = {}
+    legends: set[str] = set()
+    rows = [row for row in sweep.trials if row.curve]
+    for row in sorted(rows, key=style):  # Wide lines are drawn last, on top.
+        width, color, legend = style(row)
+        traces[row.trial] = _curve(
+            legend,
+            color,
+            width,
+            x=[point.samples for point in row.curve],
+            y=[point.value for point in row.curve],
+            hovertemplate=f"{row.trial}: %{{y:.4g}} at %{{x:,}} samples<extra></extra>",
+            showlegend=legend not in legends,
+        )
+        legends.add(legend)
+    if not traces:
+        return []
+    title = f"{sweep.goal.title} by samples"
+    summary = f"{title} of {len(traces)} trials; the table of trials has the last values"
+    xaxis = {"title": _axis_title("samples"), "rangemode": "tozero", "tickformat": ",~r"}
+    curves = list(traces.values())
+    return [
+        make_figure("curves", title, summary, curves, xaxis, None, 320, True, hovermode="closest")
+    ]
+
+
+def _shape_chart(
+    sweep: SweepRecord, name: str, title: str, field: str, unit: str = ""
+) -> list[Figure]:
+    """Return a chart of a measurement of the batch shapes over the micro-batch, with a curve for
+    each global batch and other settings; empty if none was measured.
+    """
+    points: dict[str, dict[int, float]] = {}
+    for row in sweep.trials:
+        value = getattr(row, field)
+        if row.micro is not None and value is not None and row.error is None:
+            others = [f"{key} {format_setting(setting)}" for key, setting in row.settings.items()]
+            batch = [f"global batch {row.global_batch_size}", f"workers {row.workers}"]
+            points.setdefault(", ".join(batch + others), {})[row.micro] = value
+    if not points:
+        return []
+    traces = []
+    for (label, curve), color in zip(points.items(), cycle((BLUE, ORANGE, TEAL, ROSE))):
+        sizes = sorted(curve)
+        hover = "micro-batch %{x}: %{y:,.4~g}<extra>%{data.name}</extra>"
+        values = [curve[micro] for micro in sizes]
+        traces.append(_curve(label, color, x=sizes, y=values, hovertemplate=hover))
+    xaxis = {
+        "type": "log",
+        "tickvals": sorted({micro for curve in points.values() for micro in curve}),
+        "title": _axis_title("rows of a micro-batch"),
+    }
+    figure = make_figure(
+        f"shapes-{name}",
+        title,
+        f"{title} by micro-batch; the table of shapes has the values",
+        traces,
+        xaxis,
+        yaxis={"rangemode": "tozero", "ticksuffix": unit},
+        height=320,
+        hovermode="closest",
+    )
+    return [figure]
+
+
+def set_figures(statistics: SetStatistics) -> list[Figure]:
+    """Return the histograms of a set; a property that no row has gets no chart."""
+    sides = {"width": statistics.widths, "height": statistics.heights}
+    sizes = np.array([statistics.widths, statistics.heights], float)
+    ratios = {"width / height": np.log2(sizes[0] / sizes[1])}
+    durations = {"duration": statistics.durations_s}
+    lengths = {"length": statistics.text_lengths}
+    tokens = {"length": statistics.token_counts}
+    return [
+        *_histogram("sizes", "image sizes", "pixels", sides),
+        *_histogram("ratios", "aspect ratios", "width : height", ratios, is_log2=True),
+        *_histogram("durations", "durations of audio and video", "seconds", durations),
+        *_histogram("lengths", "text lengths in characters", "characters", lengths),
+        *_histogram("tokens", "text lengths in tokens", "tokens", tokens),
+    ]
+
+
+def _histogram(
+    name: str,
+    title: str,
+    unit: str,
+    values: Mapping[str, Sequence[float] | np.ndarray],
+    is_log2: bool = False,
+) -> list[Figure]:
+    """Return a histogram of one or two properties in the same bins; empty without values."""
+    together = np.concatenate([np.asarray(each, float) for each in values.values()])
+    if not len(together):
+        return []
+    low, middle, high = np.quantile(together, (0, 0.5, 1))
+    num_bars = NUM_BARS
+    if (together == together.round()).all():  # no more bars than whole numbers
+        num_bars = min(NUM_BARS, int(high - low) + 1)
+    xaxis: dict[str, Any] = {"title": _axis_title(unit)}
+    if is_log2:
+        xaxis |= {
+            "tickvals": [float(np.log2(width / height)) for width, height in RATIOS],
+            "ticktext": [f"{width}:{height}" for width, height in RATIOS],
+            # Wide enough for a tick also if all images have one ratio.
+            "range": [low - 0.6, high + 0.6],
+        }
+        low, middle, high = 2.0 ** np.array([low, middle, high])
+    traces = [
+        {
+            "type": "histogram",
+            "x": np.asarray(each).round(3).tolist(),
+            "name": label,
+            "nbinsx": num_bars,
+            "xbins": {"size": 0.125} if is_log2 else {},
+            "bingroup": name,
+            "marker": {"color": color, "opacity": 0.6},
+        }
+        for (label, each), color in zip(values.items(), (BLUE, ORANGE), strict=False)
+    ]
+    summary = f"from {low:.4g} to {high:.4g}, median {middle:.4g} {unit}"
+    yaxis = {"title": {"text": "number"}, "rangemode": "tozero"}
+    return [make_figure(name, title, summary, traces, xaxis, yaxis, barmode="overlay")]

@@ -109,6 +109,30 @@ class SetRecord:
         """
         return [{name: row.get(name, "") for name in TABLE_COLUMNS} for row in self.rows]
 
+    @property
+    def num_images(self) -> int:
+        """The number of images of the set, without those of audio and video."""
+        by_number = self.prepared.rows_by_num_images
+        return sum(number * rows for number, rows in by_number.items())
+
+    @property
+    def basis(self) -> str:
+        """A sentence: on how many rows the charts and repeats are based."""
+        total = self.prepared.num_rows
+        read = self.statistics.num_rows
+        if read == total:
+            return f"Based on all {total:,} rows."
+        groups = f"random groups of {RECORD_BATCH_ROWS} adjacent rows"
+        return f"Based on {read:,} of {total:,} rows: {groups}."
+
+    @property
+    def unread_text(self) -> str:
+        """A sentence about images of the source that were not read; "" if there are none."""
+        if not self.unread_folder:
+            return ""
+        folder = self.unread_folder
+        return f"Images in the folder of the source are not read; --root {folder} shows them."
+
     @classmethod
     def read(
         cls,
@@ -178,82 +202,6 @@ def _read_quarantined(folder: AnyPath, location: Any, roots: Sequence[str]) -> b
         image = ImageRef(file, file, location["offset"], location["length"])
         return read_image(folder, locate_file(folder, image, roots), roots)
     return None
-
-
-def set_key_figures(record: SetRecord) -> list[tuple[str, str, str]]:
-    """Return the headline numbers of a set, as texts for its page.
-
-    Args:
-        record: What the page shows.
-
-    Returns:
-        (name, value, note) of its rows, media, size on disk and quarantined rows.
-    """
-    prepared = record.prepared
-    manifest = prepared.manifest
-    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
-    figures = [("Rows", f"{prepared.num_rows:,}", splits)]
-    if kinds := prepared.rows_by_media_kinds:
-        text = ", ".join(f"{rows:,} {kind.replace(' ', ' and ')}" for kind, rows in kinds.items())
-        figures.append(("With audio or video", f"{sum(kinds.values()):,}", text))
-    else:
-        by_number = prepared.rows_by_num_images
-        images = sum(number * rows for number, rows in by_number.items())
-        without = f"{by_number[0]:,} rows have none" if by_number.get(0) else ""
-        figures.append(("Images", f"{images:,}", without))
-    megabytes = prepared.num_bytes / 1e6
-    stored = "without images, which are in the source" if manifest.is_index_only else "on disk"
-    size = f"{megabytes / 1000:,.2f} GB" if megabytes >= 1000 else f"{megabytes:,.1f} MB"
-    figures.append(("Size", size, stored))
-    read = f"of {manifest.num_read:,} rows of the source"
-    figures.append(("Quarantined", f"{manifest.num_quarantined:,}", read))
-    return figures
-
-
-def describe_basis(record: SetRecord) -> str:
-    """Return a sentence for the page of a set: on how many rows its charts and repeats are
-    based.
-    """
-    total = record.prepared.num_rows
-    read = record.statistics.num_rows
-    groups = f"random groups of {RECORD_BATCH_ROWS} adjacent rows"
-    text = f"all {total:,} rows" if read == total else f"{read:,} of {total:,} rows: {groups}"
-    return f"Based on {text}."
-
-
-def describe_sizes(record: SetRecord) -> str:
-    """Return a sentence about images without a known size, which the charts leave out; "" if there
-    are none.
-    """
-    if not (unsized := record.statistics.num_unsized):
-        return ""
-    return (
-        f"The sizes of {unsized:,} images are not known, because the set was prepared with "
-        "--check none; the charts leave them out."
-    )
-
-
-def describe_unread(record: SetRecord) -> str:
-    """Return a sentence about images of the source that the page does not have; "" if there are
-    none.
-    """
-    if not (folder := record.unread_folder):
-        return ""
-    return f"Images in the folder of the source are not read; --root {folder} shows them."
-
-
-def describe_repeats(record: SetRecord) -> str:
-    """Return a sentence about rows with the same image, audio or video."""
-    repeats = record.statistics.repeats
-    rows = len({number for numbers in repeats.values() for number in numbers})
-    text = f"{rows:,} rows share {len(repeats):,} images, audio or video files (the same bytes). "
-    if not repeats:
-        text = "No two rows have an image, audio or video of the same bytes. "
-    if len(repeats) > MAX_REPEATS:
-        text += f"The {MAX_REPEATS} largest groups are shown. "
-    if same_text := record.prepared.manifest.num_same_text:
-        text += f"{same_text:,} rows repeat the captions of an earlier row. "
-    return text + describe_basis(record)
 
 
 def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndarray:

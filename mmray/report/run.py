@@ -109,23 +109,25 @@ class RunRecord:
         """Return the finite values of a metric by step, such as of `train/loss`."""
         return [value for value in self.series(name)[1] if value is not None]
 
-    def newest(self, prefix: str) -> dict[str, float]:
-        """Return the metrics with a prefix in the last line of metrics.jsonl that has any.
+    def newest_line(self, prefix: str) -> Line:
+        """Return the last line of metrics.jsonl with a metric that starts so; {} if none has."""
+        for line in reversed(self.lines):
+            if any(name.startswith(prefix) for name in line):
+                return line
+        return {}
 
-        Args:
-            prefix: Start of the names, such as `evaluate/`.
+    def newest(self, prefix: str) -> dict[str, float]:
+        """Return the metrics with a prefix, such as `evaluate/`, in the last line that has any.
 
         Returns:
             Values by name without the prefix, such as `{"loss": 1.9}`; empty if no line has any.
         """
-        for line in reversed(self.lines):
-            if any(name.startswith(prefix) for name in line):
-                return {
-                    name.removeprefix(prefix): value
-                    for name, value in line.items()
-                    if name.startswith(prefix)
-                }
-        return {}
+        line = self.newest_line(prefix)
+        return {
+            name.removeprefix(prefix): value
+            for name, value in line.items()
+            if name.startswith(prefix)
+        }
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text and tables of the run report: key figures, warnings, settings, quarantined rows."""
+"""What limits the speed of a run, its settings, and quarantined rows, for its page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import Finding
-from mmray.evaluation import main_scores
 from mmray.report.run import (
     Line,
     RunRecord,
-    format_number,
     format_setting,
-    non_retrieval_metrics,
     read_json,
     read_lines,
-    scores_by_set,
 )
 from mmray.storage.paths import AnyPath, to_path
 
@@ -33,8 +29,6 @@ LAUNCH_WARNING = 0.5  # fraction of the time in launch-bound steps, part of whic
 ROWS_CPU_WARNING = 0.5  # CPU time for moving rows, as a fraction of the time
 LIMIT = "limit"  # name of the finding
 DATA_FIX = "use more data processes (data.workers), or prepare smaller images (--image-side)"
-# measured by the memory dry run
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def format_duration(seconds: float | None) -> str:
@@ -57,50 +51,6 @@ def dataset_names(trained_on: str) -> str:
         The mixture with the last part of each path, such as `a + 2 * b`.
     """
     return str(Mixture.parse(trained_on).rename(lambda path: path.rstrip("/").rpartition("/")[2]))
-
-
-def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the headline numbers of a run, as texts for its page.
-
-    Args:
-        run: The content of the run folder, such as its config and metrics.
-
-    Returns:
-        (name, value, note) of the main metrics of each set, such as recall@1, and of each measured
-        one of loss, speed, data wait, GPU idle time, peak memory and duration, such as ("Loss",
-        "1.234", "5.545 at the start").
-    """
-    figures = []
-    for name, scores in scores_by_set(run.newest("evaluate/")).items():
-        of_set = f", {name}" if name else ""
-        figures += [
-            (f"{title[0].upper()}{title[1:]}{of_set}", text, "")
-            for title, text in main_scores(scores)
-        ]
-    if losses := run.values("train/loss"):
-        figures.append(
-            ("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start")
-        )
-    if rates := run.values("throughput/samples_per_s"):
-        note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
-        figures.append(("Samples/s, median", format_number(median(rates), 0), note))
-    if waits := run.values("time/data_wait_share"):
-        figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
-    if idles := run.values("time/device_idle_share"):
-        note = f"between steps; {_median_share(run, 'launch_bound'):.0%} in launch-bound steps"
-        figures.append(("GPU idle, median", f"{median(idles):.0%}", note))
-    if peaks := run.values("memory/peak_gib"):
-        total_gib = run.result.get("all_processes_peak_gib")
-        note = (
-            "of a worker"
-            if total_gib is None
-            else (f"of a worker; all processes {total_gib:.2f} GiB")
-        )
-        figures.append(("Peak memory", f"{max(peaks):.2f} GiB", note))
-    if "elapsed_s" in run.result:
-        steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
-        figures.append(("Duration", format_duration(run.result["elapsed_s"]), steps))
-    return figures
 
 
 def find_limit(run: RunRecord) -> Finding:
@@ -157,113 +107,6 @@ def _median_share(run: RunRecord, name: str) -> float:
     return median(run.values(f"time/{name}_share") or [0.0])
 
 
-def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the memory of a worker by component, in GiB.
-
-    Args:
-        run: The content of the run folder; the logged memory metrics are read.
-
-    Returns:
-        Pairs of name and value as texts, such as ("parameters", "0.334"), the last one `peak`;
-        empty if the run measured no memory by component.
-    """
-    memory = run.newest("memory/")
-    rows = [
-        (name, f"{memory[f'{name}_gib']:.3f}") for name in MEMORY_PARTS if f"{name}_gib" in memory
-    ]
-    peaks = run.values("memory/peak_gib")
-    return [*rows, ("peak", f"{max(peaks):.3f}")] if rows and peaks else rows
-
-
-def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the newest evaluation of a run without its retrieval metrics.
-
-    Args:
-        run: The content of the run folder; the logged metrics are read.
-
-    Returns:
-        Pairs of name and value as texts: step, metrics, number of evaluations, time per evaluation.
-        Empty if the run was not evaluated.
-    """
-    scores = run.newest("evaluate/")
-    spent_s = run.values("time/evaluate_s")
-    if not scores:
-        return []
-    at = next(
-        line["step"]
-        for line in reversed(run.lines)
-        if any(name.startswith("evaluate/") for name in line)
-    )
-    facts = [("step", format_number(at, 0)), *non_retrieval_metrics(scores)]
-    facts.append(("evaluations", format_number(len(spent_s), 0)))
-    return [*facts, ("time per evaluation", f"{median(spent_s):.1f} s")] if spent_s else facts
-
-
-def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
-    """Return sentences about problems of a run, for its page.
-
-    Args:
-        run: The content of the run folder, such as its metrics and result.json.
-
-    Returns:
-        Pairs of kind and sentence. The kind is `bad` for failures such as a loss of NaN, or `note`,
-        for example for restarts.
-    """
-    nan = sum(value is None for value in run.series("train/loss")[1])
-    result = run.result
-    skipped = max(run.values("train/skipped_steps"), default=0)
-    restarts = result.get("restarts") or 0
-    wasted = result.get("wasted_steps") or 0
-    causes = (
-        f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} "
-        "for node preemptions"
-    )
-    evaluated = scores_by_set(run.newest("evaluate/"))
-    bad = sum(scores.get("bad_rows") or 0 for scores in evaluated.values())
-    limit = find_limit(run)
-    rules = (
-        (
-            run.status == "failed",
-            "bad",
-            f"The run failed: {result.get('error', 'no reason was recorded')}",
-        ),
-        (
-            run.status == "stopped",
-            "note",
-            "The run was stopped; run the same command to resume it.",
-        ),
-        (
-            run.status == "unfinished",
-            "note",
-            "The run has no result yet: it is still running or was killed.",
-        ),
-        (
-            nan,
-            "bad",
-            f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps "
-            "(gaps in the curve).",
-        ),
-        (
-            skipped,
-            "bad",
-            f"{skipped:,.0f} steps were skipped because their gradient was not finite.",
-        ),
-        (
-            restarts,
-            "note",
-            f"Workers were restarted {restarts:,} times ({causes}); {wasted:,} "
-            "steps were repeated.",
-        ),
-        (
-            bad,
-            "note",
-            f"{bad:,.0f} held-out rows could not be read and were left out of the scores.",
-        ),
-        (limit.fix, "note", f"{limit.observed}. To change it, {limit.fix}."),
-    )
-    return [(kind, sentence) for shown, kind, sentence in rules if shown]
-
-
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     """Compare the settings of a run with those of its recipe.
 
@@ -271,16 +114,13 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
         config: Content of config.yaml: {section: {field: value}} and `recipe`.
 
     Returns:
-        A dict of texts per setting: `name` (such as `optimizer.lr`), `value`, and `recipe` (value
-        in the recipe; empty if it has no such setting).
+        A dict per setting: `name` (such as `optimizer.lr`), and the texts `value` and `recipe` (""
+        if the recipe has no such setting).
     """
     recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().to_json())
+    recipe = {name: format_setting(value) for name, value in recipe.items()}
     return [
-        {
-            "name": name,
-            "value": format_setting(value),
-            "recipe": format_setting(recipe[name]) if name in recipe else "",
-        }
+        {"name": name, "value": format_setting(value), "recipe": recipe.get(name, "")}
         for name, value in flatten(config).items()
     ]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jinja2
@@ -20,22 +21,20 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.engine.metrics.table import EVALUATE
 from mmray.errors import UsageError
+from mmray.evaluation import main_scores
 from mmray.report import summary
-from mmray.report.figures import run_figures
-from mmray.report.prepared import (
-    CLIP_S,
-    SetRecord,
-    describe_basis,
-    describe_repeats,
-    describe_sizes,
-    describe_unread,
-    set_key_figures,
+from mmray.report.figures import run_figures, set_figures, sweep_figures
+from mmray.report.prepared import CLIP_S, SetRecord
+from mmray.report.run import (
+    RunRecord,
+    format_number,
+    non_retrieval_metrics,
+    recall_rows,
+    scores_by_set,
 )
-from mmray.report.prepared_figures import set_figures
-from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SweepRecord, trial_columns
-from mmray.report.sweep_figures import sweep_figures
 from mmray.storage.paths import AnyPath, check_kept, to_path, write_atomic
 from mmray.sweep_files import SWEEP
 
@@ -64,37 +63,44 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         problem = "is a file" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {problem}; give the folder of a run (runs/NAME) or of a sweep")
     if (folder / SWEEP).exists():
-        sweep = SweepRecord.read(folder)
-        parts = sweep_figures(sweep)
-        columns = trial_columns(sweep.trials)
-        page = _render("sweep.html", sweep=sweep, columns=columns, title=folder.name, parts=parts)
-    elif (folder / "config.yaml").exists():
-        run = RunRecord(folder)
-        try:
-            settings = summary.settings_table(run.config)
-        except yaml.YAMLError as error:
-            raise UsageError(f"{folder / 'config.yaml'} is not valid YAML: {error}") from None
-        page = _render(
-            "run.html",
-            run=run,
-            title=folder.name,
-            key_figures=summary.key_figures(run),
-            notices=summary.run_warnings(run),
-            parts=run_figures(run),
-            recall=recall_rows(run.newest("evaluate/")),
-            evaluated=summary.eval_summary(run),
-            memory=summary.memory_rows(run),
-            quarantine=summary.quarantine_summary(
-                summary.set_folders(run.data.get("train")), folder
-            ),
-            changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
-            settings=settings,
-        )
-    else:
-        raise UsageError(
-            f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})"
-        )
-    return _write(page, out)
+        return _write_sweep(SweepRecord.read(folder), out)
+    if (folder / "config.yaml").exists():
+        return _write_run(RunRecord(folder), out)
+    raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
+
+
+def _write_sweep(sweep: SweepRecord, out: AnyPath) -> AnyPath:
+    return _write(
+        "sweep.html",
+        out,
+        title=sweep.folder.name,
+        sweep=sweep,
+        columns=trial_columns(sweep.trials),
+        figures=sweep_figures(sweep),
+    )
+
+
+def _write_run(run: RunRecord, out: AnyPath) -> AnyPath:
+    try:
+        settings = summary.settings_table(run.config)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{run.folder / 'config.yaml'} is not valid YAML: {error}") from None
+    sets = summary.set_folders(run.data.get("train"))
+    scores = run.newest(EVALUATE)
+    return _write(
+        "run.html",
+        out,
+        title=run.folder.name,
+        run=run,
+        parts=run_figures(run),
+        scores=scores,
+        sets=scores_by_set(scores),
+        recall=recall_rows(scores),
+        limit=summary.find_limit(run),
+        quarantine=summary.quarantine_summary(sets, run.folder),
+        changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
+        settings=settings,
+    )
 
 
 def write_set_page(
@@ -126,36 +132,23 @@ def write_set_page(
     """
     out = to_path(out or prepared.folder / SET_PAGE)
     record = SetRecord.read(prepared, num_rows, seed, tokenizer_json, roots)
-    page = _render(
+    page = _write(
         "set.html",
-        record=record,
-        title=prepared.folder.name,
+        out,
         command="mmray show",
+        title=prepared.folder.name,
+        record=record,
         seed=seed,
         clip_s=CLIP_S,
-        has_clips=bool(prepared.rows_by_media_kinds),
-        key_figures=set_key_figures(record),
-        basis=describe_basis(record),
-        sizes_text=describe_sizes(record),
-        unread_text=describe_unread(record),
-        repeats_text=describe_repeats(record),
         figures=set_figures(record.statistics),
     )
-    return replace(record, page=_write(page, out))
+    return replace(record, page=page)
 
 
-def _write(page: str, out: AnyPath) -> AnyPath:
-    """Write a page. Raises UsageError if it cannot be written."""
-    try:
-        write_atomic(out, page)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {out}: {error.strerror or error}; choose another --out"
-        ) from error
-    return out
-
-
-def _render(template: str, **values: Any) -> str:
+def _write(template: str, out: AnyPath, command: str = "mmray report", **values: Any) -> AnyPath:
+    """Write a page from a template and return its file. Raises UsageError if it cannot be
+    written.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -163,17 +156,28 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {
+    environment.filters |= {
         "duration": summary.format_duration,
+        "main_scores": main_scores,
+        "median": median,
+        "non_retrieval": non_retrieval_metrics,
         "number": format_number,
         "set_names": summary.dataset_names,
     }
-    environment.filters |= filters
-    values.setdefault("command", "mmray report")
-    values["now"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     for kind in ("css", "js"):
         values[kind] = Markup((TEMPLATES / f"page.{kind}").read_text(encoding="utf-8"))
-    return environment.get_template(template).render(**values, plotly=_compressed_plotly())
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    plotly = _compressed_plotly()
+    page = environment.get_template(template).render(
+        **values, command=command, now=now, plotly=plotly
+    )
+    try:
+        write_atomic(out, page)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {out}: {error.strerror or error}; choose another --out"
+        ) from error
+    return out
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import itertools
+import re
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +17,8 @@ from mmray.engine import step
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import IDLE
 from mmray.report.run import RunRecord
-from mmray.report.summary import key_figures, run_warnings
+from mmray.report.summary import find_limit
+from mmray.report.write import write_report
 from tests.engine import toy
 from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.report.factories import make_run
@@ -145,14 +148,17 @@ def train(
 )
 def test_report_says_what_the_device_waited_for(monkeypatch, tmp_path, times, idle, limit):
     run = train(tmp_path / "run", monkeypatch, **times)
-    notes = [sentence for _, sentence in run_warnings(run) if "-bound: " in sentence]
-    assert len(notes) == (limit is not None) and all(limit in note for note in notes), notes
-    assert ("GPU idle, median", idle) in [figure[:2] for figure in key_figures(run)]
+    found = find_limit(run)
+    assert (found.level == "warning") == (limit is not None)
+    page = html.unescape(write_report(run.folder).read_text())
+    assert (f"{found.observed}. To change it, {found.fix}." in page) == (limit is not None)
+    assert limit is None or limit in page
+    assert re.search(f"<dt>GPU idle, median</dt><dd class=.value.>{idle}</dd>", page)
 
 
 def test_nothing_is_measured_on_a_cpu(tmp_path):
     log = toy.Lines()
     toy.run(toy.Toy(), PLAN, log=log)
     assert not any(f"time/{name}_share" in log[-1] for name in IDLE)
-    run = RunRecord(make_run(tmp_path / "run", log))
-    assert not [name for name, *_ in key_figures(run) if "idle" in name]
+    page = write_report(make_run(tmp_path / "run", log)).read_text()
+    assert "GPU idle" not in page and "Data wait, median" in page
