@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,14 +24,15 @@ from PIL import Image
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.assemble import NO_ROW, PackedRows, first_occurrence
-from mmray.data.prepare.map_shards import map_shards
-from mmray.data.prepare.tasks import run_with_crash_limit
+from mmray.data.prepare.assemble import NO_ROW, PackedRows
+from mmray.data.prepare.map_shards import MAX_FILES, map_shards
+from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.manifest import Manifest, shard_fields
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_values import COLUMNS_DIR, update_index
+from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index
+from mmray.data.store.shard_table import Shard
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import AnyPath, open_output, to_path
 
@@ -56,7 +57,9 @@ _STORED_HASH_DTYPE = np.dtype(_STORED_HASH)
 # `image` is the number in the row.
 IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8"), ("image", "<i4")])
 READ_BATCH_ROWS = 64
-PAIRS_PER_COMPARISON = 1 << 20
+QUERIES_PER_COMPARISON = 64  # of a thousand similar frames of a video, a million pairs match
+_COLUMNS = {HASHES: {HASHES: "hashes"}}
+_NumberedShards = tuple[tuple[Shard, int], ...]  # with the number of the first row of each
 
 
 class ContaminatedRow(NamedTuple):
@@ -108,9 +111,9 @@ def validate(settings: Prepare, out: str) -> None:
     """
     if not is_enabled(settings):
         return
-    if find_spec("imagehash") is None:
+    if find_spec("imagehash") is None or find_spec("faiss") is None:
         raise UsageError(
-            "--check-contamination and --drop-overlap need the package imagehash: "
+            "--check-contamination and --drop-overlap need the packages imagehash and faiss: "
             "pip install 'mmray[leakage]'"
         )
     if settings.index_only and settings.check == "none":
@@ -177,8 +180,10 @@ def check_contamination(
     others = {address: PreparedSet.open(address) for address in settings.check_contamination}
     sets = [own, *others.values()]
     update_index(out, HASHES, {shard.key for prepared in sets for shard in prepared.shards})
-    hashes = [_load_hashes(out, prepared, settings.max_pixels, on_rows) for prepared in sets]
-    contaminated = _find_contaminated_rows(sets, hashes)
+    compute = partial(_hash_rows, out=str(out), max_pixels=settings.max_pixels)
+    for prepared in sets:
+        map_shards(prepared, _COLUMNS[HASHES], compute, on_rows, out)
+    contaminated = sorted(_find_contaminated_rows(out, sets))
     _write_leaks(out, own, contaminated)
     numbers = packed.by_shard[~is_duplicate[packed.by_shard]]  # by the number of a row in `own`
     names = {id(prepared): address for address, prepared in others.items()}
@@ -194,17 +199,117 @@ def check_contamination(
     }
 
 
-def _load_hashes(
-    out: AnyPath, prepared: PreparedSet, max_pixels: int, on_rows: Callable[[int, int], None]
-) -> np.ndarray:
-    """Return the hashes of the images of a set, with the number of their row; 109 bytes each."""
-    compute = partial(_hash_rows, out=str(out), max_pixels=max_pixels)
-    values = map_shards(prepared, {HASHES: "hashes"}, compute, on_rows, out)
+def _find_contaminated_rows(
+    out: AnyPath, sets: Sequence[PreparedSet]
+) -> Generator[ContaminatedRow, None, None]:
+    """Yield the rows of the first set with an image that is in another set or in another split.
+
+    A row is reported once, for the first set that has one of its images. Tasks search for the rows
+    of a shard each, so only rows that are found come back.
+
+    Args:
+        out: Folder with the hashes of the images of these sets.
+        sets: The set that is being prepared, and the others.
+    """
+    own = sets[0]
+    numbered = [_with_first_rows(prepared) for prepared in sets]
+    # Held-out splits first, training last: the later row counts as contaminated.
+    names = sorted(
+        set(map(_split, own.shards)),
+        key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name),
+    )
+    references = {}
+    for place, name in enumerate(names):
+        earlier = tuple(each for each in numbered[0] if _split(each[0]) in names[:place])
+        references[name] = [*enumerate(numbered[1:], 1), (0, earlier)]
+    work = partial(
+        _search_task,
+        values=RowValues(out, _COLUMNS),
+        references=references,
+        max_distance=PHASH_DISTANCE,
+    )
+    shards = [[dict(vars(shard)), first_row] for shard, first_row in numbered[0]]
+    size = -(-len(shards) // MAX_FILES)
+    items = [shards[start : start + size] for start in range(0, len(shards), size)]
+    with closing(map_tasks(work, items)) as results:
+        for result in results:
+            hits = np.array(result["hits"], np.int64).reshape(-1, 6)
+            for number in np.unique(hits[:, 2]).tolist():
+                rows, images, _, matches, match_images, bits = hits[hits[:, 2] == number].T
+                yield from map(
+                    ContaminatedRow,
+                    rows.tolist(),
+                    own.keys(rows),
+                    images.tolist(),
+                    repeat(sets[number]),
+                    matches.tolist(),
+                    sets[number].keys(matches),
+                    match_images.tolist(),
+                    bits.tolist(),
+                )
+
+
+def _split(shard: Shard) -> str:
+    return shard.split or "train"
+
+
+def _with_first_rows(prepared: PreparedSet) -> _NumberedShards:
     shards = [shard for shard in prepared.shards if shard.num_kept]
-    columns = values.read([shard.key for shard in shards], [HASHES])
-    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
-    start = 0
-    for shard, column in zip(shards, columns, strict=True):
+    ends = accumulate(shard.num_kept for shard in shards)
+    return tuple((shard, end - shard.num_kept) for shard, end in zip(shards, ends, strict=True))
+
+
+# Indices of this process, by the images in them and the distance.
+_INDICES: dict[tuple[_NumberedShards, int], ImageIndex] = {}
+
+
+def _search_task(
+    item: list[tuple[dict[str, Any], int]],
+    values: RowValues,
+    references: dict[str, list[tuple[int, _NumberedShards]]],
+    max_distance: int,
+) -> Result:
+    """Ray task: search for the images of some shards in other sets and splits.
+
+    Args:
+        item: The shards, with the number of the first row of each.
+        references: By split of a shard, the number of each set to search in, and its shards.
+
+    Returns:
+        `hits`: row, image, number of the set, row and image in it, and Hamming distance.
+    """
+    hits: list[list[int]] = []
+    shards = [(Shard.from_json(entry), first_row) for entry, first_row in item]
+    for (shard, _), queries in zip(shards, _read_hashes(values, shards), strict=True):
+        for number, others in references[_split(shard)]:
+            key = (others, max_distance)
+            if key not in _INDICES:
+                parts = _read_hashes(values, others)
+                images = np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *parts])
+                _INDICES[key] = ImageIndex(images, max_distance)
+            index = _INDICES[key]
+            match, distances = index.search(queries)
+            found = np.flatnonzero(match != NO_ROW)
+            found = found[np.unique(queries["row"][found], return_index=True)[1]]
+            matches = index.images[match[found]]
+            rows = queries["row"][found]
+            matched = [matches["row"], matches["image"], distances[found]]
+            fields = [rows, queries["image"][found], np.full(len(rows), number), *matched]
+            hits += np.stack(fields, axis=1).tolist()
+            queries = queries[~np.isin(queries["row"], rows)]
+    return {"hits": hits}
+
+
+def _read_hashes(
+    values: RowValues, shards: Sequence[tuple[Shard, int]]
+) -> Generator[np.ndarray, None, None]:
+    """Yield the hashes of the images of each shard (IMAGE_HASH_DTYPE, 109 bytes an image).
+
+    Args:
+        shards: The shards, with the number of the first row of each.
+    """
+    columns = values.read([shard.key for shard, _ in shards], [HASHES])
+    for (shard, first_row), column in zip(shards, columns, strict=True):
         kept = np.delete(np.arange(shard.num_rows), shard.dropped)
         of_rows = column[HASHES].take(pa.array(kept))
         counts = of_rows.value_lengths().to_numpy()
@@ -213,77 +318,89 @@ def _load_hashes(
             stored = np.frombuffer(of_rows.flatten().buffers()[1], _STORED_HASH_DTYPE, len(hashes))
             for name in _STORED_HASH_DTYPE.names or ():
                 hashes[name] = stored[name]
-        hashes["row"] = start + np.repeat(np.arange(len(kept)), counts)
+        hashes["row"] = first_row + np.repeat(np.arange(len(kept)), counts)
         hashes["image"] = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
-        parts.append(hashes)
-        start += shard.num_kept
-    return np.concatenate(parts)
+        yield hashes
 
 
-def _find_contaminated_rows(
-    sets: Sequence[PreparedSet], hashes: Sequence[np.ndarray]
-) -> list[ContaminatedRow]:
-    """Return the rows of the first set with an image that is in another set or in another split.
+class ImageIndex:
+    """Finds images with the same bytes or similar perceptual hashes.
 
-    A row is reported once, for the first set that has one of its images.
+    A near match differs in at most `max_distance` of 256 bits, and in color by at most
+    MAX_COLOR_DISTANCE (4 of 255). The search is exact: with max_distance + 1 bands of bits, two
+    such hashes have an equal band. Equal images are compared once, so a thousand blank pages cost
+    as much as one.
 
     Args:
-        sets: The set that is being prepared, and the others.
-        hashes: Digest and perceptual hash of each image of these sets (IMAGE_HASH_DTYPE).
+        images: Records of IMAGE_HASH_DTYPE to search in.
+        max_distance: Maximum Hamming distance in bits.
     """
-    own = sets[0]
-    is_found = np.zeros(own.num_rows, bool)
-    # Held-out splits first, training last: the later row counts as contaminated.
-    splits = [shard.split or "train" for shard in own.shards]
-    names = sorted(
-        set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name)
-    )
-    num_kept = [shard.num_kept for shard in own.shards]
-    priority = np.repeat([names.index(name) for name in splits], num_kept)[hashes[0]["row"]]
-    # Each search: the set to search in, images to search for, and images to search in.
-    searches = [(other, hashes[0], images) for other, images in zip(sets, hashes, strict=True)][1:]
-    searches += [
-        (own, hashes[0][priority == each], hashes[0][priority < each])
-        for each in range(1, len(names))
-    ]
-    contaminated: list[ContaminatedRow] = []
-    for other, queries, references in searches:
-        queries = queries[~is_found[queries["row"]]]
-        index, distances = _matches(queries, references)
-        hits = np.flatnonzero(index != NO_ROW)
-        hits = hits[np.unique(queries["row"][hits], return_index=True)[1]]
-        hit_queries = queries[hits]
-        matches = references[index[hits]]
-        is_found[hit_queries["row"]] = True
-        contaminated += map(
-            ContaminatedRow,
-            hit_queries["row"].tolist(),
-            own.keys(hit_queries["row"]),
-            hit_queries["image"].tolist(),
-            repeat(other),
-            matches["row"].tolist(),
-            other.keys(matches["row"]),
-            matches["image"].tolist(),
-            distances[hits].tolist(),
+
+    def __init__(self, images: np.ndarray, max_distance: int) -> None:
+        import faiss  # optional dependency
+
+        self.images = images
+        self._max_distance = max_distance
+        digests = _digests(images)
+        self._by_digest = np.argsort(digests, kind="stable")
+        self._sorted_digests = digests[self._by_digest]
+        hashed = np.flatnonzero(images["has_phash"])
+        phashes = _phash_bytes(images[hashed])
+        packed = np.concatenate([phashes, images["colors"][hashed]], axis=1)
+        first = np.unique(packed, axis=0, return_index=True)[1]
+        self._hashed = hashed[first]
+        num_bands = max_distance + 1
+        self._index = faiss.IndexBinaryMultiHash(256, num_bands, 256 // num_bands)
+        self._index.add(phashes[first])
+
+    def search(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first image with the same bytes, otherwise the nearest one, of each query.
+
+        Args:
+            queries: N records of IMAGE_HASH_DTYPE.
+
+        Returns:
+            Index in `images` and Hamming distance in bits (EXACT: same bytes), both int64 [N];
+            NO_ROW (-1) and EXACT for a query without a match. Ties go to the first image.
+        """
+        index = np.full(len(queries), NO_ROW, np.int64)
+        distances = np.full(len(queries), EXACT, np.int64)
+        if not len(self.images):
+            return index, distances
+        digests = _digests(queries)
+        position = np.searchsorted(self._sorted_digests, digests)
+        position = np.minimum(position, len(self.images) - 1)
+        exact = self._sorted_digests[position] == digests
+        index[exact] = self._by_digest[position[exact]]
+        near = np.flatnonzero(~exact & queries["has_phash"])
+        for start in range(0, len(near), QUERIES_PER_COMPARISON):
+            chosen = near[start : start + QUERIES_PER_COMPARISON]
+            query, image, bits = self._near_matches(queries[chosen])
+            index[chosen[query]] = image
+            distances[chosen[query]] = bits
+        return index, distances
+
+    def _near_matches(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return queries that have a near match, its index in `images` and its distance."""
+        limits, bits, found = self._index.range_search(
+            _phash_bytes(queries), self._max_distance + 1
         )
-    return sorted(contaminated, key=lambda each: each.row)
+        query = np.repeat(np.arange(len(queries)), np.diff(limits.astype(np.int64)))
+        image = self._hashed[found]
+        colors = self.images["colors"][image].astype(np.int16) - queries["colors"][query]
+        is_near = np.abs(colors).mean(axis=1) <= MAX_COLOR_DISTANCE
+        order = np.lexsort((image, bits, query))
+        order = order[is_near[order]]
+        best = order[np.unique(query[order], return_index=True)[1]]
+        return query[best], image[best], bits[best]
 
 
-def _matches(queries: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same
-    bytes).
-    """
-    index = np.full(len(queries), NO_ROW, np.int64)
-    distances = np.full(len(queries), EXACT, np.int64)
-    first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[
-        len(references) :
-    ]
-    exact = (first != NO_ROW) & (first < len(references))
-    index[exact] = first[exact]
-    near_index, near_distances = nearest(queries[~exact], references, PHASH_DISTANCE)
-    index[~exact] = near_index
-    distances[~exact] = near_distances
-    return index, distances
+def _digests(images: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(images["sha256"]).view("S16")[:, 0]
+
+
+def _phash_bytes(images: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(images["phash"]).view(np.uint8)
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
@@ -300,117 +417,6 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     signs = imagehash.phash(image, hash_size=16).hash.ravel()
     colors = np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX), np.uint8).ravel()
     return np.packbits(signs, bitorder="little").view("<u8"), colors
-
-
-def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Divide hashes into bands of bits, to find candidates of similar hashes (locality-sensitive
-    hashing).
-
-    Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole
-    principle).
-
-    Args:
-        hashes: 256-bit hashes, uint64 [N, 4].
-        count: Number of bands, 1 to 256; bit i of a hash is in band i modulo `count`.
-
-    Returns:
-        uint64 [count, N], the first up to 64 bits of each band; unused bits are 0.
-    """
-    bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
-    out = np.zeros((count, len(hashes)), np.uint64)
-    for band in range(count):
-        packed = np.packbits(bits[:, band::count][:, :64], axis=1)
-        out[band] = np.pad(packed, ((0, 0), (0, 8 - packed.shape[1]))).view("<u8")[:, 0]
-    return out
-
-
-def nearest(
-    queries: np.ndarray, references: np.ndarray, max_distance: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest reference image of each query image, by perceptual hash.
-
-    A match differs in at most `max_distance` of 256 bits, and in color by at most
-    MAX_COLOR_DISTANCE (4 of 255); ties go to the first. The search is exact: with max_distance + 1
-    bands, any two such hashes have an equal band. Duplicates are compared once, so a thousand blank
-    pages cost as much as one.
-
-    Args:
-        queries: N records of IMAGE_HASH_DTYPE, a structured dtype with a record per image: `sha256`
-            (first 128 bits, uint64 [2]), `phash` (uint64 [4]), `colors` (means of 4 x 4 cells,
-            uint8 [48]), `has_phash` (bool, False: only the digest is known), `row` and `image` (its
-            number in the row).
-        references: Such records to search in.
-        max_distance: Maximum Hamming distance in bits.
-
-    Returns:
-        Index in `references` and Hamming distance in bits of each query, both int64 [N]; NO_ROW
-        (-1) in both for a query without a match.
-    """
-    query_rows, query_numbers = _distinct(queries)
-    reference_rows, _ = _distinct(references)
-    query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)
-    reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
-    # Query, Hamming distance and reference of each match.
-    best_matches = [np.zeros((3, 0), np.int64)]
-    for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
-        for query, candidate in _candidate_pairs(query_band, reference_band):
-            left = queries[query_rows[query]]
-            right = references[reference_rows[candidate]]
-            distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
-            colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
-            near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
-            matches = np.stack([query, distance, reference_rows[candidate]])[:, near]
-            # Of a thousand similar frames of a video, a million pairs match.
-            best_matches.append(_best_matches(matches))
-    query, distance, reference = _best_matches(np.concatenate(best_matches, axis=1))
-    best = np.full((2, len(query_rows)), NO_ROW, np.int64)
-    best[:, query] = [distance, reference]
-    out = np.full((2, len(queries)), NO_ROW, np.int64)
-    out[:, queries["has_phash"]] = best[:, query_numbers]
-    return out[1], out[0]
-
-
-def _best_matches(matches: np.ndarray) -> np.ndarray:
-    """Return the nearest match of each query, and the first reference of equal distances.
-
-    Columns of `matches` int64 [3, P] are query, distance and reference of a pair.
-    """
-    ordered = matches[:, np.lexsort(matches[::-1])]
-    _, first = np.unique(ordered[0], return_index=True)
-    return ordered[:, first]
-
-
-def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the first record of each distinct hash, and the hash number of each
-    hashed record.
-    """
-    rows = np.flatnonzero(hashes["has_phash"])
-    if not len(rows):
-        return rows, rows
-    packed = np.concatenate([hashes["phash"][rows].view(np.uint8), hashes["colors"][rows]], axis=1)
-    _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
-    return rows[first], group.ravel()
-
-
-def _candidate_pairs(
-    queries: np.ndarray, references: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield indices (query [P], reference [P]) of equal numbers, about PAIRS_PER_COMPARISON at a
-    time.
-    """
-    order = np.argsort(references, kind="stable")
-    first = np.searchsorted(references[order], queries, "left")
-    counts = np.searchsorted(references[order], queries, "right") - first
-    ends = np.cumsum(counts)
-    start = 0
-    while start < len(queries):
-        before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + PAIRS_PER_COMPARISON, "right")))
-        size = counts[start:stop]
-        query = np.repeat(np.arange(start, stop), size)
-        within = np.arange(len(query)) - np.repeat(np.cumsum(size) - size, size)
-        yield query, order[first[query] + within]
-        start = stop
 
 
 def _describe(row: ContaminatedRow, own: PreparedSet) -> str:

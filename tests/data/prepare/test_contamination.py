@@ -15,9 +15,10 @@ from mmray.data.prepare import contamination, map_shards
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import NO_ROW
 from mmray.data.prepare.contamination import (
+    EXACT,
     IMAGE_HASH_DTYPE,
     MAX_COLOR_DISTANCE,
-    nearest,
+    ImageIndex,
     perceptual_hash,
 )
 from mmray.data.prepare.pipeline import prepare
@@ -42,6 +43,7 @@ def in_process(monkeypatch):
     # the images of these tests have little but noise
     monkeypatch.setattr(contamination, "PHASH_DISTANCE", 20)
     monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    monkeypatch.setattr(contamination, "map_tasks", run_here)
     monkeypatch.setattr(map_shards, "map_tasks", tasks)
     return hashed
 
@@ -179,25 +181,28 @@ def random_hashes(rng, count, base=None):
         )
     out["colors"] = 100 + rng.integers(0, 3, (count, 1)) * 4
     out["has_phash"] = rng.random(count) < 0.9
+    out["sha256"] = rng.integers(0, 60, (count, 1))
     return out
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(0, 40), st.integers(0, 31))
-def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_references, most_bits):
+def test_index_finds_the_match_of_all_pairs(seed, num_queries, num_references, most_bits):
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 2**63, (3, 4), dtype=np.uint64)
     queries, references = (
         random_hashes(rng, num_queries, base),
         random_hashes(rng, num_references, base),
     )
-    index, bits = nearest(queries, references, most_bits)
+    index, bits = ImageIndex(references, most_bits).search(queries)
     for number, query in enumerate(queries):
         best = (257, NO_ROW)
         for place, reference in enumerate(references):
             differ = int(np.bitwise_count(query["phash"] ^ reference["phash"]).sum())
             apart = np.abs(query["colors"].astype(int) - reference["colors"]).mean()
-            if (
+            if (query["sha256"] == reference["sha256"]).all():
+                best = min(best, (EXACT, place))
+            elif (
                 query["has_phash"]
                 and reference["has_phash"]
                 and differ <= most_bits
@@ -205,14 +210,15 @@ def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_reference
             ):
                 best = min(best, (differ, place))
         assert (index[number], bits[number]) == (
-            (best[1], best[0]) if best[1] != NO_ROW else (NO_ROW, NO_ROW)
+            (best[1], best[0]) if best[1] != NO_ROW else (NO_ROW, EXACT)
         )
 
 
 def test_equal_hashes_are_compared_once():
     pages = np.zeros(10_000, IMAGE_HASH_DTYPE)
     pages["has_phash"] = True
-    index, bits = nearest(pages, pages, 7)
+    pages["sha256"] = 1 + np.arange(20_000).reshape(-1, 2)
+    index, bits = ImageIndex(pages[:5000], 7).search(pages[5000:])
     assert not index.any() and not bits.any()
 
 
@@ -223,7 +229,8 @@ def test_images_of_different_color_do_not_match():
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
     both["phash"], both["colors"], both["has_phash"] = [red[0], blue[0]], [red[1], blue[1]], True
-    assert nearest(both[:1], both[1:], 7)[0].tolist() == [NO_ROW]
+    both["sha256"][1] = 1
+    assert ImageIndex(both[1:], 7).search(both[:1])[0].tolist() == [NO_ROW]
 
 
 def test_unreadable_shard_is_an_error(tmp_path, in_process):
