@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from mmray.data.prepare import select as select_module
 from mmray.data.prepare.select import find_similar
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_values import write_values
 from mmray.data.store.selection import select_rows
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
@@ -55,7 +57,9 @@ def tasks(monkeypatch):
             yield work(item)
 
     monkeypatch.setattr(map_module, "map_tasks", run_here)
-    monkeypatch.setattr(select_module, "map_tasks", run_here)
+    monkeypatch.setattr(
+        select_module, "map_tasks", lambda work, items, hint: (work(item) for item in items)
+    )
     return done
 
 
@@ -185,9 +189,10 @@ def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, 
         reporter=Silent(),
     )
     kept = [number for number in range(ROWS) if number not in (5, 20)]
+    assert not (tmp_path / "out/clusters").exists()
     nothing = select_module.drop_rows(PreparedSet.open(address), f"clip_score == {scores[3]}", "w")
     assert select_module._without_similar_rows(
-        nothing, "clip_score_embedding", 0.9, lambda _: None
+        nothing, "clip_score_embedding", 0.9, tmp_path, lambda _: None
     ).keys() == ["row-3"], "a shard without rows"
     small = PreparedSet.open(str(tmp_path / "out"))
     assert small.num_rows == manifest.num_rows == len(kept)
@@ -233,6 +238,30 @@ def test_similar_rows_are_those_of_all_pairs(monkeypatch):
         expected.append(is_similar)
         kept += [] if is_similar else [number]
     monkeypatch.setattr(select_module, "_BLOCK", 32)
-    monkeypatch.setattr(select_module, "_CHUNK", 50)
-    assert find_similar(rows, 0.95, lambda done: None).tolist() == expected
+    assert find_similar(rows, 0.95).tolist() == expected
     assert 0 < sum(expected) < 200
+
+
+def test_similar_rows_of_clusters_are_dropped_held_out_rows_are_kept(tmp_path, monkeypatch):
+    """Six directions, each in a row of each of three shards, of which the last is held out."""
+    monkeypatch.setattr(
+        select_module, "map_tasks", lambda work, items, hint: (work(item) for item in items)
+    )
+    monkeypatch.setattr(select_module, "CLUSTER_ROWS", 6)
+    monkeypatch.setattr(select_module, "FILE_ROWS", 6)
+    folder = tmp_path / "set"
+    rows = [row(number, noisy(number)) for number in range(18)]
+    prepared = make_set(folder, rows[:12], rows[12:])
+    generator = np.random.default_rng(0)
+    direction = []
+    for shard in prepared.shards:
+        direction += generator.permutation(6).tolist()
+        vectors = 5 * np.eye(8)[direction[-6:]] + 0.01 * generator.normal(size=(6, 8))
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel().astype(np.float16)), 8)
+        write_values(folder, "e", {shard.key: pa.RecordBatch.from_pydict({"e": vectors})})
+    manifest = replace(prepared.manifest, columns={"e": {"e": "float16[8]"}})
+    write_manifest(to_path(folder), manifest)
+    out = tmp_path / "out"
+    api.select(str(folder), str(out), deduplicate="semantic=0.9", reporter=Silent())
+    small = PreparedSet.open(str(out))
+    assert small.keys() == [f"row-{number}" for number in range(12, 18)]

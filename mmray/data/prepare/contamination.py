@@ -385,7 +385,8 @@ class ImageIndex:
         limits, bits, found = self._index.range_search(
             _phash_bytes(queries), self._max_distance + 1
         )
-        query = np.repeat(np.arange(len(queries)), np.diff(limits.astype(np.int64)))
+        sizes: np.ndarray = np.diff(limits).astype(np.int64)
+        query = np.repeat(np.arange(len(queries)), sizes)
         image = self._hashed[found]
         colors = self.images["colors"][image].astype(np.int16) - queries["colors"][query]
         is_near = np.abs(colors).mean(axis=1) <= MAX_COLOR_DISTANCE

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,12 +38,25 @@ from mmray.data.store.shard_writer import open_shard
 from mmray.errors import ResourceError, UsageError, suggest
 from mmray.storage.lease import FOLDER as LEASE_FOLDER
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
+from mmray.storage.paths import (
+    AnyPath,
+    list_names,
+    open_input,
+    open_output,
+    remove_tree,
+    to_path,
+    write_atomic,
+)
+from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
 _READ_ROWS = 64
-_BLOCK = 2048  # embeddings that are compared at a time
-_CHUNK = 1 << 14  # kept embeddings that they are compared with at a time
+_BLOCK = 256  # embeddings that are compared with the earlier ones at a time
+CLUSTER_ROWS = 1 << 15  # on average; a set with no more rows is one cluster
+SAMPLE_ROWS = 1 << 17  # from which centroids are computed: 43 a centroid at 100 million rows
+FILE_ROWS = 1 << 18  # embeddings of a task that divides them into clusters
+CLUSTERS_DIR = "clusters"  # deleted at the end
+MAX_SHARD_ROWS = 1 << 32  # in the ID of a row: number of its shard times this, plus its own
 _ROUNDING = 1e-6  # rounding error of a cosine in float32
 _HINT = "Fix it, delete the folder and rerun the command."
 
@@ -115,19 +130,18 @@ def select_set(
             lambda done, total: progress(PrepareProgress("select", done, total)),
         )
         log(f"{prepared.num_rows:,} of {num_all:,} rows: {where}", "selected")
-    if column is not None:
-        name, cosine = column
-        before = prepared.num_rows
-        prepared = _without_similar_rows(prepared, name, cosine, progress)
-        log(
-            f"{before - prepared.num_rows:,} of {before:,} rows, with a cosine of at least "
-            f"{cosine:g} to a kept one",
-            "similar",
-        )
     selection = {"where": where, "deduplicate": deduplicate}
     create_folders(folder)
     try:
         with Lease(folder, activity="being written", advice="choose another folder") as lease:
+            if column is not None:
+                before = prepared.num_rows
+                prepared = _without_similar_rows(prepared, *column, folder, progress)
+                log(
+                    f"{before - prepared.num_rows:,} of {before:,} rows, with a cosine of at least "
+                    f"{column[1]:g} to a kept one",
+                    "similar",
+                )
             manifest = _copy(prepared, folder, selection, progress)
             lease.check()
             if prepared.manifest.tokenizer:
@@ -162,6 +176,11 @@ def _embedding_column(prepared: PreparedSet, deduplicate: str | None) -> tuple[s
             f"--deduplicate {deduplicate}: {prepared.folder} has no embeddings; "
             f"`mmray score {prepared.folder} --weights FILE --embeddings` writes them"
         )
+    if prepared.num_rows > CLUSTER_ROWS and find_spec("faiss") is None:
+        raise UsageError(
+            f"--deduplicate {deduplicate} of more than {CLUSTER_ROWS:,} rows needs the package "
+            "faiss: pip install 'mmray[leakage]'"
+        )
     if name == SEMANTIC and len(known) == 1:
         return known[0], cosine
     if name not in known:
@@ -176,74 +195,143 @@ def _without_similar_rows(
     prepared: PreparedSet,
     column: str,
     cosine: float,
+    folder: AnyPath,
     progress: Callable[[PrepareProgress], None],
 ) -> PreparedSet:
+    """Drop rows whose embedding is similar to that of an earlier row of the same cluster (SemDeDup;
+    Abbas et al. 2023). The clusters are written to a folder, so no process has all embeddings.
+    """
     table = prepared.table
-    shards = prepared.shard_numbers.tolist()
-    parts: list[tuple[np.ndarray, np.ndarray]] = []  # of a shard rows and their embeddings
-    columns = prepared.values.read([*map(table.key, shards)], [column])
-    for number, values in zip(shards, columns, strict=True):
-        has_value = np.flatnonzero(np.asarray(values[column].is_valid()))
-        rows = np.setdiff1d(has_value, table.dropped(number))
-        chosen = values[column].take(pa.array(rows))
-        vectors = chosen.flatten().to_numpy().reshape(len(rows), chosen.type.list_size)
-        parts.append((rows, vectors))
-    sizes = [len(rows) for rows, _ in parts]
-    embeddings = np.concatenate([each for _, each in parts])
-    is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards]
-    later = np.repeat(is_training, sizes)
-    order = np.argsort(later, kind="stable")
-    similar = np.zeros(len(order), bool)
-    similar[order] = find_similar(
-        embeddings[order],
-        cosine,
-        lambda done: progress(PrepareProgress("compare", done, len(order))),
+    shards = prepared.shard_numbers
+    is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards.tolist()]
+    num_files = -(-prepared.num_rows // FILE_ROWS)
+    parts = np.array_split(shards[np.argsort(is_training, kind="stable")], num_files)
+    items = [
+        {"file": number, "shards": [[each, dict(vars(table[each]))] for each in part.tolist()]}
+        for number, part in enumerate(parts)
+    ]
+    centroids = _centroids(prepared, column)
+    (folder / CLUSTERS_DIR).mkdir()
+    divide = partial(
+        _divide_task,
+        source=prepared.with_shards(()),
+        column=column,
+        centroids=centroids,
+        folder=str(folder),
     )
-    similar_in = np.split(similar, np.cumsum(sizes)[:-1])
+    with closing(map_tasks(divide, items, hint=_HINT)) as results:
+        total = sum(result["num_rows"] for result in results)
+    compare = partial(_compare_task, num_files=num_files, cosine=cosine, folder=str(folder))
+    similar = []
+    done = 0
+    with closing(map_tasks(compare, range(len(centroids)), hint=_HINT)) as results:
+        for result in results:
+            similar += result["similar"]
+            done += result["num_rows"]
+            progress(PrepareProgress("compare", done, total))
+    remove_tree(folder / CLUSTERS_DIR)
+    numbers, rows = np.divmod(np.sort(np.array(similar, np.int64)), MAX_SHARD_ROWS)
+    numbers, first = np.unique(numbers, return_index=True)
     dropped = {
-        number: np.union1d(table.dropped(number), rows[is_similar])
-        for number, (rows, _), is_similar in zip(shards, parts, similar_in, strict=True)
-        if is_similar.any()
+        number: np.union1d(table.dropped(number), of_shard)
+        for number, of_shard in zip(numbers.tolist(), np.split(rows, first)[1:], strict=True)
     }
     return prepared.with_shards(table.with_dropped(dropped))
 
 
-def find_similar(
-    embeddings: np.ndarray, cosine: float, on_rows: Callable[[int], None]
-) -> np.ndarray:
+def _centroids(prepared: PreparedSet, column: str) -> np.ndarray:
+    """Return the centroids of the clusters of a set, float32 [K, D], from a sample of its rows."""
+    shards = np.random.default_rng(0).permutation(prepared.shard_numbers)
+    shards = shards[: -(-len(shards) * SAMPLE_ROWS // prepared.num_rows)]
+    sample = [(number, prepared.table[number]) for number in shards.tolist()]
+    vectors = _vectors(pa.concat_tables(_embeddings(prepared, column, sample)))
+    num_clusters = -(-prepared.num_rows // CLUSTER_ROWS)
+    if num_clusters == 1:
+        return np.zeros((1, vectors.shape[1]), np.float32)
+    import faiss  # optional dependency
+
+    kmeans = faiss.Kmeans(vectors.shape[1], num_clusters, niter=10, spherical=True)
+    kmeans.train(vectors)
+    return np.asarray(kmeans.centroids)
+
+
+def _embeddings(
+    prepared: PreparedSet, column: str, shards: Sequence[tuple[int, Shard]]
+) -> Iterator[pa.Table]:
+    """Yield `id` and `embedding` of the kept rows of each shard that have one."""
+    columns = prepared.values.read([shard.key for _, shard in shards], [column])
+    for (number, shard), values in zip(shards, columns, strict=True):
+        has_value = np.flatnonzero(np.asarray(values[column].is_valid()))
+        rows = np.setdiff1d(has_value, np.array(shard.dropped, np.int64))
+        ids = number * MAX_SHARD_ROWS + rows
+        yield pa.table({"id": ids, "embedding": values[column].take(pa.array(rows))})
+
+
+def _vectors(table: pa.Table) -> np.ndarray:
+    """Return the embeddings with length 1, float32 [N, D]."""
+    column = table["embedding"].combine_chunks()
+    values = column.flatten().to_numpy().astype(np.float32)
+    vectors: np.ndarray = values.reshape(-1, column.type.list_size)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # float16 rounds the length too
+    return vectors
+
+
+def _divide_task(
+    item: dict[str, Any], source: PreparedSet, column: str, centroids: np.ndarray, folder: str
+) -> Result:
+    """Ray task: write the embeddings of some shards to a file, a record batch for each cluster."""
+    shards = [(number, Shard.from_json(entry)) for number, entry in item["shards"]]
+    parts = []
+    for part in _embeddings(source, column, shards):
+        cluster = (_vectors(part) @ centroids.T).argmax(axis=1)
+        parts.append(part.append_column("cluster", [cluster]))
+    table = pa.concat_tables(parts).sort_by("cluster")  # stable
+    batch = pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())
+    ends = np.searchsorted(batch["cluster"].to_numpy(), np.arange(len(centroids) + 1))
+    with (
+        open_output(to_path(folder) / CLUSTERS_DIR / f"{item['file']}.arrow") as stream,
+        pa.ipc.new_file(stream, batch.schema) as writer,
+    ):
+        for start, end in pairwise(ends.tolist()):
+            writer.write_batch(batch.slice(start, end - start))
+    return {"num_rows": batch.num_rows}
+
+
+def _compare_task(cluster: int, num_files: int, cosine: float, folder: str) -> Result:
+    """Ray task: return which rows of a cluster are similar to earlier ones."""
+
+    def read(file: int) -> pa.RecordBatch:
+        with open_input(to_path(folder) / CLUSTERS_DIR / f"{file}.arrow", mapped=True) as stream:
+            return pa.ipc.open_file(stream).get_batch(cluster)
+
+    table = pa.Table.from_batches(iter_parallel(read, range(num_files)))
+    similar = find_similar(_vectors(table), cosine)
+    return {"num_rows": len(table), "similar": table["id"].filter(similar).to_pylist()}
+
+
+def find_similar(vectors: np.ndarray, cosine: float) -> np.ndarray:
     """Return which rows are near-duplicates: similar to an earlier row that is none itself.
 
     So the first of several similar rows is kept. The time grows with the square of the number of
     rows.
 
     Args:
-        embeddings: Float [N, D], one for each row; they need not be normalized.
+        vectors: Embeddings of length 1, float [N, D], one for each row.
         cosine: Cosine similarity from which two rows are similar.
-        on_rows: Called with the number of rows compared so far.
 
     Returns:
         bool [N], True for a near-duplicate.
     """
-    kept_embeddings = np.empty(embeddings.shape, np.float32)
-    num_kept = 0
     limit = cosine - _ROUNDING
-    similar = np.zeros(len(embeddings), bool)
-    for start in range(0, len(embeddings), _BLOCK):
-        block = embeddings[start : start + _BLOCK].astype(np.float32)
-        block /= np.linalg.norm(block, axis=1, keepdims=True)  # float16 rounds the length too
-        is_similar = np.zeros(len(block), bool)
-        for first in range(0, num_kept, _CHUNK):
-            part = kept_embeddings[first : min(first + _CHUNK, num_kept)]
-            is_similar |= (block @ part.T >= limit).any(axis=1)
+    similar = np.zeros(len(vectors), bool)
+    for start in range(0, len(vectors), _BLOCK):
+        block = vectors[start : start + _BLOCK]
+        is_similar = ((block @ vectors[:start].T >= limit) & ~similar[:start]).any(axis=1)
         pairs = block @ block.T >= limit
         for number in range(len(block)):
             if not is_similar[number]:
                 is_similar[number + 1 :] |= pairs[number, number + 1 :]
-        new = block[~is_similar]
-        kept_embeddings[num_kept : num_kept + len(new)] = new
-        num_kept += len(new)
-        similar[start : start + len(block)] = is_similar
-        on_rows(start + len(block))
+        similar[start : start + _BLOCK] = is_similar
     return similar
 
 
