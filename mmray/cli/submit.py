@@ -55,7 +55,7 @@ def submit_words(
     client = jobs.connect(address)
     name = jobs.submit(client, words, Path.cwd())
     console.log(f"{name}: mmray {' '.join(words)}", "job")
-    return 0 if detach else jobs.follow(client, name, _show)
+    return 0 if detach else _follow(client, name, console)
 
 
 @command()
@@ -76,7 +76,7 @@ def status(console: ConsoleReporter, *, address: Address = None, json: JsonList 
 
 
 @command()
-def logs(_: ConsoleReporter, *, run: RunPath, address: Address = None) -> int:
+def logs(console: ConsoleReporter, *, run: RunPath, address: Address = None) -> int:
     """Show the log of a job until it ends; the exit code is the one of its command.
 
     Args:
@@ -85,7 +85,16 @@ def logs(_: ConsoleReporter, *, run: RunPath, address: Address = None) -> int:
     from mmray.cluster import jobs
 
     client = jobs.connect(address)
-    return jobs.follow(client, jobs.find_job(client, run).name, _show)
+    return _follow(client, jobs.find_job(client, run).name, console)
+
+
+def _follow(client: Any, name: str, console: ConsoleReporter) -> int:
+    """Show the log of a job until it ends, and then its state; return its exit code."""
+    from mmray.cluster import jobs
+
+    code = jobs.follow(client, name, _show)
+    console.log(f"{name}: {client.get_job_status(name).lower()}, exit code {code}", "job")
+    return code
 
 
 def _show(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from mmray.cluster.ray_internals import GITIGNORE_VARIABLE, job_client
 from mmray.errors import INTERRUPTED, ResourceError, TrainingError, UsageError
 from mmray.storage.paths import temp_dir
 
@@ -27,6 +29,7 @@ NUM_LISTED_FILES = 5
 RETRY_S = 1.0
 MAX_SILENCE_S = 600.0
 STATUS_INTERVAL_S = 0.5
+MAX_QUIET_S = 60.0  # a log without a new line may be of a job that has ended, or a lost connection
 # The first line of a command's log about its run, as the console prints it.
 RUN_LINE = re.compile(r"^run +(\S+)$", re.MULTILINE)
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
@@ -67,8 +70,8 @@ def connect(address: str | None) -> JobSubmissionClient:
     # Hides lines about the packages that Ray uploads.
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
-        return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError) as error:
+        return job_client(address)
+    except (ConnectionError, RuntimeError, requests.RequestException) as error:
         raise ResourceError(
             f"cannot reach the jobs of the cluster: {str(error).splitlines()[0]}. Give the address "
             "of the dashboard, such as --address http://HEAD:8265, or set RAY_API_SERVER_ADDRESS; "
@@ -85,6 +88,8 @@ def submit(client: JobSubmissionClient, words: Sequence[str], folder: Path) -> s
     Raises:
         UsageError: The files are over 50 MiB.
     """
+    # All of the files in the upload were chosen, also those that a `.gitignore` of theirs excludes.
+    os.environ[GITIGNORE_VARIABLE] = "1"
     name = f"{words[0]}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() % 1000:03}"
     with _upload_folder(folder, words) as upload:
         return client.submit_job(
@@ -123,12 +128,17 @@ def files_to_upload(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def untracked_modules(folder: Path) -> list[str]:
-    """Return the Python files of a git repository that are neither tracked nor ignored, and so are
-    not uploaded.
+    """Return the Python files of a git repository that are not tracked, and so are not uploaded;
+    without those in ignored folders, such as virtual environments.
     """
-    words = ["git", "ls-files", "-z", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    return [file for file in listed.stdout.split("\0") if file]
+    words = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+    files: list[str] = []
+    for options in ([], ["--ignored", "--directory"]):
+        listed = subprocess.run(
+            [*words, *options], cwd=folder, capture_output=True, text=True, check=False
+        )
+        files += [file for file in listed.stdout.split("\0") if file.endswith(".py")]
+    return files
 
 
 def check_upload_size(folder: Path, files: Sequence[str]) -> None:
@@ -264,9 +274,19 @@ class _LogFollower:
                 time.sleep(RETRY_S)
 
     async def _tail(self) -> None:
-        """Show the log as it grows, from the first character that was not shown."""
+        """Show the log as it grows, from the first character that was not shown, until it ends or
+        is quiet for MAX_QUIET_S.
+        """
         position = 0
-        async for piece in self.client.tail_job_logs(self.name):
+        pieces = aiter(self.client.tail_job_logs(self.name))
+        while True:
+            try:
+                async with asyncio.timeout(MAX_QUIET_S):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                return
+            if piece is None:
+                return
             new = piece[max(0, self.num_shown - position) :]
             position += len(piece)
             if new:

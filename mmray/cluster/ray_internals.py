@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from mmray.cluster.capacity import NODE_ID
 from mmray.errors import ResourceError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
 
 TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
@@ -19,6 +22,8 @@ PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker proc
 # Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
 # has no dashboard.
 STATE_TRACKING_VARIABLE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+GITIGNORE_VARIABLE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
+REQUEST_TIMEOUT_S = 60.0  # of jobs; Ray has none, so a broken connection would hang
 ENVIRONMENT = {
     # Ray's 2 s delay each report and the detection of each failure
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -45,6 +50,17 @@ def version_warning(installed: str = ray.__version__) -> str | None:
         "autoscaling and preemption may fail. Install it with: pip install "
         f"'ray~={TESTED_VERSION}.0'"
     )
+
+
+def job_client(address: str | None) -> JobSubmissionClient:
+    """Return Ray's client of jobs, whose requests fail if the head does not answer for 60 s."""
+    from ray.job_submission import JobSubmissionClient  # importing it takes a second
+
+    class JobClient(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            return super()._do_request(method, endpoint, timeout=REQUEST_TIMEOUT_S, **options)
+
+    return JobClient(address)
 
 
 @contextmanager

@@ -144,6 +144,17 @@ def test_submitted_commands_keep_their_exit_codes(client, data, tmp_path, monkey
         assert code == 3 or "Traceback" not in log
 
 
+def test_tracked_files_that_a_gitignore_excludes_are_uploaded(head, client, tmp_path):
+    (tmp_path / ".gitignore").write_text("*.yaml\n")
+    (tmp_path / "mine.yaml").write_text("recipe: sample\ntrain: {steps: 7}\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "-f", "."], cwd=tmp_path, check=True)
+    name = jobs.submit(client, ["train", "mine.yaml", "--print-config"], tmp_path)
+    shown = []
+    assert jobs.follow(client, name, shown.append) == 0, "".join(shown)
+    assert "steps: 7" in "".join(shown)
+
+
 def test_submit_refuses_large_folders_and_names_the_biggest(tmp_path):
     (tmp_path / "large.bin").write_bytes(bytes(51 << 20))
     (tmp_path / "other.bin").write_bytes(bytes(7 << 20))
