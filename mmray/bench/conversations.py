@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +25,6 @@ from mmray.bench.step import (
     WARMUP_STEPS,
     StepTimer,
     build_model,
-    measure_in_worker,
-    select_device,
     synthetic_run,
 )
 from mmray.data.stream.collate import Batch
@@ -41,6 +38,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.precision import select_precision
 from mmray.errors import UsageError
 from mmray.objectives.cross_entropy import IGNORE_INDEX
+from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_sample_weights
 
 if TYPE_CHECKING:
@@ -69,11 +67,10 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
     Raises:
         UsageError: The model cannot be built.
         ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
-        WorkerFailed: The worker process failed.
+        TrainingError: The worker process failed.
     """
     config = with_sample_weights(config.with_cluster(workers=1))
-    measured = measure_in_worker(partial(_measure, pairs=pairs, window_s=window_s), config)
-    return {"machine": describe_machine(select_device(config.cluster))} | measured
+    return dict(measure_in_worker(partial(_measure, pairs=pairs, window_s=window_s), config))
 
 
 def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
@@ -108,7 +105,7 @@ def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
 
 
 def _measure(
-    config: Config, group: Group, folder: Path, pairs: int, window_s: float
+    config: Config, group: Group, _report: object, pairs: int, window_s: float
 ) -> dict[str, Any]:
     model: Any
     config, model = build_model(config.replace(train=config.train.replace(log_every=1)), group)
@@ -134,6 +131,7 @@ def _measure(
         "padded": partial(measure, bench.padded_window),
     }
     return {
+        "machine": describe_machine(group.device),
         "batch": f"{global_batch_size} rows per step; packed up to {bench.max_tokens:,} tokens, or "
         f"in padded micro-batches of {micro} rows",
         **compare(arms, pairs, "samples_per_s", {"loop_vs_padded": ("loop", "padded")}),

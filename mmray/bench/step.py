@@ -37,7 +37,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import dry_run, keep_freed_memory
+from mmray.engine.memory_probe import dry_run
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.cuda_graphs import graph_branches
@@ -50,21 +50,15 @@ from mmray.engine.parallel.transforms import (
 from mmray.engine.precision import Precision, seed_everything, select_precision
 from mmray.engine.run_state import LoadCheckpointFn, LoopResult, TrainSpec
 from mmray.errors import (
-    MmrayError,
     OutOfMemoryError,
-    ResourceError,
-    TrainingError,
     UsageError,
-    first_line,
-    is_out_of_memory,
 )
-from mmray.machine import cores
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.processes import Channel, ChildDied, ChildProcess
+from mmray.training.local import measure_in_worker
 
 if TYPE_CHECKING:
-    from mmray.config import Cluster, Config
+    from mmray.config import Config
 WARMUP_STEPS = 3  # not timed: allocation, compilation
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # BERT's; used if the config has none
@@ -93,7 +87,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     Raises:
         UsageError: The objective or the settings are not supported.
         ResourceError: `cluster.accelerator` is `gpu`, and there is none.
-        WorkerFailed: The worker process failed.
+        TrainingError: The worker process failed.
     """
     from mmray.training.validate import unsupported_reasons
 
@@ -109,75 +103,26 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         raise UsageError("\n".join(reasons))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     shape = replace(shape, global_batch_size=shape.rank_batch_size, world_size=1)
-    measure = partial(_measure, shape=shape, pairs=pairs, window_s=window_s)
-    measured = measure_in_worker(measure, config.with_cluster(workers=1))
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+        measure = partial(
+            _measure, folder=Path(folder), shape=shape, pairs=pairs, window_s=window_s
+        )
+        measured = measure_in_worker(measure, config.with_cluster(workers=1))
     micro = measured.pop("micro")
     batch = f"micro {micro} x accumulation 1 = {micro} rows per step"
     if micro < shape.global_batch_size:
         batch += f"; loop_vs_best: {shape.global_batch_size} rows per step"
-    return {"machine": describe_machine(select_device(config.cluster)), "batch": batch} | measured
-
-
-class WorkerFailed(TrainingError):
-    """The process of a benchmark died, or the measured function raised an error in it."""
-
-
-def select_device(cluster: Cluster) -> torch.device:
-    """Return the device that a run with one worker would use on this machine.
-
-    Raises:
-        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
-    """
-    if cluster.accelerator != "cpu" and torch.cuda.device_count():
-        return torch.device("cuda", 0)
-    if cluster.accelerator == "gpu":
-        raise ResourceError("cluster.accelerator is gpu, and torch sees no GPU on this machine")
-    return torch.device("cpu")
-
-
-def measure_in_worker(measure: Callable[[Config, Group, Path], Any], config: Config) -> Any:
-    """Call a module-level function in a new process, so that memory is not inherited.
-
-    Args:
-        measure: Called with the config, the group of this process alone, and a temporary folder.
-        config: Passed to `measure`.
-
-    Raises:
-        WorkerFailed: The process died, or `measure` raised an error that is not mmray's.
-        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
-    """
-    device = select_device(config.cluster)
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
-        worker = ChildProcess("worker", _run_worker, measure, config, device, Path(folder))
-        try:
-            return worker.result()
-        except MmrayError:
-            raise
-        except ChildDied as error:
-            raise WorkerFailed(str(error)) from None
-        except Exception as error:
-            raise WorkerFailed(f"{type(error).__name__}: {first_line(error)}") from error
-        finally:
-            worker.kill()
-
-
-def _run_worker(
-    _channel: Channel,
-    measure: Callable[[Config, Group, Path], Any],
-    config: Config,
-    device: torch.device,
-    folder: Path,
-) -> Any:
-    torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()  # as in a training worker
-    return measure(config, Group(device=device), folder)
+    return measured | {"batch": batch}
 
 
 def _measure(
-    config: Config, group: Group, folder: Path, shape: BatchShape, pairs: int, window_s: float
+    config: Config,
+    group: Group,
+    _report: object,
+    folder: Path,
+    shape: BatchShape,
+    pairs: int,
+    window_s: float,
 ) -> dict[str, Any]:
     log = MetricsLog(folder)
     bench = build_bench(config, group, shape.micro_batch_size, log, shape.global_batch_size)
@@ -185,7 +130,7 @@ def _measure(
         bench = replace(bench, micro=bench.probe_memory(shape)[0].micro_batch_size)
     result = measure_loops(bench, pairs, window_s)
     log.close()
-    return result
+    return {"machine": describe_machine(group.device)} | result
 
 
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
@@ -401,22 +346,11 @@ class Bench:
             return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
     def best_rows(self) -> int:
-        """Return the number of rows that fit into memory in one pass of the loop written by hand.
-
-        The loop has the fastest settings of the device. It is all rows of this rank in a step, or
-        if they do not fit a half, a quarter, ... of them.
+        """Return the number of rows of this rank in a step of the fastest loop written by hand: all
+        of them, or as many as fit into memory in one pass.
         """
-        rows = self.rank_rows
-        while True:
-            try:
-                self.best_window(WARMUP_STEPS + 1, rows)
-                return rows
-            except (RuntimeError, MemoryError) as error:
-                if rows == 1 or not is_out_of_memory(error):
-                    raise
-            rows = -(-rows // 2)  # outside `except`: the traceback keeps the step's tensors alive
-            gc.collect()
-            torch.cuda.empty_cache()
+        shape = BatchShape(self.rank_rows, self.rank_rows, world_size=1, auto=True)
+        return self.probe_memory(shape)[0].micro_batch_size
 
     def _window_by_hand(
         self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int

@@ -219,14 +219,14 @@ class TrainState:
             model: The model, not wrapped; it may be sharded already.
             group: All ranks; each calls this function.
             heartbeat: Counts each forward and backward as progress; None: it is not sent.
-            wrap: Wrap the model for `train.parallel`.
+            wrap: Wrap the model for `train.parallel`; it is sharded in any case.
 
         Returns:
             The TrainState, with a new optimizer.
         """
         precision = select_precision(train.precision, group.device)
         strategy = strategy_class(train)(group, precision.dtype)
-        wrapped = strategy.wrap(model) if wrap else model
+        wrapped = strategy.wrap(model) if wrap or strategy.is_sharded else model
         return cls(
             module=model,
             model=wrapped,

@@ -40,7 +40,7 @@ from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import HeartbeatState
-from mmray.engine.memory_probe import dry_run, keep_freed_memory
+from mmray.engine.memory_probe import dry_run
 from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.cuda_graphs import graph_branches
@@ -74,6 +74,7 @@ from mmray.engine.worker_context import (
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
+from mmray.machine import keep_freed_memory
 from mmray.models import lora
 from mmray.models.build import build, build_on, import_libraries
 from mmray.models.lora import FrozenBase

@@ -83,7 +83,7 @@ class SweepRecord:
             per_global}, or None), `elapsed_s`, `recipe`, `goal`, `space` (by setting the listed
             values, or the range as text) and `environment`. Of trials that train also `rungs`,
             `searcher`, `scheduler`, `concurrency`, `device` and `gpu_hours`; of measured batch
-            shapes `measures` (`shapes`), `workers` and `limit_gib`.
+            shapes `measures` (`shapes`) and `workers`.
         trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 

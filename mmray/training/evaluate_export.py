@@ -29,7 +29,7 @@ from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
-from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.errors import ResourceError, UsageError
 from mmray.evaluation.build import (
     best_metric,
     build_evaluator,
@@ -388,17 +388,18 @@ def _evaluate(
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
         rows: list[int] = []  # numbers of rows of the finished batches
 
-        def on_rows(num_rows: int) -> None:
-            rows.append(num_rows)
+        def on_message(message: dict[str, int]) -> None:
+            rows.append(message["rows"])
             reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
 
+        score = partial(_score, tokenizer_json=tokenizer_json, held_out=held_out, loads=loads)
         if on_ray:
-            return _score_on_ray(config, tokenizer_json, held_out, loads, folder, reporter, on_rows)
+            return _score_on_ray(config, score, to_path(folder), reporter, on_message)
         config = resolve_on_this_machine(config)
         on_gpu = config.cluster.accelerator == "gpu"
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
-        device = torch.device("cuda" if on_gpu else "cpu")
-        return _score(config, tokenizer_json, held_out, loads, on_rows, device)
+        group = Group(device=torch.device("cuda" if on_gpu else "cpu"))
+        return score(config, group, on_message)
 
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
@@ -410,50 +411,21 @@ def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None
 
 def _score_on_ray(
     config: Config,
-    tokenizer_json: str,
-    held_out: dict[str, PreparedSet],
-    loads: Sequence[Callable[[], nn.Module]],
+    score: Callable[..., list[dict[str, float]]],
     folder: AnyPath,
     reporter: RunReporter,
-    on_rows: Callable[[int], None],
+    on_message: Callable[[dict[str, int]], None],
 ) -> list[dict[str, float]]:
-    import ray.train
-
     from mmray.cluster.placement import alive_nodes
     from mmray.cluster.run_resources import num_free_workers, resource_demand
-    from mmray.training import ray_trainer
+    from mmray.training.ray_backend import run_group
 
     config = config.with_cluster(workers=num_free_workers(config))
-    demand = resource_demand(config, with_data=False)
-    on_gpu = "GPU" in demand.per_worker
+    on_gpu = "GPU" in resource_demand(config, with_data=False).per_worker
     _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
-    score = partial(_score, config, tokenizer_json, held_out, loads)
-    try:
-        metrics: list[dict[str, float]] = ray_trainer.run_group(
-            _score_in_worker,
-            config,
-            to_path(folder),
-            demand,
-            reporter.log,
-            lambda message: on_rows(message["rows"]),
-            score=score,
-        )
-        return metrics
-    except ray.train.TrainingFailedError as error:
-        raise TrainingError(f"the evaluation failed: {error}") from error
-
-
-def _score_in_worker(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """The metrics, in the process group of Ray Train."""
-    from mmray.training.ray_trainer import select_device
-
-    push = arguments["coordinator"].push.remote
-    metrics: list[dict[str, float]] = arguments["score"](
-        lambda rows: push({"rows": rows}), select_device()
-    )
-    return metrics
+    return run_group(score, config, folder, reporter.log, on_message)
 
 
 def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
@@ -566,15 +538,16 @@ def _open_held_out(
 
 def _score(
     config: Config,
+    group: Group,
+    report: Callable[[dict[str, int]], Any],
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
     loads: Sequence[Callable[[], nn.Module]],
-    on_rows: Callable[[int], None],
-    device: torch.device,
 ) -> list[dict[str, float]]:
     """The metrics of each model."""
-    group = Group.current(device)
-    evaluator = build_evaluator(config, held_out, tokenizer_json, on_rows)
+    evaluator = build_evaluator(
+        config, held_out, tokenizer_json, lambda rows: report({"rows": rows})
+    )
     objective = objectives.build(config.objective)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
     assert loss_batch_size is not None, "resolved when the run started"

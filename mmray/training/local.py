@@ -19,12 +19,12 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from mmray.config import Config
-from mmray.errors import MmrayError, ResourceError, UsageError
+from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError, first_line
 from mmray.machine import LOOPBACK, cores, torchrun_world_size
 from mmray.processes import EXIT_TIMEOUT_S, ChildDied, ChildProcess, ConnectedProcess
 from mmray.training.backend import (
@@ -37,7 +37,7 @@ from mmray.training.backend import (
     select_cause,
 )
 from mmray.training.coordinator import Coordinator
-from mmray.training.local_worker import DriverAddress, run_worker, serve_driver
+from mmray.training.local_worker import DriverAddress, measure_alone, run_worker, serve_driver
 from mmray.training.monitor import Workers, signal_handlers
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ CONNECT_TIMEOUT_S = 60.0
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
 # rows and for those of the metrics.
 TRAINING_CORES = 2
+T = TypeVar("T")
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
 
 
@@ -272,6 +273,35 @@ def resolve_on_this_machine(config: Config) -> Config:
     return config.with_cluster(
         accelerator=device, cpus_per_worker=cluster.resolve_cpus(cores() if device == "cpu" else 1)
     )
+
+
+def measure_in_worker(
+    measure: Callable[..., T], config: Config, on_message: Callable[[Any], Any] | None = None
+) -> T:
+    """Call a module-level function in a new process of this machine, in a group of its own, so that
+    memory is not inherited.
+
+    Args:
+        measure: Called with the config without `auto` in `cluster`, its Group, and a function that
+            passes a message to `on_message`.
+
+    Raises:
+        TrainingError: The process died, or `measure` raised an error that is not mmray's.
+        ResourceError: `cluster.accelerator` is `gpu`, and there is none.
+    """
+    check_gpus(config)
+    worker = ChildProcess("worker", measure_alone, measure, resolve_on_this_machine(config))
+    try:
+        result: T = worker.result(on_message)
+        return result
+    except MmrayError:
+        raise
+    except ChildDied as error:
+        raise TrainingError(str(error)) from None
+    except Exception as error:
+        raise TrainingError(f"{type(error).__name__}: {first_line(error)}") from error
+    finally:
+        worker.kill()
 
 
 class LocalWorkers(Workers):

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Client
@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import BACKENDS
 from mmray.errors import DeviceError, is_device_error
-from mmray.machine import LOOPBACK, set_network_interface, torchrun_rank, torchrun_world_size
+from mmray.machine import (
+    LOOPBACK,
+    keep_freed_memory,
+    set_network_interface,
+    torchrun_rank,
+    torchrun_world_size,
+)
 from mmray.processes import Channel
 from mmray.training.coordinator import IMPORTING
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
+
+    from mmray.config import Config
 
 DriverAddress = tuple[str, int, str]  # host, port, and the key of connections in hexadecimal
 
@@ -106,6 +115,35 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
         if is_device_error(error):
             raise DeviceError.from_error(error, "on this machine") from None
         raise
+
+
+def measure_alone(channel: Channel, measure: Callable[..., Any], config: Config) -> Any:
+    """Call `measure` in this process, the only worker; its messages are sent to the parent."""
+    configure_process()
+    import torch
+
+    on_gpu = config.cluster.accelerator == "gpu"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return measure_in_rank(measure, config, device, channel.send)
+
+
+def measure_in_rank(
+    measure: Callable[..., Any],
+    config: Config,
+    device: torch.device,
+    report: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Call `measure(config, group, report)` with the threads and memory of a training worker."""
+    import torch
+
+    from mmray.engine.collectives import Group
+
+    torch.set_num_threads(config.cluster.num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    return measure(config, Group.current(device, config.cluster.group_timeout_s), report)
 
 
 def configure_process() -> None:

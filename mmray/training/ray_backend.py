@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import ray.exceptions
@@ -51,6 +51,7 @@ from mmray.training.backend import (
     resume_point,
     select_cause,
 )
+from mmray.training.local_worker import measure_in_rank
 from mmray.training.monitor import Workers
 from mmray.training.ray_trainer import (
     run_in_thread,
@@ -71,6 +72,7 @@ MAX_POLLS = 20
 ACTOR_GIB = 0.5
 BLOCKS_PER_ACTOR = 4
 MAX_DECODERS = 1024  # decode actors of a worker
+T = TypeVar("T")
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 
 
@@ -379,6 +381,68 @@ class RayWorkers(Workers):
         self.autoscaler.cancel()
         if self._coordinator is not None:
             ray.kill(self._coordinator)
+
+
+def run_group(
+    measure: Callable[..., T],
+    config: Config,
+    folder: AnyPath,
+    log: Callable[[str, str], None],
+    on_message: Callable[[dict[str, Any]], None],
+) -> T:
+    """Wait for the resources of a group of workers, log what it waits for, and call a function in
+    all of them.
+
+    Args:
+        measure: Called on each worker with the config, its Group, and a function that passes a
+            message, a dict, to `on_message`; it can be pickled.
+        folder: Ray Train writes its small files to the subfolder `ray`.
+
+    Returns:
+        What `measure` returned on rank 0.
+
+    Raises:
+        ResourceError: The workers did not get their resources in time.
+        TrainingError: A worker was lost, or `measure` raised an error that is not mmray's.
+    """
+    demand = resource_demand(config, with_data=False)
+    wait = ResourceWait(demand, config.cluster.queue_timeout_s, log)
+    coordinator: Any = None  # it starts with the workers: a command that waits has only its driver
+    num_received = 0
+    group = reserve(demand)
+
+    def poll() -> None:
+        nonlocal num_received
+        messages, _ = ray.get(coordinator.drain.remote(num_received))
+        num_received += len(messages)
+        for message in messages:
+            on_message(message)
+
+    try:
+        while not is_reserved(group):
+            wait.poll()
+        coordinator = start_coordinator(set())
+        arguments = {"measure": measure, "config": config, "coordinator": coordinator}
+        limit_s = config.cluster.group_timeout_s
+        trainer = torch_trainer(_measure_in_worker, limit_s, folder, demand, arguments)
+        result: T = run_in_thread(partial(trainer.fit_in, group), poll)
+        return result
+    except ray.train.TrainingFailedError as error:
+        cause = cause_in_group(error).cause
+        if isinstance(cause, MmrayError):
+            raise cause from error
+        raise TrainingError(f"a worker failed: {type(cause).__name__}: {cause}") from error
+    finally:
+        ray.util.remove_placement_group(group)
+        if coordinator is not None:
+            ray.kill(coordinator)
+
+
+def _measure_in_worker(arguments: dict[str, Any]) -> Any:
+    from ray.train.torch import get_device
+
+    report = arguments["coordinator"].push.remote
+    return measure_in_rank(arguments["measure"], arguments["config"], get_device(), report)
 
 
 def name_in_views(folder: AnyPath) -> str:

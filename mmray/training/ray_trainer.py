@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import ray
@@ -36,8 +35,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mmray.builtin import BACKENDS
 from mmray.cluster.capacity import Demand
 from mmray.cluster.ray_internals import run_train_controller
-from mmray.cluster.waiting import ResourceWait, is_reserved, reserve
-from mmray.config import Config
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.stream import RankBlocks
 from mmray.engine.heartbeat import Heartbeat, describe_process
@@ -48,7 +45,7 @@ from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import IMPORTING, Coordinator
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 JOIN_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -77,21 +74,6 @@ class ProcessGroupConfig(BackendConfig):
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def select_device() -> torch.device:
-    """Set the GPU of this worker of Ray Train as the current one of torch, and return it; without a
-    GPU, return the CPU.
-
-    Code that names no device would otherwise use the first GPU.
-    """
-    import torch
-    from ray.train.torch import get_device
-
-    device: torch.device = get_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
 
 
 class _ProcessGroup(Backend):
@@ -297,59 +279,6 @@ def start_coordinator(bad_rows: set[int]) -> Any:
         .options(num_cpus=0, scheduling_strategy=driver_node)
         .remote(bad_rows)
     )
-
-
-def run_group(
-    loop: Callable[[dict[str, Any]], Any],
-    config: Config,
-    folder: AnyPath,
-    demand: Demand,
-    log: Callable[[str, str], None],
-    on_message: Callable[[dict[str, Any]], None],
-    **arguments: Any,
-) -> Any:
-    """Wait for the resources of a worker group, log what it waits for, and run it to its end.
-
-    Args:
-        loop: The `train_loop_per_worker`: called with a dict on each worker. It has the keywords
-            `arguments` of this function, and under `coordinator` the handle of an actor, whose
-            method `push` sends a message, a dict, to the driver.
-        config: Settings of the run; the limits of time are read.
-        folder: Ray Train writes its small files to the subfolder `ray`.
-        demand: The resources of the workers.
-        log: Called with (line, label), such as `waiting`.
-        on_message: Called with each message, a dict that a worker pushed.
-        arguments: Further values by name for the loop, which can be pickled.
-
-    Returns:
-        What `loop` returned on rank 0.
-
-    Raises:
-        ResourceError: The workers did not get their resources in time.
-    """
-    wait = ResourceWait(demand, config.cluster.queue_timeout_s, log)
-    coordinator: Any = None  # it starts with the workers: a command that waits has only its driver
-    num_received = 0
-    group = reserve(demand)
-
-    def poll() -> None:
-        nonlocal num_received
-        messages, _ = ray.get(coordinator.drain.remote(num_received))
-        num_received += len(messages)
-        for message in messages:
-            on_message(message)
-
-    try:
-        while not is_reserved(group):
-            wait.poll()
-        coordinator = start_coordinator(set())
-        loop_config = arguments | {"coordinator": coordinator}
-        trainer = torch_trainer(loop, config.cluster.group_timeout_s, folder, demand, loop_config)
-        return run_in_thread(partial(trainer.fit_in, group), poll)
-    finally:
-        ray.util.remove_placement_group(group)
-        if coordinator is not None:
-            ray.kill(coordinator)
 
 
 class RankOutput(io.TextIOBase):

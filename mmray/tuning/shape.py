@@ -1,10 +1,10 @@
 """Which batch shape to time next, and which one to recommend. Pure functions.
 
-For each global batch the micro-batch doubles until memory runs out or steps get no faster. Every
+For each global batch the micro-batch doubles until steps get no faster, or up to the largest size
+that fits into memory (engine/memory_probe.py). Every
 size is timed twice, and then the two best ones alternate in the order A B B A, because other
 programs slow some steps and a higher clock after a pause makes others faster than training is.
-All decisions follow from the measurements so far, so that all ranks agree, and a new worker group
-continues after one that died.
+All decisions follow from the measurements so far, so that all ranks agree.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mmray.report.run import format_compact
 from mmray.sweep_files import Recommendation, TrialRow
-
-if TYPE_CHECKING:
-    from mmray.config import Config
 
 START_ACCUMULATION = 64  # micro-batches in a step of the first size
 PATIENCE = 2  # sizes in a row that are no faster, after which the micro-batch doubles no more
@@ -48,123 +45,35 @@ class Visit(NamedTuple):
     peak_gib: float
 
 
-class Failure(NamedTuple):
-    """A batch shape that does not fit into memory.
-
-    Attributes:
-        global_batch_size: Rows of the global batch.
-        micro_batch_size: Rows of a micro-batch.
-        reason: The message of the out-of-memory error.
-    """
-
-    global_batch_size: int
-    micro_batch_size: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ShapeTask:
-    """Global batches to measure, and what earlier worker groups measured.
-
-    `add(outcome)` returns the task with one more Visit or Failure.
-
-    Attributes:
-        config: Settings of the workers.
-        global_batch_sizes: Rows of each global batch, ascending.
-        visits: Batch shapes that were timed.
-        failures: Batch shapes that did not fit into memory.
-    """
-
-    config: Config
-    global_batch_sizes: tuple[int, ...]
-    visits: tuple[Visit, ...] = ()
-    failures: tuple[Failure, ...] = ()
-
-    def add(self, outcome: Visit | Failure) -> ShapeTask:
-        """Return a copy of the task with one more result in `visits` or `failures`."""
-        if isinstance(outcome, Visit):
-            return replace(self, visits=(*self.visits, outcome))
-        return replace(self, failures=(*self.failures, outcome))
-
-
 @dataclass
 class Measurements:
     """Measured batch shapes, as workers return them.
 
-    `step_times(global_batch_size)` returns the seconds of steps by micro-batch.
-
     Attributes:
         workers: Number of ranks.
-        limit_gib: Memory that each rank may use.
+        largest: Rows of the largest micro-batch that fits into memory, by global batch; no entry if
+            not even one row fits.
         visits: Batch shapes that were timed, in order of time; a shape may occur repeatedly.
-        failures: Batch shapes that did not fit into memory.
     """
 
     workers: int
-    limit_gib: float
+    largest: dict[int, int] = field(default_factory=dict)
     visits: list[Visit] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
 
     def step_times(self, global_batch_size: int) -> dict[int, list[float]]:
-        """Return the measured step times of a global batch.
-
-        Returns:
-            Seconds of a step, one for each time that it was measured, by rows of a micro-batch.
-            Micro-batches that do not fit into memory are omitted.
+        """Return the measured seconds of a step of a global batch, one for each time that it was
+        measured, by rows of a micro-batch.
         """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
-            if visit.global_batch_size == global_batch_size and not self.failure(
-                global_batch_size, visit.micro_batch_size
-            ):
+            if visit.global_batch_size == global_batch_size:
                 times.setdefault(visit.micro_batch_size, []).append(visit.step_s)
         return times
 
     def peak_gib(self, global_batch_size: int, micro_batch_size: int) -> float:
-        """Return the largest peak memory of a rank, in GiB, with a measured global batch and
-        micro-batch.
-
-        Raises:
-            KeyError: They were not measured.
-        """
-        return self._peaks(global_batch_size)[micro_batch_size]
-
-    def failure(self, global_batch_size: int, micro_batch_size: int) -> str:
-        """Return why a global batch and micro-batch do not fit into memory; empty if they fit, or
-        may fit.
-
-        They do not fit if this or a smaller micro-batch ran out of memory or needed more than
-        `limit_gib`, the memory that a rank may use, or if the peaks of the next two smaller ones,
-        extended linearly, exceed it.
-        """
-        for failure in self.failures:
-            if (
-                failure.micro_batch_size <= micro_batch_size
-                and failure.global_batch_size <= global_batch_size
-            ):
-                return f"micro-batches of {failure.micro_batch_size} do not fit: {failure.reason}"
-        peaks = self._peaks(global_batch_size)
-        for size, peak_gib in peaks.items():
-            if size <= micro_batch_size and peak_gib > self.limit_gib:
-                peak = f"{peak_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
-                return f"micro-batches of {size} need {peak}"
-        smaller = sorted(size for size in peaks if size < micro_batch_size)
-        if micro_batch_size not in peaks and len(smaller) > 1:
-            low, high = smaller[-2:]
-            row_gib = (peaks[high] - peaks[low]) / (high - low)
-            expected_gib = peaks[high] + row_gib * (micro_batch_size - high)
-            if expected_gib > self.limit_gib:
-                return f"would need about {expected_gib:.1f} GiB of {self.limit_gib:.1f} GiB"
-        return ""
-
-    def _peaks(self, global_batch_size: int) -> dict[int, float]:
-        peaks: dict[int, float] = {}
-        for visit in self.visits:
-            if visit.global_batch_size == global_batch_size:
-                peaks[visit.micro_batch_size] = max(
-                    visit.peak_gib, peaks.get(visit.micro_batch_size, 0.0)
-                )
-        return peaks
+        """Return the largest peak memory of a rank with a measured batch shape."""
+        shape = (global_batch_size, micro_batch_size)
+        return max(visit.peak_gib for visit in self.visits if visit[:2] == shape)
 
 
 def micro_sizes(rows: int) -> list[int]:
@@ -188,9 +97,8 @@ def next_micro_batch_size(measurements: Measurements, global_batch_size: int) ->
         Rows of a micro-batch; None if enough is measured to choose the best one.
     """
     rows = ceil(global_batch_size / measurements.workers)
-    sizes = [
-        size for size in micro_sizes(rows) if not measurements.failure(global_batch_size, size)
-    ]
+    largest = measurements.largest.get(global_batch_size, 0)
+    sizes = [size for size in micro_sizes(rows) if size <= largest]
     times = measurements.step_times(global_batch_size)
     if not times:
         start = ceil(rows / START_ACCUMULATION)
@@ -307,7 +215,8 @@ def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRo
                 peak_gib=measurements.peak_gib(global_batch_size, size),
             )
             rows.append(row)
-        elif error := measurements.failure(global_batch_size, size):
+        elif size > measurements.largest.get(global_batch_size, 0):
+            error = f"micro-batches of {size} rows do not fit into memory"
             rows.append(replace(row, status="out_of_memory", error=error))
             break
     return rows

@@ -20,6 +20,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import state_io
+from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
 from mmray.errors import UsageError
 from mmray.evaluation.build import best_metric
@@ -186,7 +187,7 @@ def test_evaluation_of_branches_needs_one_device(
     manifest = SimpleNamespace(text_columns=(), class_names=())
     held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path, manifest=manifest)}
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
-    monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
+    monkeypatch.setattr(evaluate_export, "_score", lambda config, *_, **__: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
     config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(
         accelerator="cpu"
@@ -279,11 +280,11 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     progress: list[int] = []
     [scores] = evaluate_export._score(
         config,
+        Group(),
+        lambda message: progress.append(message["rows"]),
         held_out.tokenizer_json or "",
         {"": held_out},
         [partial(load_model, config, found)],
-        progress.append,
-        torch.device("cpu"),
     )
     assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from mmray.engine.batch import BatchShape
 from mmray.tuning.shape import (
-    Failure,
     Measurements,
     Visit,
     build_rows,
@@ -66,10 +65,11 @@ class Device:
     def shape(self, global_batch_size, micro):
         return BatchShape(global_batch_size, micro, self.workers)
 
+    def fits(self, shape):
+        return self.peak_gib(shape) <= self.limit_gib
+
     def measure(self, global_batch_size, micro):
         shape = self.shape(global_batch_size, micro)
-        if self.peak_gib(shape) > self.limit_gib:
-            return Failure(global_batch_size, micro, "CUDA out of memory")
         return Visit(
             global_batch_size, micro, self.slowed(self.step_s(shape)), self.peak_gib(shape)
         )
@@ -77,12 +77,13 @@ class Device:
 
 def probe(device, *global_batch_sizes):
     """Measure as a worker group does."""
-    measurements = Measurements(device.workers, device.limit_gib)
+    measurements = Measurements(device.workers)
     for size in global_batch_sizes:
+        sizes = range(1, size // device.workers + 1)
+        fitting = [micro for micro in sizes if device.fits(device.shape(size, micro))]
+        measurements.largest[size] = max(fitting)
         while (micro := next_micro_batch_size(measurements, size)) is not None:
-            outcome = device.measure(size, micro)
-            into = measurements.visits if isinstance(outcome, Visit) else measurements.failures
-            into.append(outcome)
+            measurements.visits.append(device.measure(size, micro))
     return measurements
 
 
@@ -97,45 +98,24 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         chosen = next(row.micro for row in rows if row.trial == best)
         sizes = micro_sizes(global_batch_size // device.workers)
         shapes = [device.shape(global_batch_size, micro) for micro in sizes]
-        feasible = [shape for shape in shapes if device.peak_gib(shape) <= device.limit_gib]
-        fastest_s = min(map(device.step_s, feasible))
+        fastest_s = min(map(device.step_s, filter(device.fits, shapes)))
         losses.append(device.step_s(device.shape(global_batch_size, chosen)) / fastest_s - 1)
     assert sum(loss <= 0.05 for loss in losses) >= 95, sorted(losses)[-8:]
 
 
-def table(*visits, failures=(), limit_gib=8.0):
-    """Measurements of one worker: (global batch, micro-batch, GiB) of each visit."""
-    timed = [Visit(rows, micro, 1.0 / micro, gib) for rows, micro, gib in visits]
-    return Measurements(1, limit_gib, timed, [Failure(*each, "no memory") for each in failures])
-
-
-def test_size_that_does_not_fit_is_not_tried_with_more_rows():
-    measurements = table((16, 4, 1.0), failures=[(16, 8)])
-    assert measurements.failure(16, 8) == "micro-batches of 8 do not fit: no memory"
-    assert measurements.failure(32, 8) and measurements.failure(32, 16)
-    assert not measurements.failure(32, 4) and not measurements.failure(8, 8)
-
-
-def test_size_is_not_tried_if_the_smaller_ones_grow_beyond_the_limit():
-    """On a CPU, trying would make the kernel end the worker."""
-    measurements = table((64, 8, 2.0), (64, 16, 4.0))
-    assert not measurements.failure(64, 32)  # 8 GiB
-    assert measurements.failure(64, 64) == "would need about 16.0 GiB of 8.0 GiB"
-    assert table((64, 8, 9.0)).failure(64, 8) == "micro-batches of 8 need 9.0 GiB of 8.0 GiB"
-
-
-def test_first_size_that_does_not_fit_is_followed_by_smaller_ones():
-    measurements = table()
+def test_sizes_that_do_not_fit_are_not_timed():
+    """43 rows fit: the largest size that divides the rows evenly is 32."""
+    measurements = Measurements(1, {256: 43})
     tried = []
-    while (micro := next_micro_batch_size(measurements, 4096)) is not None:
+    while (micro := next_micro_batch_size(measurements, 256)) is not None:
         tried.append(micro)
-        fits = micro <= 4
-        outcome = Visit(4096, 4, 1.0, 1.0) if fits else Failure(4096, micro, "no memory")
-        (measurements.visits if fits else measurements.failures).append(outcome)
-        if fits:
-            break
-    assert tried == [64, 32, 16, 8, 4]
-    assert [row.status for row in build_rows([4096], measurements)] == ["finished", "out_of_memory"]
+        measurements.visits.append(Visit(256, micro, 1.0 / micro, 1.0))
+    assert set(tried) == {4, 8, 16, 32}
+    *finished, last = build_rows([256, 512], measurements)
+    assert {row.status for row in finished[:-1]} == {"finished"}
+    assert (finished[-1].micro, finished[-1].status) == (64, "out_of_memory")
+    assert finished[-1].error == "micro-batches of 64 rows do not fit into memory"
+    assert (last.global_batch_size, last.micro, last.status) == (512, 1, "out_of_memory")
 
 
 def test_rows_of_a_step_are_divided_evenly():
@@ -144,7 +124,7 @@ def test_rows_of_a_step_are_divided_evenly():
 
 
 def test_global_batch_below_the_number_of_workers_is_a_row_with_its_reason():
-    measurements = Measurements(16, 8.0)
+    measurements = Measurements(16)
     (row,) = build_rows([8], measurements)
     assert (row.status, row.error) == ("infeasible", "8 rows are fewer than 16 workers")
     assert recommend([row], measurements) is None
@@ -155,7 +135,7 @@ def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_s
     for _ in range(6):
         visits += [Visit(64, 32, 1.0, 2.0), Visit(64, 64, 0.99, 4.0)]
         visits += [Visit(128, 64, 1.96, 4.0), Visit(128, 128, 2.2, 4.0)]
-    measurements = Measurements(1, 8.0, visits)
+    measurements = Measurements(1, {64: 64, 128: 128}, visits)
     rows = build_rows([64, 128], measurements)
     best = recommend(rows, measurements, own_global=128)
     shapes = {row.trial: (row.global_batch_size, row.micro) for row in rows}
