@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mmray.config import Config
-from mmray.engine.collectives import Group
-from mmray.machine import LOOPBACK, set_network_interface
+from mmray.engine.collectives import Group, join_process_group
 from mmray.processes import Channel, ChildProcess
 
 Measure = Callable[[Config, Group, Path], Any]
-TIMEOUT = timedelta(seconds=120)
 
 
 def spawn_workers(measure: Measure, config: Config) -> Any:
@@ -46,14 +42,9 @@ def _run_worker(
 
 def _measure_rank(rank: int, measure: Measure, config: Config, folder: Path) -> Any:
     torch.set_num_threads(1)
-    set_network_interface(LOOPBACK)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=config.cluster.max_workers,
-        timeout=TIMEOUT,
-    )
+    store = f"file://{folder}/store"
+    world_size = config.cluster.max_workers
+    join_process_group("gloo", 120, init_method=store, rank=rank, world_size=world_size)
     group = Group.current(torch.device("cpu"))
     result = measure(config, group, folder)
     group.barrier()

@@ -8,6 +8,7 @@ runs in a notebook, under torchrun and under Ray Train.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mmray.machine import LOOPBACK, set_network_interface
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -214,6 +217,21 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+
+def join_process_group(backend: str, timeout_s: float, ip: str = LOOPBACK, **where: Any) -> None:
+    """Join the process group of torch.distributed.
+
+    Args:
+        timeout_s: Timeout of collectives, which neither gloo nor NCCL has by default.
+        ip: Address of the network interface of this process.
+        where: Options of init_process_group; without any the environment variables of torchrun.
+    """
+    # torch 2.14 renamed collectives whose old names torch 2.11 needs.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    set_network_interface(ip)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a failed collective ends a rank
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:

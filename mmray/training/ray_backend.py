@@ -6,7 +6,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,7 +103,7 @@ class RayBackend:
 
     def __init__(self, check_storage: bool = True) -> None:
         self._check_storage = check_storage
-        self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
+        self.autoscaler = new_request()
         # The nodes when the number of workers was last chosen.
         self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
@@ -180,7 +181,34 @@ class RayBackend:
         assert self._nodes is not None, "choose_world_size comes before"
         if self._metrics is None:
             self._metrics = RayMetrics(name_in_views(attempt.folder))
-        return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler, self._metrics)
+        config = attempt.resolved.config
+        # As for the largest group: a smaller one needs no more CPUs for each worker.
+        demand = replace(
+            resource_demand(config, excluded=self._excluded),
+            workers=attempt.resolved.batch_shape.world_size,
+        )
+        limits = decoder_limits(config, demand)
+        is_fixed = limits.minimum == limits.maximum
+        num_decoders = limits.minimum * demand.workers if is_fixed else None
+        answering = self._nodes.excluding_unavailable
+        arguments = {
+            "context": attempt.worker_context(num_decoders),
+            "resume_point": resume_point(attempt.resolved, attempt.checkpoint),
+            "decoders": replace(limits, label_selector=answering(limits.label_selector) or {}),
+        }
+        return RayWorkers(
+            train_loop_per_worker,
+            arguments,
+            config,
+            demand,
+            replace(demand, worker_label_selector=answering(demand.worker_label_selector) or {}),
+            attempt.folder,
+            name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
+            bad_rows=attempt.bad_rows,
+            excluded=self._excluded,
+            autoscaler=self.autoscaler,
+            metrics=self._metrics,
+        )
 
     def exclude_node(self, config: Config, node: str) -> bool:
         try:
@@ -208,80 +236,64 @@ class RayBackend:
         return failed
 
 
-class RayWorkers(Workers):
-    """Ray Train's worker group of a run, with its decode actors (which read and decode rows) and
-    the actor that passes messages to the driver.
+def new_request() -> placement.AutoscalerRequest:
+    """Return a request for nodes with a name of its own."""
+    return placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
 
-    It implements the protocol `Workers`: the driver waits for them, reads their messages and stops
-    them.
+
+@dataclass
+class RayWorkers(Workers):
+    """A worker group of Ray Train, and the actor that passes messages to the driver, which start
+    when all resources are reserved: a command that waits has no process but its driver.
 
     Args:
-        attempt: Run, settings, global batch and micro-batch, and checkpoint that the workers start
-            from.
-        nodes: Nodes on which workers can start.
+        loop: The `train_loop_per_worker`. It gets `arguments`, and as `coordinator` the actor.
+        demand: The resources of the workers, as messages name them.
+        folder: Ray Train writes its small files to the subfolder `ray`.
+        placed_demand: The resources that are requested, not on nodes that do not answer.
+        name: Name of Ray's run; None: a random one.
+        bad_rows: Numbers of the rows that earlier attempts could not read.
         excluded: IDs of nodes on which a device failed.
-        autoscaler: The run's request for nodes.
+        autoscaler: The request for nodes.
         metrics: The run's metrics in Ray.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        nodes: placement.SchedulableNodes,
-        excluded: frozenset[str],
-        autoscaler: placement.AutoscalerRequest,
-        metrics: RayMetrics,
-    ) -> None:
-        self.config = attempt.resolved.config
-        self._excluded = excluded
-        self.autoscaler = autoscaler
-        self.world = attempt.resolved.batch_shape.world_size
-        self._bad_rows = attempt.bad_rows
-        # Started once the workers have their resources, so that a run that waits holds no process
-        # but its driver.
-        self._coordinator: Any = None
-        self._stop_requested = False  # before the coordinator was started
-        # As for the largest group: a smaller one needs no more CPUs for each worker.
-        demand = replace(resource_demand(self.config, excluded=excluded), workers=self.world)
-        self._demand = demand
-        self._wait: ResourceWait | None = None
-        self._contention = Contention()
-        limits = decoder_limits(self.config, demand)
-        is_fixed = limits.minimum == limits.maximum
-        self._metrics = metrics
-        self._is_listed = False  # among the waiting runs of the cluster
-        self._is_held_back = False  # while runs of a higher priority wait
-        # Not on nodes that do not answer; messages name the nodes of `demand`.
-        selector = nodes.excluding_unavailable(demand.worker_label_selector) or {}
-        self._placed_demand = replace(demand, worker_label_selector=selector)
-        self._group: PlacementGroup | None = None
-        self._loop_config = {
-            "context": attempt.worker_context(limits.minimum * self.world if is_fixed else None),
-            "resume_point": resume_point(attempt.resolved, attempt.checkpoint),
-            "decoders": replace(
-                limits, label_selector=nodes.excluding_unavailable(limits.label_selector) or {}
-            ),
-        }
-        self._build_trainer = partial(
-            torch_trainer,
-            train_loop_per_worker,
-            self.config.cluster.group_timeout_s,
-            attempt.folder,
-            self._placed_demand,
-            name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
-        )
+    loop: Callable[[dict[str, Any]], Any]
+    arguments: dict[str, Any]
+    config: Config
+    demand: Demand
+    placed_demand: Demand
+    folder: AnyPath
+    name: str | None = None
+    bad_rows: set[int] = field(default_factory=set)
+    excluded: frozenset[str] = frozenset()
+    autoscaler: placement.AutoscalerRequest = field(default_factory=new_request)
+    metrics: RayMetrics | None = None
+    _coordinator: Any = None
+    _stop_requested: bool = False  # before the coordinator was started
+    _wait: ResourceWait | None = None
+    _contention: Contention = field(default_factory=Contention)
+    _is_listed: bool = False  # among the waiting runs of the cluster
+    _is_held_back: bool = False  # while runs of a higher priority wait
+    _group: PlacementGroup | None = None
 
-    def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
+    def wait(self, poll: Callable[[], None]) -> Any:
         self._set_listed(True)
         while not self._is_reserved():
             poll()
         assert self._group is not None, "it is reserved"
-        self._coordinator = start_coordinator(self._bad_rows)
+        self._coordinator = start_coordinator(self.bad_rows)
         if self._stop_requested:
             self.request_stop()
-        loop_config = self._loop_config | {"coordinator": self._coordinator}
-        trainer = self._build_trainer(loop_config=loop_config)
-        return dict(run_in_thread(partial(trainer.fit_in, self._group), poll))
+        trainer = torch_trainer(
+            self.loop,
+            self.config.cluster.group_timeout_s,
+            self.folder,
+            self.placed_demand,
+            self.arguments | {"coordinator": self._coordinator},
+            self.name,
+        )
+        return run_in_thread(partial(trainer.fit_in, self._group), poll)
 
     def _is_reserved(self) -> bool:
         """Return whether the workers have their resources.
@@ -298,7 +310,7 @@ class RayWorkers(Workers):
             self._withdraw()
             time.sleep(POLL_INTERVAL_S)
         elif self._group is None:
-            self._group = reserve(self._placed_demand)
+            self._group = reserve(self.placed_demand)
             return is_reserved(self._group)
         return False
 
@@ -320,7 +332,7 @@ class RayWorkers(Workers):
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             # the next call returns them; if Ray is shutting down, the attempt itself raises
             return [], []
-        if heartbeats:
+        if messages or heartbeats:
             self._set_listed(False)
         return messages, heartbeats
 
@@ -346,11 +358,11 @@ class RayWorkers(Workers):
         cluster = self.config.cluster
         # A group of more than the least number does not wait for what others took meanwhile: the
         # run then starts with fewer.
-        is_larger = self.world > cluster.min_workers and not self._is_held_back
+        is_larger = self.demand.workers > cluster.min_workers and not self._is_held_back
         if self._wait is None:
             name = "start_timeout_s" if is_larger else "queue_timeout_s"
             limit_s = getattr(cluster, name)
-            self._wait = ResourceWait(self._demand, limit_s, log, f"cluster.{name}")
+            self._wait = ResourceWait(self.demand, limit_s, log, f"cluster.{name}")
         try:
             self._wait.poll(has_turn=not self._is_held_back)
         except ResourceError as error:
@@ -364,16 +376,18 @@ class RayWorkers(Workers):
             self._coordinator.set_must_yield.remote(self._contention.must_yield())
 
     def num_more_workers(self) -> int:
-        request_nodes(self.config, self.autoscaler, self.world, self._excluded)
-        demand = resource_demand(self.config, excluded=self._excluded)
-        remaining = replace(demand, workers=demand.workers - self.world)
+        world = self.demand.workers
+        request_nodes(self.config, self.autoscaler, world, self.excluded)
+        demand = resource_demand(self.config, excluded=self.excluded)
+        remaining = replace(demand, workers=demand.workers - world)
         return num_workers_that_fit(remaining, placement.schedulable_nodes().nodes)
 
     def describe_data(self) -> str:
         return f"decode actors: {format_counts(placement.actor_states('DecodeActor'))}"
 
     def export_metrics(self, metrics: dict[str, Any]) -> None:
-        self._metrics.update(metrics)
+        if self.metrics is not None:
+            self.metrics.update(metrics)
 
     def close(self) -> None:
         self._set_listed(False)
@@ -406,36 +420,28 @@ def run_group(
         TrainingError: A worker was lost, or `measure` raised an error that is not mmray's.
     """
     demand = resource_demand(config, with_data=False)
-    wait = ResourceWait(demand, config.cluster.queue_timeout_s, log)
-    coordinator: Any = None  # it starts with the workers: a command that waits has only its driver
+    arguments = {"measure": measure, "config": config}
+    workers = RayWorkers(_measure_in_worker, arguments, config, demand, demand, folder)
     num_received = 0
-    group = reserve(demand)
 
     def poll() -> None:
         nonlocal num_received
-        messages, _ = ray.get(coordinator.drain.remote(num_received))
+        if workers.waits_for_resources(log):
+            return
+        messages, _ = workers.drain(num_received)
         num_received += len(messages)
         for message in messages:
             on_message(message)
 
     try:
-        while not is_reserved(group):
-            wait.poll()
-        coordinator = start_coordinator(set())
-        arguments = {"measure": measure, "config": config, "coordinator": coordinator}
-        limit_s = config.cluster.group_timeout_s
-        trainer = torch_trainer(_measure_in_worker, limit_s, folder, demand, arguments)
-        result: T = run_in_thread(partial(trainer.fit_in, group), poll)
-        return result
+        with closing(workers):
+            result: T = workers.wait(poll)
+            return result
     except ray.train.TrainingFailedError as error:
         cause = cause_in_group(error).cause
         if isinstance(cause, MmrayError):
             raise cause from error
         raise TrainingError(f"a worker failed: {type(cause).__name__}: {cause}") from error
-    finally:
-        ray.util.remove_placement_group(group)
-        if coordinator is not None:
-            ray.kill(coordinator)
 
 
 def _measure_in_worker(arguments: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import ray
@@ -40,7 +39,7 @@ from mmray.data.stream.stream import RankBlocks
 from mmray.engine.heartbeat import Heartbeat, describe_process
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import DeviceError, MmrayError, is_device_error
-from mmray.machine import LOOPBACK, set_network_interface
+from mmray.machine import LOOPBACK
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import IMPORTING, Coordinator
 
@@ -62,7 +61,7 @@ class ProcessGroupConfig(BackendConfig):
 
     Args:
         backend: Backend of torch.distributed: `gloo`, or for GPUs `cpu:gloo,cuda:nccl`.
-        timeout_s: Timeout of collectives in seconds, which neither gloo nor NCCL has by default.
+        timeout_s: Timeout of collectives.
     """
 
     backend: str = "gloo"
@@ -117,10 +116,9 @@ def _join(
     master: tuple[str, int],
     config: ProcessGroupConfig,
 ) -> None:
-    """Join the process group, with the environment variables of torchrun."""
-    import torch.distributed as dist
+    """Join the process group, and set the environment variables of torchrun."""
+    from mmray.engine.collectives import join_process_group
 
-    set_network_interface(LOOPBACK if loopback else get_node_ip_address())
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": master[0],
@@ -131,13 +129,8 @@ def _join(
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "NODE_RANK": str(context.get_node_rank()),
     }
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a failed collective ends a rank
-    dist.init_process_group(
-        backend=config.backend,
-        rank=world_rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s),
-    )
+    ip = LOOPBACK if loopback else get_node_ip_address()
+    join_process_group(config.backend, config.timeout_s, ip)
 
 
 def _leave() -> None:

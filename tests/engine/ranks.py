@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +30,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import grad_cache
 from mmray.engine import step as engine_step
 from mmray.engine.checkpoint import state_io
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import Group, join_process_group
 from mmray.engine.metrics.meters import reduce_over_ranks
 from mmray.engine.parallel import ddp, device_defaults, sharding
 from mmray.engine.parallel.branches import place_branches
@@ -103,8 +102,8 @@ def main_compiled(rank: int, folder: str, has_compiler: bool) -> None:
 def join_group(folder: str | Path, name: str, rank: int, world: int) -> Group:
     faulthandler.enable()  # prints a traceback on a native crash
     torch.set_num_threads(1)
-    store, timeout = f"file://{folder}/store-{name}", timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    store = f"file://{folder}/store-{name}"
+    join_process_group("gloo", 120, init_method=store, rank=rank, world_size=world)
     return Group.current()
 
 

@@ -235,7 +235,7 @@ def test_process_group_has_backend_timeout_and_interface(
     trainer = torch_trainer(lambda: None, timeout_s, tmp_path, resource_demand(config), {})
     calls, groups, selected = [], [], []
     monkeypatch.setattr(ray_trainer, "get_node_ip_address", lambda: ips[1])
-    monkeypatch.setattr(ray_trainer, "set_network_interface", selected.append)
+    monkeypatch.setattr("mmray.engine.collectives.set_network_interface", selected.append)
     monkeypatch.setattr(ray_trainer.ray, "get", lambda _: None)
     one = SimpleNamespace(
         get_local_rank=lambda: 0, get_local_world_size=lambda: 2, get_node_rank=lambda: 0
@@ -249,7 +249,14 @@ def test_process_group_has_backend_timeout_and_interface(
     monkeypatch.setattr(
         dist,
         "init_process_group",
-        lambda **arguments: groups.append(arguments | {"on": selected[0]}),
+        lambda backend, timeout: groups.append(
+            {
+                "backend": backend,
+                "timeout": timeout,
+                "on": selected[0],
+                "rank": int(os.environ["RANK"]),
+            }
+        ),
     )
     trainer.backend_config.backend_cls().on_start(workers, trainer.backend_config)
     for call, arguments in calls:
