@@ -28,7 +28,8 @@ from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import match_classes, with_class_names, with_region_labels
 from mmray.data.store.row_columns import caption_flag
-from mmray.data.store.selection import select_rows
+from mmray.data.store.selection import SELECTIONS_DIR, select_rows
+from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
 from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
@@ -74,8 +75,8 @@ class ResolvedRun:
             weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
             epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal) and `order` (version of
             the sample order).
-        token_lengths: Tokens of each row of the training set, uint32 [num_rows], if `batch.tokens`
-            divides the rows of a step; otherwise None.
+        token_lengths: Tokens of each row of the training set, if `batch.tokens` divides the rows
+            of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.
     """
 
@@ -86,7 +87,7 @@ class ResolvedRun:
     batch_shape: BatchShape
     steps: int
     data_identity: dict[str, Any]
-    token_lengths: np.ndarray | None = None
+    token_lengths: MappedArray | None = None
     is_packed: bool = True
 
 
@@ -388,7 +389,10 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
         reporter.log(line, "notice")
     config = read_config(model.weights)
     packed = is_packable(config, find_family(config, model.weights))
-    return replace(resolved, token_lengths=lengths, is_packed=packed)
+    folder = to_path(resolved.config.run.storage) / SELECTIONS_DIR
+    folder.mkdir(parents=True, exist_ok=True)
+    file = MappedFile.write(folder, "tokens-{}.uint32", lengths)
+    return replace(resolved, token_lengths=MappedArray(file), is_packed=packed)
 
 
 def describe_removed_tokens(

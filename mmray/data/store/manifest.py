@@ -16,7 +16,7 @@ import orjson
 
 from mmray.data.rows import TEXT_COLUMNS, is_safe_path, join_unused, split_names
 from mmray.data.store.row_columns import Columns
-from mmray.data.store.shard_table import Shard, ShardTable, TableFile
+from mmray.data.store.shard_table import MappedFile, Shard, ShardTable
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, write_atomic
 
@@ -248,8 +248,8 @@ def _open_table(folder: AnyPath, entry: Any) -> ShardTable:
     name = str(entry["file"])
     if not is_safe_path(name):
         raise ValueError(f"the file of the shards, {name!r}, is outside the folder of the set")
-    file = TableFile(folder, name, str(entry["sha256"]), int(entry["num_bytes"]))
-    table = file.open()
+    file = MappedFile(folder, name, str(entry["sha256"]), int(entry["num_bytes"]))
+    table = ShardTable.open(file)
     if hashlib.sha256(table.data).hexdigest() != file.sha256:
         raise ValueError(f"{name} has another sha256")
     return table

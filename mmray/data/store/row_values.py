@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,7 +36,7 @@ _INDEX = "index.json"
 _METADATA = b"mmray"
 _MAX_RANGE_TEXT = 64  # characters of a text in a range
 # Of a column of a shard the number of missing values, and the lowest and highest other one, if they
-# are known; None if all are missing.
+# are known.
 Range = list[Any]
 
 
@@ -80,9 +81,7 @@ def write_values(
 
 def _range(values: pa.Array) -> Range:
     missing = [values.null_count]
-    if values.null_count == len(values):
-        return [*missing, None, None]
-    if values.type not in TYPES.values():
+    if values.type not in TYPES.values() or values.null_count == len(values):
         return missing
     # NaN is outside every range.
     if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
@@ -162,9 +161,45 @@ class RowValues:
 
     def num_missing(self, keys: Sequence[str], name: str) -> int:
         """Return the number of rows of some shards that have no value of a column."""
-        [group] = [group for group, types in self._columns.items() if name in types]
+        [group] = self._find(keys, [name])
+        return sum(self._index(group)[key].ranges[name][0] for key in keys)
+
+    def ends(self, keys: Sequence[str], name: str) -> tuple[pa.Array, pa.Array]:
+        """Return the lowest and the highest value of a column in each of some shards; null in a
+        shard with missing values, or if they are not known. Raises DataError.
+        """
+        [group] = self._find(keys, [name])
         index = self._index(group)
-        return sum(index[key].ranges[name][0] for key in keys)
+        kind = self._columns[group][name]
+        pairs = np.full((2, len(keys)), None)
+        for number, key in enumerate(keys):
+            missing, *ends = index[key].ranges.get(name, [0])
+            # Numbers of a CSV whose column has texts in other shards are no texts there.
+            if missing == 0 and ends and isinstance(ends[0], str) == (kind == "string"):
+                pairs[:, number] = ends
+        lows, highs = (pa.array(each.tolist(), TYPES[kind]) for each in pairs)
+        return lows, highs
+
+    def digest(self, names: Sequence[str]) -> str:
+        """Return a hash of the content of the files that have some columns."""
+        groups = self._find((), names)
+        files = [list_names(self._folder / group) for group in groups]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
+
+    def _find(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+        """Return the names by folder. Raises DataError if a shard has no values of them."""
+        groups = {
+            group: [name for name in names if name in types]
+            for group, types in self._columns.items()
+            if not types.keys().isdisjoint(names)
+        }
+        for group, in_group in groups.items():
+            if any(key not in self._index(group) for key in keys):
+                raise DataError(
+                    f"{self._folder / group}: the set has rows without {', '.join(in_group)}: "
+                    "rerun the `mmray score` (or `mmray prepare`) command that wrote this column"
+                )
+        return groups
 
     def read(self, keys: Sequence[str], names: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
         """Read columns of shards; several files at a time.
@@ -180,17 +215,7 @@ class RowValues:
         Raises:
             DataError: A shard has no values, because the set grew after they were written.
         """
-        groups = {
-            group: [name for name in names if name in types]
-            for group, types in self._columns.items()
-            if not types.keys().isdisjoint(names)
-        }
-        for group, in_group in groups.items():
-            if any(key not in self._index(group) for key in keys):
-                raise DataError(
-                    f"{self._folder / group}: the set has rows without {', '.join(in_group)}: "
-                    "rerun the `mmray score` (or `mmray prepare`) command that wrote this column"
-                )
+        groups = self._find(keys, names)
 
         def files_of(key: str) -> list[str]:
             return [self._index(group)[key].file for group in groups]

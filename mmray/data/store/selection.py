@@ -2,24 +2,29 @@
 
 The expression has the syntax of Python and is evaluated by pyarrow. The rows that it does not
 select count as dropped rows of their shards, like duplicates, so everything that reads a set reads
-a selection alike.
+a selection alike. DuckDB would need the same walk over the syntax, because `0.1 < x < 0.5`, `x is
+None` and `license == "by"` are errors there, and it selects NaN with `x > 0.3`.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import TYPES, column_types
+from mmray.data.store.shard_table import MappedFile, ShardTable
 from mmray.errors import UsageError, suggest
-from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath, write_atomic
 
 SELECTIONS_DIR = ".selections"
 _HINT = "write for example `similarity > 0.3 and width >= 200`"
@@ -43,6 +48,26 @@ _TYPE_NAMES = {"string": "a text", "bool": "true or false"}
 _OPERATORS = (ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub)
 _OPERANDS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
 Values = Any  # pa.Array or pa.Scalar
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The lowest and the highest values of columns by name, in each of some shards; null if not
+    known, or if values are missing.
+
+    As columns of a condition it has the values that all rows of a shard share, so that the result
+    is null for a shard whose rows must be read.
+    """
+
+    lows: dict[str, pa.Array]
+    highs: dict[str, pa.Array]
+
+    def __getitem__(self, name: str) -> pa.Array:
+        low, high = self.lows[name], self.highs[name]
+        return pc.if_else(pc.equal(low, high), low, pa.scalar(None, low.type))
+
+
+Columns = Mapping[str, pa.Array] | Ranges
 
 
 class RowFilter:
@@ -119,6 +144,13 @@ class RowFilter:
             raise ValueError(f"`{self.text}`: {error} ({types}); {_HINT}") from None
         return pc.indices_nonzero(result).to_numpy().astype(np.int64)
 
+    def selected_shards(self, ranges: Ranges) -> list[bool | None]:
+        """Return whether all rows (True) or none (False) of each shard are selected; None if that
+        is known only from its rows.
+        """
+        result: list[bool | None] = self._evaluate(self._root, ranges).to_pylist()
+        return result
+
     def _error(self, node: ast.AST, message: str) -> ValueError:
         part = ast.get_source_segment(self.text.strip(), node)
         where = "" if part in (None, self.text.strip()) else f", at `{part}`"
@@ -134,7 +166,7 @@ class RowFilter:
                     f"{type(node).__name__} is not supported; a condition has {_SYNTAX}",
                 )
 
-    def _evaluate(self, node: ast.AST, columns: Mapping[str, pa.Array]) -> Values:
+    def _evaluate(self, node: ast.AST, columns: Columns) -> Values:
         evaluate = partial(self._evaluate, columns=columns)
         if isinstance(node, ast.Name):
             return columns[node.id]
@@ -158,14 +190,33 @@ class RowFilter:
         hint = "compare with `is None`" if isinstance(node, ast.Constant) else f"use {_SYNTAX}"
         raise self._error(node, f"not a value; {hint}")
 
-    def _compare(
-        self, left: ast.expr, op: ast.cmpop, right: ast.expr, columns: Mapping[str, pa.Array]
-    ) -> Values:
+    def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr, columns: Columns) -> Values:
         """Return the result of one comparison."""
+        if isinstance(columns, Ranges):
+            if isinstance(op, (ast.Eq, ast.NotEq)):
+                parts = [self._compare(left, each(), right, columns) for each in (ast.LtE, ast.GtE)]
+                is_equal = pc.and_kleene(*parts)
+                return is_equal if isinstance(op, ast.Eq) else pc.invert(is_equal)
+            names = [
+                each
+                for side in (left, right)
+                for each in ast.walk(side)
+                if isinstance(each, ast.Name)
+            ]
+            if type(op) in _COMPARISONS and len(names) == 1 and names[0] in (left, right):
+                first, last = (
+                    self._compare(left, op, right, each) for each in (columns.lows, columns.highs)
+                )
+                return pc.if_else(pc.equal(first, last), first, pa.scalar(None, pa.bool_()))
         value = self._evaluate(left, columns)
         if isinstance(op, (ast.Is, ast.IsNot)):
             if not isinstance(right, ast.Constant) or right.value is not None:
                 raise self._error(right, "`is` compares with None; use == for a value")
+            if isinstance(columns, Ranges):
+                known = self._evaluate(left, columns.lows).is_valid()
+                return pc.if_else(
+                    known, pa.scalar(isinstance(op, ast.IsNot)), pa.scalar(None, pa.bool_())
+                )
             return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
         if isinstance(op, (ast.In, ast.NotIn)):
             if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
@@ -237,14 +288,19 @@ def drop_rows(
     table = prepared.table
     numbers = prepared.shard_numbers.tolist()
     keys = [table.key(number) for number in numbers]
+    ends = {name: prepared.values.ends(keys, name) for name in row_filter.columns}
+    ranges = Ranges(*({name: each[end] for name, each in ends.items()} for end in (0, 1)))
+    are_selected = row_filter.selected_shards(ranges)
+    undecided = [key for key, selected in zip(keys, are_selected, strict=True) if selected is None]
+    parts = prepared.values.read(undecided, row_filter.columns)
     dropped = {}
     done = 0
     on_rows(done, prepared.num_rows)
-    parts = prepared.values.read(keys, row_filter.columns)
-    for number, columns in zip(numbers, parts, strict=True):
-        is_dropped = np.ones(int(table.num_rows[number]), bool)
+    for number, is_selected in zip(numbers, are_selected, strict=True):
+        is_dropped = np.full(int(table.num_rows[number]), not is_selected)
         try:
-            is_dropped[row_filter.selected(columns)] = False
+            if is_selected is None:
+                is_dropped[row_filter.selected(next(parts))] = False
         except ValueError as error:  # an overflow depends on the values
             raise UsageError(f"{setting}: {error} ({prepared.folder})") from None
         is_dropped[table.dropped(number)] = True
@@ -269,9 +325,9 @@ def select_rows(
 ) -> PreparedSet:
     """Return the rows of a set for which a condition holds, in their order and numbered from 0.
 
-    The columns of its shards (files) are read, several shards at a time, but no images. The result
-    refers to the shards of the set; only its list of dropped rows (those left out) is another one.
-    If all rows are selected, it is the set itself.
+    The result refers to the shards of the set; only its list of dropped rows is another one. The
+    list is stored in `folder`, and read if the set and its columns are the same. If all rows are
+    selected, it is the set itself.
 
     Args:
         where: The condition on its columns, such as `similarity > 0.3` (see RowFilter).
@@ -281,16 +337,23 @@ def select_rows(
         UsageError: The condition is invalid, no row is selected, or `folder` is not writable.
         DataError: A shard lacks a column, because the set grew after it was scored.
     """
-    selected = drop_rows(prepared, where, setting, on_rows)
-    if selected.num_rows == prepared.num_rows:
-        return prepared
+    columns = column_types(prepared.manifest.columns)
+    row_filter = check_where(where, columns, str(prepared.folder), setting)
+    values = prepared.values.digest(row_filter.columns)
+    identity = repr((hashlib.sha256(prepared.table.data).digest(), prepared.split, where, values))
     selections = folder / SELECTIONS_DIR
-    try:
-        selections.mkdir(parents=True, exist_ok=True)
-        file = selected.table.write(selections)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the list of selected rows to {selections}: {error}. Choose another "
-            "--run.storage"
-        ) from error
-    return prepared.with_shards(file.open())
+    entry = selections / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
+    if not entry.exists():
+        table = drop_rows(prepared, where, setting, on_rows).table
+        try:
+            selections.mkdir(parents=True, exist_ok=True)
+            file = table.write(selections)
+            write_atomic(entry, orjson.dumps([file.name, file.sha256, file.num_bytes]))
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the list of selected rows to {selections}: {error}. Choose another "
+                "--run.storage"
+            ) from error
+    file = MappedFile(selections, *orjson.loads(entry.read_bytes()))
+    selected = prepared.with_shards(ShardTable.open(file))
+    return prepared if selected.num_rows == prepared.num_rows else selected

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -80,15 +81,14 @@ def _shard_key(file: str, sha256: str) -> str:
 
 
 @dataclass(frozen=True)
-class TableFile:
-    """Location of the file that has the table of the shards (files) of a set. It is pickled in
-    place of the table, and another process opens the file.
+class MappedFile:
+    """Location of a file that the processes of a node map, so that its content is in memory once.
 
-    `open()` returns the ShardTable.
+    It is pickled in place of the content.
 
     Args:
-        name: File name in it.
-        sha256: Hex digest of the Arrow file.
+        name: File name in the folder.
+        sha256: Hex digest of the content.
     """
 
     folder: AnyPath
@@ -96,33 +96,60 @@ class TableFile:
     sha256: str
     num_bytes: int
 
-    def open(self) -> ShardTable:
-        """Open the table of a set's shards (files), memory-mapped.
+    @classmethod
+    def write(cls, folder: AnyPath, name: str, data: Any) -> MappedFile:
+        """Write a file.
 
-        A file on a local disk is mapped in the folder of the set, another one in the cache folder
-        of this node.
+        Args:
+            folder: Folder that all nodes can read.
+            name: Such as `shards-{}.arrow`, with {} for the digest of the content.
+        """
+        sha256 = hashlib.sha256(data).hexdigest()
+        file = cls(folder, name.format(sha256[:16]), sha256, memoryview(data).nbytes)
+        write_atomic(folder / file.name, data)
+        return file
+
+    def map(self) -> pa.Buffer:
+        """Return the content: of a file on a local disk mapped in its folder, of another one in the
+        cache folder of this node.
 
         Raises:
-            DataError: The content has another digest, because the set was changed. A file in a
+            DataError: The content has another digest, because the file was changed. A file in a
                 local folder is mapped without this check.
         """
         if isinstance(self.folder, Path):
             with open_input(self.folder / self.name, mapped=True) as file:
-                return ShardTable(file.read_buffer(), self)
+                return file.read_buffer()
         try:
-            data = node_cache().get(self.sha256[:32], self.num_bytes, self._fetch)
+            return node_cache().get(self.sha256[:32], self.num_bytes, self._fetch)
         except UsageError:  # no temporary folder, so each process has its own copy
-            data = pa.py_buffer(self._fetch())
-        return ShardTable(data, self)
+            return pa.py_buffer(self._fetch())
 
     def _fetch(self) -> bytes:
         data = (self.folder / self.name).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise DataError(
-                f"{self.folder} was changed, or is damaged: the list of its shards differs from "
-                "the one that the command read. Rerun the command"
+                f"{self.folder} was changed, or is damaged: {self.name} differs from the file that "
+                "the command read. Rerun the command"
             )
         return data
+
+
+@dataclass(frozen=True)
+class MappedArray:
+    """Values of uint32 in a file, indexed by an array of their numbers; cheap to pickle."""
+
+    file: MappedFile
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        return np.frombuffer(self.file.map(), np.uint32)
+
+    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
+        return self._values[numbers]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedArray, (self.file,)
 
 
 class ShardTable:
@@ -137,7 +164,7 @@ class ShardTable:
         file: Where the data is from, to read it again after unpickling; None: it is pickled.
     """
 
-    def __init__(self, data: pa.Buffer, file: TableFile | None = None) -> None:
+    def __init__(self, data: pa.Buffer, file: MappedFile | None = None) -> None:
         reader = pa.ipc.open_file(data)
         if not reader.schema.equals(_SCHEMA):
             raise ValueError("the table of shards has other columns")
@@ -151,8 +178,13 @@ class ShardTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.file is not None:
-            return TableFile.open, (self.file,)
+            return ShardTable.open, (self.file,)
         return ShardTable, (self.data,)
+
+    @classmethod
+    def open(cls, file: MappedFile) -> ShardTable:
+        """Open the table in a file. Raises DataError."""
+        return cls(file.map(), file)
 
     @classmethod
     def from_shards(cls, shards: Iterable[Shard]) -> ShardTable:
@@ -173,17 +205,9 @@ class ShardTable:
         columns.append(_list_array([np.array(shard.offsets, np.int64) for shard in rows]))
         return cls(_write_table(columns))
 
-    def write(self, folder: AnyPath) -> TableFile:
-        """Write the table to a file of a folder, whose name has the digest of the content.
-
-        Args:
-            folder: Folder of the set, or one that all nodes can read.
-        """
-        data = self.data.to_pybytes()
-        sha256 = hashlib.sha256(data).hexdigest()
-        name = f"shards-{sha256[:16]}.arrow"
-        write_atomic(folder / name, data)
-        return TableFile(folder, name, sha256, len(data))
+    def write(self, folder: AnyPath) -> MappedFile:
+        """Write the table to a file of a folder that all nodes can read."""
+        return MappedFile.write(folder, "shards-{}.arrow", self.data)
 
     def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
         """Return a copy of the table in which some shards have other dropped rows (rows that are

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmray.data.store.shard_table import MappedArray
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.errors import DataError
 
@@ -180,7 +181,7 @@ class TokenPlan(SamplePlan):
             themselves, such as the ranks of a node; None: all ranks.
     """
 
-    num_tokens: np.ndarray = field(compare=False)
+    num_tokens: np.ndarray | MappedArray = field(compare=False)
     max_row_tokens: int
     max_tokens: int
     padded: bool = False

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.data.formats.in_memory import store_rows
+from mmray.data.store import selection
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types
-from mmray.data.store.selection import RowFilter, select_rows
+from mmray.data.store.selection import Ranges, RowFilter, select_rows
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import to_path
@@ -196,6 +197,67 @@ def test_large_integers_are_compared_with_floats():
 def test_condition_selects_rows_as_sql_does(where, selected):
     columns = {name: pa.array(values) for name, values in COLUMNS.items()}
     assert RowFilter(where).selected(columns).tolist() == selected
+
+
+def ranges_of(columns, num_rows):
+    """The ranges of shards of so many rows."""
+    ends = ({}, {})
+    for name, values in columns.items():
+        for end, choose in zip(ends, (min, max), strict=True):
+            parts = [values[start : start + num_rows] for start in range(0, 8, num_rows)]
+            found = [None if None in part else choose(part) for part in parts]
+            end[name] = pa.array(found, pa.array(values).type)
+    return Ranges(*ends)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("where", "num_decided"),  # shards of two rows
+    [
+        ("width > 250", 2),
+        ("not width > 150", 1),
+        ("width == 200", 0),
+        ("width == 250 and similarity != 0.4", 2),
+        ("width != 500 and width is not None", 3),
+        ("width in [250, 260] or similarity > 0.95", 2),
+        ("150 < width < 450 and similarity >= 0.1", 0),
+        ("license == 'nd'", 1),
+        ("license not in ('nd', 'x')", 1),
+        ("is_safe", 2),
+        ("is_safe == False or width <= 50", 1),
+        ("width is None", 3),
+        ("width * 2 < 900", 0),
+        ("width < similarity", 0),
+        ("post > 1700000000000000001", 4),
+        ("post >= 1700000000000000000.0", 4),
+    ],
+)
+def test_ranges_decide_only_what_all_rows_of_a_shard_have(where, num_decided, num_rows):
+    columns = COLUMNS | {"post": [1700000000000000001 + (number > 5) for number in range(8)]}
+    row_filter = RowFilter(where)
+    selected = {*row_filter.selected({name: pa.array(columns[name]) for name in columns}).tolist()}
+    decided = row_filter.selected_shards(ranges_of(columns, num_rows))
+    for shard, is_selected in enumerate(decided):
+        rows = {*range(shard * num_rows, (shard + 1) * num_rows)}
+        if is_selected is not None:
+            assert rows & selected == (rows if is_selected else set())
+    if num_rows == 2:
+        assert sum(each is not None for each in decided) == num_decided
+
+
+def test_second_start_evaluates_nothing_unless_the_set_changed(
+    tmp_path, in_process, run, monkeypatch
+):
+    make_source(tmp_path)
+    run(keep=("width",))
+    first = open_selected(tmp_path / "out", "width >= 200", tmp_path)
+    monkeypatch.setattr(selection, "drop_rows", None)
+    second = open_selected(tmp_path / "out", "width >= 200", tmp_path)
+    assert second.keys() == first.keys() == ["k1", "k2", "k3", "k5", "k7"]
+    for where, keep in (("width >= 300", ("width",)), ("width >= 200", ("width", "is_safe"))):
+        run(keep=keep)
+        with pytest.raises(TypeError, match="NoneType"):
+            open_selected(tmp_path / "out", where, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.stream.order import PADDING, BlockPlan, SamplePlan
 from mmray.data.stream.token_batches import Assignment, TokenPlan, assign_rows
 from mmray.data.text.tokenizer import TextEncoder
@@ -150,6 +153,19 @@ def test_steps_have_the_rows_of_the_order_at_any_world_size(world_size: int) -> 
                 used = tokens[rows][tokens[rows] <= 4096]
                 assert used.sum() <= 6000
             assert sum(each) == len(positions)
+
+
+def test_pickled_plan_has_the_location_of_the_counts(tmp_path: Path) -> None:
+    tokens = mixed_lengths(5000, 3).astype(np.uint32)
+    plan = TokenPlan(
+        5000, 24, 2, seed=5, steps=9, num_tokens=tokens, max_row_tokens=4096, max_tokens=6000
+    )
+    mapped = MappedArray(MappedFile.write(tmp_path, "tokens-{}.uint32", tokens))
+    pickled = pickle.dumps(replace(plan, num_tokens=mapped))
+    assert len(pickled) < 2000
+    copied = pickle.loads(pickled)
+    for step in (0, 8):
+        assert copied.positions(step, 1).tolist() == plan.positions(step, 1).tolist()
 
 
 @pytest.mark.parametrize("block_mb", [0.002, 0.02, 1.0])
