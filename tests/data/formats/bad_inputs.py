@@ -372,16 +372,17 @@ def count(source):
 
 
 def table():
-    """Format the table of the README."""
-    rows = ["| input | result |", "|---|---|"]
+    """Format the table of the README: the inputs of each result."""
+    inputs = {}
     for name, (_, outcome, word) in (IMAGES | FIRST | LINES | TARS).items():
         if name.startswith("EXIF orientation"):
             if not name.endswith("1"):
                 continue
             name = "EXIF orientations 1 to 8"
-        told = KEPT if outcome == KEPT else f"quarantined: `{outcome}`"
-        rows.append(f"| {name} | {told}{f', {word}' if word else ''} |")
-    return "\n".join([BEGIN, *rows, END])
+        result = KEPT if outcome == KEPT else f"quarantined: `{outcome}`"
+        inputs.setdefault(f"{result}{f', {word}' if word else ''}", []).append(name)
+    rows = [f"| {result} | {'; '.join(names)} |" for result, names in inputs.items()]
+    return "\n".join([BEGIN, "| result | inputs |", "|---|---|", *rows, END])
 
 
 if __name__ == "__main__":
