@@ -301,7 +301,7 @@ class Prepare(Section, settings_prefix="prepare"):
     rows_per_shard: Annotated[int, Field(ge=1, le=65536)] | Literal["auto"] = Field(
         "auto",
         description="Rows per shard, and per task except for tars; auto: 512 on a disk, 4096 on an "
-        "object store.",
+        "object store, up to 16,384 in large sets.",
     )
 
     @field_validator("format")

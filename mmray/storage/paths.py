@@ -400,6 +400,19 @@ def list_names(folder: AnyPath) -> list[str]:
         return []
 
 
+def list_sizes(folder: AnyPath) -> dict[str, int]:
+    """Return the sizes of the files in a folder by name; empty if it does not exist."""
+    try:
+        if not isinstance(folder, RemotePath):
+            with os.scandir(folder) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        selector = fs.FileSelector(folder.fs_path)
+        infos = with_retries(lambda: folder.filesystem.get_file_info(selector))
+        return {info.base_name: info.size for info in infos if info.type == fs.FileType.File}
+    except FileNotFoundError:
+        return {}
+
+
 def list_files(folder: AnyPath) -> list[str]:
     """Return all files below a folder, also in its subfolders.
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import heapq
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
+import pyarrow as pa
+
 from mmray.builtin import COLUMNS
-from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows
-from mmray.data.formats.source import RawRow, Source
+from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows, format_line
+from mmray.data.formats.source import RawRow, Source, SourceChunk
+from mmray.data.formats.text_lines import LineReader
 from mmray.data.rows import (
     FOLDER,
     IMAGE_COLUMNS,
@@ -18,22 +27,37 @@ from mmray.data.rows import (
     BadRow,
 )
 from mmray.errors import DataError
+from mmray.storage.paths import (
+    TEMP_SUFFIX,
+    AnyPath,
+    open_input,
+    open_output,
+    open_sequential,
+)
+from mmray.storage.requests import parallel_map
 
 # Columns of an image; captions are joined, and ids are of rows.
 _SHARED = [name for name in COLUMNS if name not in ("id", "key", "text", "texts")]
+ROWS_PER_CHUNK = 1 << 16
+MAX_GROUPED_ROWS = 1 << 20  # rows that are grouped at a time
+_NUMBER_BYTES = 20  # of the number of a group at the start of its line, to merge the parts
+_SCHEMA = pa.schema([("row", pa.binary())])
+# Calls a picklable function with each item; in tasks if they have many rows.
+Run = Callable[[Callable[[Any], dict[str, Any]], Sequence[Any], int], Iterator[dict[str, Any]]]
 
 
 class GroupedSource(ListingSource):
     """Groups the rows of another source that have the same image, by its path or URL.
 
     Captions are joined in source order, equal ones once. Other columns are those of the first row.
-    Rows of different splits are not grouped, nor are conversations. The driver reads the source
-    once, and its memory grows with the captions.
+    Rows of different splits are not grouped, nor are conversations. Tasks divide the rows into
+    parts by hashes of their images, and group each part; the driver merges their lines.
 
     `scan` yields chunks of the grouped rows, and `read(chunk)` the rows of one as RawRow.
 
     Args:
         source: The source, whose images must be paths or URLs.
+        run: Called with (function, items, number of rows) to call the function with each item.
 
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
@@ -41,55 +65,43 @@ class GroupedSource(ListingSource):
 
     listing: ClassVar[str] = "grouped.jsonl"
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, run: Run) -> None:
         super().__init__(
             source.folder, source.name, {}, source.prepared_folder, source.caption_template
         )
         self._source = source
+        self._run = run
         self.has_types = source.has_types
 
     def describe(self) -> str:
         return f"{self._source.describe()}, grouped by image"
 
     def list_rows(self) -> Rows:
-        rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # with their locations
-        captions: dict[tuple[Any, ...], dict[str, Any]] = {}  # captions by key and notation
-        for row in self._read_source():
-            key, values = self._group(row)
-            texts = _as_list(values.pop("texts", values.pop("text", [])))
-            _, first = rows.setdefault(key, (row.location, values))
-            if first is not values:
-                notices = [*values.get(NOTICES, ()), *_describe_differences(first, values)]
-                first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
-            captions.setdefault(key, {}).update({repr(text): text for text in texts})
-        self.box_names = self._source.box_names
-        self.class_names = self._source.class_names
-        self.ignored = self._source.ignored
-        for key, (location, values) in rows.items():
-            yield location, values | ({"texts": [*captions[key].values()]} if captions[key] else {})
+        for line in self.list_lines():
+            location, values = json.loads(line)
+            yield location, values
 
-    def _read_source(self) -> Iterator[RawRow]:
-        for chunk in self._source.scan(1 << 16, ()):
-            yield from self._source.read(chunk)
-
-    def _group(self, row: RawRow) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the key of the group of a row, which may be of this row only, and its values.
-
-        Raises DataError if its image is not a path or a URL.
-        """
-        if isinstance(row.values, BadRow):
-            bad = row.values
-            return (row.location,), {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
-        images = [_as_list(row.values[name]) for name in IMAGE_COLUMNS if name in row.values]
-        if not all(isinstance(image, str) for image in chain.from_iterable(images)):
-            raise DataError(
-                f"{row.location} has its image inside the row, and --group image compares paths "
-                "and URLs: use --duplicates row instead, which keeps all rows of an image"
-            )
-        if not images or not row.values.keys().isdisjoint(MESSAGE_COLUMNS):
-            return (row.location,), row.values
-        place = (row.values.get("split"), row.values.get(FOLDER))
-        return (*place, repr(images)), row.values
+    def list_lines(self) -> Iterator[bytes]:
+        source = self._source
+        chunks = list(source.scan(ROWS_PER_CHUNK, ()))
+        num_rows = sum(chunk.num_rows or 0 for chunk in chunks)
+        num_parts = 1 + num_rows // MAX_GROUPED_ROWS
+        folder = self.prepared_folder
+        divide = partial(_divide_rows, source=source, num_parts=num_parts)
+        inputs = [result["file"] for result in self._run(divide, chunks, num_rows)]
+        group = partial(_group_part, folder=folder, files=sorted(inputs))
+        outputs = []
+        for result in self._run(group, range(num_parts), num_rows):
+            outputs.append(result["file"])
+            self.split_rows.update(result["splits"])
+        self.box_names = source.box_names
+        self.class_names = source.class_names
+        self.ignored = source.ignored
+        with ExitStack() as exit_stack:
+            files = [exit_stack.enter_context(open_sequential(folder / name)) for name in outputs]
+            for line in heapq.merge(*map(LineReader, files)):
+                yield line[_NUMBER_BYTES:]
+        parallel_map(lambda name: (folder / name).unlink(), [*inputs, *outputs])
 
     def _drops(self, name: str) -> bool:
         return False  # its source has counted the columns
@@ -98,6 +110,71 @@ class GroupedSource(ListingSource):
         if BAD_ROW in record:
             raise BadRow(*record[BAD_ROW])
         return record
+
+
+def _divide_rows(chunk: SourceChunk, source: Source, num_parts: int) -> dict[str, Any]:
+    """Task: write the rows of a chunk, divided by the hashes of their groups, to a file."""
+    parts: list[list[bytes]] = [[] for _ in range(num_parts)]
+    for number, row in enumerate(source.read(chunk)):
+        key, values = _group(row)
+        digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
+        texts = _as_list(values.pop("texts", values.pop("text", [])))
+        order = (chunk.index << 32) + number
+        line = json.dumps([order, key, row.location, values, texts]).encode()
+        parts[int.from_bytes(digest, "big") % num_parts].append(line)
+    file = f"rows-{chunk.index:08d}{TEMP_SUFFIX}"
+    with (
+        open_output(source.prepared_folder / file) as stream,
+        pa.ipc.new_file(stream, _SCHEMA) as writer,
+    ):
+        for lines in parts:
+            writer.write_batch(pa.RecordBatch.from_pydict({"row": lines}, _SCHEMA))
+    return {"file": file}
+
+
+def _group_part(part: int, folder: AnyPath, files: Sequence[str]) -> dict[str, Any]:
+    """Task: write the groups of a part to a file, each line after the number of its first row."""
+    groups: dict[str, tuple[int, str, dict[str, Any]]] = {}  # with order and location
+    captions: dict[str, dict[str, Any]] = {}  # captions by group and notation
+    for name in files:
+        with open_input(folder / name) as stream, pa.ipc.open_file(stream) as reader:
+            rows = reader.get_batch(part).column(0).to_pylist()
+        for order, key, location, values, texts in map(json.loads, rows):
+            name = json.dumps(key)
+            _, _, first = groups.setdefault(name, (order, location, values))
+            if first is not values:
+                notices = [*values.get(NOTICES, ()), *_describe_differences(first, values)]
+                first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
+            captions.setdefault(name, {}).update({repr(text): text for text in texts})
+    splits: Counter[str] = Counter()
+    file = f"groups-{part}{TEMP_SUFFIX}"
+    with open_output(folder / file) as stream:
+        for name, (order, location, values) in groups.items():
+            if captions[name]:
+                values["texts"] = [*captions[name].values()]
+            if split := values.get("split"):
+                splits[split] += 1
+            stream.write(b"%0*d" % (_NUMBER_BYTES, order) + format_line(location, values))
+    return {"file": file, "splits": splits}
+
+
+def _group(row: RawRow) -> tuple[list[Any], dict[str, Any]]:
+    """Return the key of the group of a row, which may be of this row only, and its values.
+
+    Raises DataError if its image is not a path or a URL.
+    """
+    if isinstance(row.values, BadRow):
+        bad = row.values
+        return [row.location], {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+    images = [_as_list(row.values[name]) for name in IMAGE_COLUMNS if name in row.values]
+    if not all(isinstance(image, str) for image in chain.from_iterable(images)):
+        raise DataError(
+            f"{row.location} has its image inside the row, and --group image compares paths "
+            "and URLs: use --duplicates row instead, which keeps all rows of an image"
+        )
+    if not images or not row.values.keys().isdisjoint(MESSAGE_COLUMNS):
+        return [row.location], row.values
+    return [row.values.get("split"), row.values.get(FOLDER), images], row.values
 
 
 def _describe_differences(first: dict[str, Any], values: dict[str, Any]) -> list[str]:

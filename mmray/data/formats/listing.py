@@ -92,15 +92,19 @@ class ListingSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / self.listing) as file:
-            for location, row in self.list_rows():
-                if split := row.get("split"):
-                    self.split_rows[split] += 1
-                # JSON in ASCII, because names may contain lone surrogates.
-                file.write(json.dumps([location, row]).encode() + b"\n")
+            for line in self.list_lines():
+                file.write(line)
         if (self.prepared_folder / self.listing).stat().st_size:
-            yield from JsonlSource(self.prepared_folder, self.listing, {}).scan(
-                rows_per_chunk, previous_chunk_ends
-            )
+            rows = JsonlSource(self.prepared_folder, self.listing, {})
+            rows.grows = self.grows
+            yield from rows.scan(rows_per_chunk, previous_chunk_ends)
+
+    def list_lines(self) -> Iterator[bytes]:
+        """Yield the lines of the listing, and count the rows by split."""
+        for location, row in self.list_rows():
+            if split := row.get("split"):
+                self.split_rows[split] += 1
+            yield format_line(location, row)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for line, _, data in JsonlSource(self.prepared_folder, self.listing, {}).records(chunk):
@@ -119,6 +123,11 @@ class ListingSource(Source):
             return record | {"texts": parse_subtitles(decode_text(data, name), name)}
         lines = decode_text(data, name).splitlines()
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
+
+
+def format_line(location: str, row: dict[str, Any]) -> bytes:
+    """Return the line of a row in a listing: ASCII, because names may contain lone surrogates."""
+    return json.dumps([location, row]).encode() + b"\n"
 
 
 def is_image(name: str) -> bool:

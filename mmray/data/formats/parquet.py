@@ -44,6 +44,7 @@ _BUFFER_BYTES = 4 << 20
 # A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk
 # per row group, the million rows of a pandas row group would be one task.
 MAX_CHUNKS_PER_ROW_GROUP = 16
+MAX_CHUNK_BYTES = 128 << 20  # of a chunk that is larger than asked for
 
 
 class ParquetSource(Source):
@@ -128,16 +129,18 @@ class ParquetSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         index = 0
+        rows = 0
         names = self.names()
         splits = self.splits(names)
-        for name, (ends, signature) in zip(
+        for name, (ends, signature, most) in zip(
             names, iter_parallel(self._check_file, names), strict=True
         ):
             start = 0
             for end, following in zip(ends, [*ends[1:], None], strict=True):
-                if following is not None and following - start <= rows_per_chunk:
+                limit = max(rows_per_chunk, min(self.chunk_rows(rows_per_chunk, rows), most))
+                if following is not None and following - start <= limit:
                     continue
-                step = max(rows_per_chunk, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
+                step = max(limit, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
                 for first in range(start, end, step):
                     stop = min(first + step, end)
                     num_rows = stop - first
@@ -145,10 +148,11 @@ class ParquetSource(Source):
                         index, name, first, stop, first + 1, num_rows, signature, splits[name]
                     )
                     index += 1
+                rows += end - start
                 start = end
 
-    def _check_file(self, name: str) -> tuple[list[int], str]:
-        """Return cumulative rows and signature of a file.
+    def _check_file(self, name: str) -> tuple[list[int], str, int]:
+        """Return cumulative rows and signature of a file, and the rows of MAX_CHUNK_BYTES.
 
         Raises DataError if it is damaged or lacks columns.
         """
@@ -163,7 +167,9 @@ class ParquetSource(Source):
             feature = self.features(name, schema)[self._label]
             if feature["_type"] == "ClassLabel":
                 self._set_class_names(tuple(class_name(str(each)) for each in feature["names"]))
-        return ends, file_signature(self.folder, name)
+        num_bytes, signature = file_signature(self.folder, name)
+        most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
+        return ends, signature, most
 
     def _set_class_names(self, names: tuple[str, ...]) -> None:
         """Set the names of a file; files are checked in threads. Raises DataError if another file
@@ -326,7 +332,7 @@ class HFSavedSource(ParquetSource):
             return
         names = self.names()
         splits = self.splits(names)
-        for index, (_, signature) in enumerate(iter_parallel(self._check_file, names)):
+        for index, (_, signature, _) in enumerate(iter_parallel(self._check_file, names)):
             name = names[index]
             yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
 

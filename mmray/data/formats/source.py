@@ -38,6 +38,11 @@ from mmray.data.rows import (
 from mmray.errors import DataError, UsageError, suggest
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
+# With `Source.grows`, chunks are larger than `rows_per_chunk` after so many of them: 100 million
+# rows are 10,000 chunks.
+MAX_SMALL_CHUNKS = 1000
+MAX_CHUNK_ROWS = 16_384
+
 # Common names of columns in public data sets, to suggest one in a message.
 _COMMON_NAMES = {
     "image": "image img image_name img_path image_file file_name filename file filepath file_path "
@@ -127,6 +132,9 @@ class Source(ABC):
         ignored: Counter of the files that are no part of a row, by suffix.
         unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
         keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
+        grows: Whether chunks grow with the number of rows before them, so that a large source has
+            few; False until the caller sets it.
+        earlier: Chunks of an earlier scan with the same settings; () until the caller sets it.
         roots: `prepare.root`, further folders in which files may be; () until the caller sets it.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
@@ -170,6 +178,8 @@ class Source(ABC):
         self.class_names: tuple[str, ...] = ()
         self.keep: tuple[str, ...] = ()  # `prepare.keep`
         self.roots: tuple[str, ...] = ()  # `prepare.root`
+        self.grows = False
+        self.earlier: Sequence[SourceChunk] = ()
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.unread: list[str] = []
@@ -210,6 +220,15 @@ class Source(ABC):
         Raises:
             DataError: A file cannot be read or has another format.
         """
+
+    def chunk_rows(self, rows_per_chunk: int, rows_before: int) -> int:
+        """Return the number of rows of a chunk.
+
+        Args:
+            rows_before: Number of rows in the chunks before it.
+        """
+        grown = min(rows_before // MAX_SMALL_CHUNKS, MAX_CHUNK_ROWS) if self.grows else 0
+        return max(rows_per_chunk, grown)
 
     def visible_files(self) -> list[str]:
         """Return the sorted paths of the files in the folder and its subfolders, relative to it.
@@ -485,14 +504,15 @@ def changed_error(file: str) -> DataError:
     return DataError(f"{file} changed while it was read: run the same command again")
 
 
-def file_signature(folder: AnyPath, name: str) -> str:
-    """Return a digest that detects a change of a file without reading it.
+def file_signature(folder: AnyPath, name: str) -> tuple[int, str]:
+    """Return the size of a file, and a digest that detects a change of it without reading it.
 
     Returns:
-        SHA-256, in hexadecimal, of its name, size and modification time.
+        The size in bytes, and the SHA-256, in hexadecimal, of its name, size and modification time.
     """
     stat = (folder / name).stat()
-    return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
+    signature = hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
+    return stat.st_size, signature
 
 
 def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
@@ -502,7 +522,7 @@ def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
         chunk: A part of a file; its `signature` is a hash of name, size and modification time of
             the file when it was scanned.
     """
-    if file_signature(folder, chunk.file) != chunk.signature:
+    if file_signature(folder, chunk.file)[1] != chunk.signature:
         raise changed_error(chunk.file)
 
 

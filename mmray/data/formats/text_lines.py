@@ -9,8 +9,10 @@ import io
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from mmray.data.formats.source import (
@@ -25,10 +27,12 @@ from mmray.data.images.formats import detect_format
 from mmray.data.rows import FOLDER, BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, open_sequential
+from mmray.storage.requests import iter_parallel
 
 # Longer lines are truncated, so memory does not depend on their length.
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
+MIN_COMPARED_BYTES = 64 << 20  # of a file whose earlier chunks are compared, not scanned again
 BOM = b"\xef\xbb\xbf"
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it with `gunzip {}`"),
@@ -145,20 +149,58 @@ class JsonlSource(Source):
         names = self.names()
         splits = {} if self.name else splits_of_files(names)
         index = 0
+        rows = 0
         for name in names:
             self.check(name)
             ends = previous_chunk_ends if self.name else ()
-            for chunk in self._scan_file(name, rows_per_chunk, ends):
+            same = self._unchanged_chunks(name)
+            sizes = partial(self.chunk_rows, rows_per_chunk)
+            rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
+            for chunk in chain(same, self._scan_file(name, sizes, rows_before, ends, same)):
                 yield replace(chunk, index=index, split=splits.get(name))
                 index += 1
+                rows += chunk.num_rows or 0
+
+    def _unchanged_chunks(self, name: str) -> list[SourceChunk]:
+        """Return the chunks of an earlier scan of a large file that it still has, without the last
+        one, whose last record may be continued.
+
+        Their bytes are compared, which is faster than a scan of their lines.
+        """
+        chunks = [chunk for chunk in self.earlier if chunk.file == name]
+        if not chunks or chunks.pop().stop < MIN_COMPARED_BYTES:
+            return []
+        return chunks if all(iter_parallel(self._has_bytes, chunks)) else []
+
+    def _has_bytes(self, chunk: SourceChunk) -> bool:
+        digest = hashlib.sha256()
+        left = chunk.stop - chunk.start
+        with open_sequential(self.text_path(chunk.file)) as file:
+            file.seek(chunk.start)
+            while piece := file.read(min(_PIECE_BYTES, left)):
+                digest.update(piece)
+                left -= len(piece)
+        return digest.hexdigest() == chunk.signature
 
     def _scan_file(
-        self, name: str, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+        self,
+        name: str,
+        chunk_rows: Callable[[int], int],
+        rows_before: int,
+        previous_chunk_ends: Collection[int],
+        same: Sequence[SourceChunk],
     ) -> Iterator[SourceChunk]:
-        start = records = rows = num_lines = 0
-        first_line = 1
+        """Yield the chunks of a file after its first ones `same`; `chunk_rows` returns the size of
+        a chunk for the number of rows before it.
+        """
+        start = same[-1].stop if same else 0
+        records = rows = num_lines = 0
+        following = (each for each in self.earlier if (each.file, each.start) == (name, start))
+        first_line = next(following).first_line if same else 1
+        lines_before = first_line - 1
+        limit = chunk_rows(rows_before)
         with open_sequential(self.text_path(name)) as file:
-            lines = LineReader(file)
+            lines = LineReader(file, start)
 
             def chunk() -> SourceChunk:
                 digest = lines.digest.hexdigest()
@@ -171,12 +213,15 @@ class JsonlSource(Source):
                 num_lines = lines.num_lines
                 if num_lines > first_of_record:
                     self.num_multi_line += 1
-                    location = f"{name}, lines {first_of_record} to {num_lines}"
+                    first, last = lines_before + first_of_record, lines_before + num_lines
+                    location = f"{name}, lines {first} to {last}"
                     self.longest = max(self.longest, (num_lines - first_of_record + 1, location))
-                if records == rows_per_chunk or lines.offset in previous_chunk_ends:
+                if records == limit or lines.offset in previous_chunk_ends:
                     yield chunk()
                     start = lines.offset
-                    first_line = lines.num_lines + 1
+                    first_line = lines_before + lines.num_lines + 1
+                    rows_before += rows
+                    limit = chunk_rows(rows_before)
                     records = 0
                     rows = 0
                     lines.digest = hashlib.sha256()

@@ -121,7 +121,7 @@ class WebDatasetSource(Source):
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
         if read_head(self.folder, name).startswith(b"\x1f\x8b"):
             raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
-        return (self.folder / name).stat().st_size, file_signature(self.folder, name)
+        return file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         samples = _group_samples(_iter_members(self.folder, chunk.file))

@@ -24,11 +24,10 @@ from PIL import Image
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.assemble import NO_ROW, PackedRows
+from mmray.data.prepare.duplicates import NO_ROW
 from mmray.data.prepare.map_shards import MAX_FILES, map_shards
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
-from mmray.data.store.manifest import Manifest, shard_fields
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index
@@ -135,27 +134,18 @@ def validate(settings: Prepare, out: str) -> None:
 
 
 def check_contamination(
-    out: AnyPath,
-    packed: PackedRows,
-    image_folder: str,
-    is_duplicate: np.ndarray,
-    settings: Prepare,
-    on_rows: Callable[[int, int], None],
+    own: PreparedSet, settings: Prepare, on_rows: Callable[[int, int], None]
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Find rows whose images are also in another set or split, and write them to leaks.jsonl.
 
     Args:
-        out: Folder of the set that is being prepared.
-        packed: Its N rows, with digests, splits and shards.
-        image_folder: Folder of the source, which has the images if the set only refers to them
-            (index-only).
-        is_duplicate: Whether each row is dropped as a duplicate and not compared, bool [N].
+        own: The set that is being prepared, without its duplicates.
         settings: The `prepare` section; `check_contamination` names the sets to compare with.
         on_rows: Called with (done, total): numbers of rows of a set that are hashed so far and that
             are to hash.
 
     Returns:
-        A sentence about each contaminated row, by its number among the N; and the summary for the
+        A sentence about each contaminated row, by its number in `own`; and the summary for the
         manifest: `exact` and `near` (numbers of rows), `phash_distance` (7, the most of 256 bits in
         which hashes of a near match differ), `dropped` (whether the rows are left out,
         `prepare.drop_overlap`) and `found_in`, the number of rows by address of the other set, and
@@ -165,18 +155,7 @@ def check_contamination(
         DataError: A set cannot be read.
         ResourceError: Tasks die.
     """
-    own = PreparedSet(
-        out,
-        Manifest(
-            num_read=len(packed.keys),
-            num_quarantined=packed.num_bad,
-            reasons={},
-            tokenizer=None,
-            source={"address": image_folder},
-            settings=settings.model_dump(mode="json"),
-            **shard_fields(packed.without(is_duplicate)),
-        ),
-    )
+    out = own.folder
     others = {address: PreparedSet.open(address) for address in settings.check_contamination}
     sets = [own, *others.values()]
     update_index(out, HASHES, {shard.key for prepared in sets for shard in prepared.shards})
@@ -185,11 +164,10 @@ def check_contamination(
         map_shards(prepared, _COLUMNS[HASHES], compute, on_rows, out)
     contaminated = sorted(_find_contaminated_rows(out, sets))
     _write_leaks(out, own, contaminated)
-    numbers = packed.by_shard[~is_duplicate[packed.by_shard]]  # by the number of a row in `own`
     names = {id(prepared): address for address, prepared in others.items()}
     by_set = Counter(names.get(id(each.other), "splits") for each in contaminated)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
-    descriptions = {int(numbers[each.row]): _describe(each, own) for each in contaminated}
+    descriptions = {each.row: _describe(each, own) for each in contaminated}
     return descriptions, {
         "exact": exact,
         "near": len(contaminated) - exact,

@@ -1,8 +1,8 @@
 """The work of one prepare task: convert a chunk of the source to shard files and a record.
 
 Each row is parsed, its image is read, decoded completely and hashed, and its captions are cleaned.
-Failures go into the record with stage and reason. The record (parts/chunk-N.json) is written last
-and marks the chunk as done. So a killed prepare resumes, and a source that grew is appended to.
+Failures go into the record with stage and reason. The record (records.py) is written last and
+marks the chunk as done. So a killed prepare resumes, and a source that grew is appended to.
 Does not import Ray.
 """
 
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.grouped import GroupedSource
@@ -45,16 +47,26 @@ from mmray.data.images.transform import reencode
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.kept_columns import Compute, KeptColumns, compute_columns
+from mmray.data.prepare.records import (
+    SCHEMA,
+    Labels,
+    Record,
+    map_rows,
+    open_records,
+    read_summaries,
+    record_path,
+    write_records,
+)
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
-from mmray.data.store.manifest import CHUNK_RECORDS, SHARDS, text_columns
+from mmray.data.store.manifest import SHARDS, text_columns
 from mmray.data.store.row_columns import KEPT, caption_flag
 from mmray.data.store.row_values import COLUMNS_DIR
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
 from mmray.plugins import load_class, source_digest
-from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path, write_atomic
+from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -65,7 +77,7 @@ PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS = 8
 READ_THREADS = 16
-_RECORD_VERSION = 17
+_RECORD_VERSION = 18
 _PACK_SETTINGS = (
     "image_side",
     "audio_rate",
@@ -102,6 +114,7 @@ class PrepareJob:
         settings: The `prepare` section, whose `rows_per_shard` is a number, not `auto`.
         retry: Whether to pack chunks again in which rows could not be read or decoded.
         class_names: Names of the labels 0, 1, ..., known after the source was scanned.
+        grows: Whether shards grow with the number of rows before them (Source.grows).
     """
 
     source: SourceSpec
@@ -109,6 +122,7 @@ class PrepareJob:
     settings: Prepare
     retry: bool = False
     class_names: tuple[str, ...] = ()
+    grows: bool = False
 
     @property
     def rows_per_shard(self) -> int:
@@ -150,8 +164,9 @@ class PrepareJob:
         source.roots = self.settings.root
         source.keep = self.settings.keep
         if self.settings.group == "image":
-            source = GroupedSource(source)
+            source = GroupedSource(source, map_rows)
         source.class_names = self.class_names
+        source.grows = self.grows
         return source
 
     @cached_property
@@ -172,80 +187,45 @@ class PrepareJob:
         return row
 
 
-# Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index, `kinds`
-# are those of the media.
-RECORD_COLUMNS = (
-    "line",
-    "location",
-    "key",
-    "image_digest",
-    "row_digest",
-    "text_digest",
-    "shard",
-    "language",
-    "kinds",
-)
-
-
 _MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
 _MORE_NOTICES = "further columns are not used"
 
 
-def record_path(index: int) -> str:
-    """Return the path of the record of a chunk, relative to the folder of the set.
-
-    Its record is a JSON file that shows that it is packed.
-
-    Args:
-        index: Index of the chunk in the source, from 0.
-
-    Returns:
-        `parts/chunk-00012.json` for chunk 12.
-    """
-    return f"{CHUNK_RECORDS}/chunk-{index:05d}.json"
-
-
 def pack_chunk(
-    job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
-) -> tuple[int, int, int]:
-    """Pack one chunk: write its rows to shards, and then its record.
+    job: PrepareJob,
+    chunk: SourceChunk,
+    subprocess_decoder: SubprocessDecoder | None,
+    labels: Labels | None = None,
+) -> Record:
+    """Pack one chunk: write its rows to shards, and then its record, which marks it as done.
 
-    The record, a JSON file, marks the chunk as done. Does nothing if a current record exists,
-    because an interrupted prepare has packed the chunk.
+    Does nothing if a current record exists, because an interrupted task has packed the chunk.
 
     Args:
-        job: Source, output folder and settings.
-        chunk: A part of one file, as `scan` of the source yielded it.
         subprocess_decoder: Decodes each image and clip first, in a child process, to name the one
             that crashes the decoder; None: they are decoded in this process only.
-
-    Returns:
-        (index of the chunk, number of its rows including bad ones, number of bad rows).
+        labels: The labels of the chunk, for the record.
 
     Raises:
         DataError: The source changed.
         OSError: The source cannot be read, or the set cannot be written.
     """
     out = to_path(job.out)
-    record = read_chunk_record(out, record_path(chunk.index))
-    # otherwise an earlier attempt has packed it
-    if (
-        record is None
-        or record["class_names"] != list(job.class_names)
-        or not is_current(record, job, chunk)
-    ):
-        source = job.open()
-        packer = _ChunkPacker(job, chunk, subprocess_decoder, source.has_types)
-        items = source.read(chunk)
-        with ExitStack() as exit_stack:
-            fetch = _open_fetch(job, exit_stack)
-            for item, row, images in prefetch_rows(items, job.parse_row, fetch):
-                packer.pack(item, row, images, exit_stack)
-        # The shard files are closed now.
-        record = packer.record()
-        write_atomic(out / record_path(chunk.index), orjson.dumps(record))
-    num_bad = len(record["bad_rows"])
-    return chunk.index, len(record["rows"]["key"]) + num_bad, num_bad
+    file = record_path(chunk.index)
+    for record in read_summaries(out, file):
+        if is_current(record, job, chunk, lambda name: file_size(out / name)):
+            return record
+    source = job.open()
+    packer = _ChunkPacker(job, chunk, subprocess_decoder, source.has_types)
+    items = source.read(chunk)
+    with ExitStack() as exit_stack:
+        fetch = _open_fetch(job, exit_stack)
+        for item, row, images in prefetch_rows(items, job.parse_row, fetch):
+            packer.pack(item, row, images, exit_stack)
+    # The shard files are closed now.
+    record = packer.record(file, labels)
+    write_records(out, file, [record], [pa.RecordBatch.from_pydict(packer.rows, SCHEMA)])
+    return record
 
 
 def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
@@ -323,64 +303,47 @@ def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
     first = next((image for image in images if image.kind == "image"), None)
     if first is None or first.file is None:
         return {}
-    return {"image": {"file": first.path, "offset": first.offset, "length": first.length}}
+    return {"file": first.path, "offset": first.offset, "length": first.length}
 
 
-def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
-    """Return the record of a chunk that one task has packed.
+def is_current(
+    record: Record, job: PrepareJob, chunk: SourceChunk, size_of: Callable[[str], int | None]
+) -> bool:
+    """Return whether packing a chunk again would give the same result, if its media did not change.
 
-    Returns:
-        None if the record is missing or unreadable, otherwise a dict:
-
-        - `job`: `digest()` of the PrepareJob; `class_names`: its list of names.
-        - `chunk`: the fields of the SourceChunk.
-        - `shards`: for each shard the fields of its Shard.
-        - `rows`: the good rows, a list of values by column: `line`, `location`, `key`,
-          `image_digest`, `row_digest` (of images and captions), `text_digest` (hex digests),
-          `shard` (index in `shards`), `language` and `kinds` (of the media, such as `audio image`).
-        - `bad_rows`: dicts of `line`, `key`, `source`, `stage`, `reason`, `detail` and, if it has
-          an image file, `image` ({"file", "offset", "length"}).
-        - `columns`: types of the kept columns by name; `columns_file`: their file, or None.
-        - `notices`: by text of SourceRow.notices [number of rows, location of the first].
-        - `files`: [name, size in bytes, modification time in ns] of each file of a medium.
-    """
-    try:
-        record: dict[str, Any] = orjson.loads((out / name).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return record
-
-
-def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing a chunk again would give the same result.
-
-    That is so if its lines, the settings, and the files of media and of shards are unchanged. False
-    also if a row could not be read for a reason that may be temporary; with `job.retry` if any row
-    could not be read or decoded.
+    That is so if its lines, the settings and the files of shards are unchanged. False also if a row
+    could not be read for a reason that may be temporary (a network file system); with `job.retry`
+    if any row could not be read or decoded.
 
     Args:
-        record: Record of the packed chunk, the dict that `read_chunk_record` returns.
-        job: Source, output folder and settings.
         chunk: The chunk as it was scanned now.
+        size_of: Returns the size of a file of the set in bytes; None: it does not exist.
     """
-    source = to_path(job.source.address)
-    out = to_path(job.out)
-    bad_rows = record["bad_rows"]
     retried_stages = RETRYABLE_STAGES if job.retry else ()
     return (
-        record["job"] == job.digest()
-        and record["chunk"] == asdict(chunk)
-        # The cause may be temporary (a network file system).
-        and not any(
-            row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows
-        )
-        and all(file_size(out / shard["file"]) == shard["num_bytes"] for shard in record["shards"])
+        record.job == job.digest()
+        and record.class_names == list(job.class_names)
+        and record.chunk == chunk
+        and "unreadable" not in record.reasons
+        and not set(retried_stages) & set(record.stages)
+        and all(size_of(shard.file) == shard.num_bytes for shard in record.shards)
         and not (
-            record["columns_file"]
-            and file_size(out / COLUMNS_DIR / KEPT / record["columns_file"]) is None
+            record.columns_file and size_of(f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}") is None
         )
-        and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
+
+
+def changed_chunks(records: Sequence[Record], job: PrepareJob) -> dict[str, Any]:
+    """Task: return which chunks of a file of records have media that changed since, as `chunks`."""
+    folder = job.folder
+    changed = []
+    with open_records(to_path(job.out), records[0].file, ["files"]) as reader:
+        for record in records:
+            texts = reader.get_batch(record.batch).column(0).drop_null().to_pylist()
+            files = (tuple(file) for text in texts for file in orjson.loads(text))
+            if any(file != stat_signature(folder, file[0]) for file in files):
+                changed.append(record.chunk.index)
+    return {"chunks": changed}
 
 
 class _ChunkPacker:
@@ -398,12 +361,15 @@ class _ChunkPacker:
         self.builder = RowBuilder(job, subprocess_decoder)
         self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
+        self.rows: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        self.num_stored: Counter[int] = Counter()
+        self.counts: Counter[tuple[int, str | None, str]] = Counter()
         self.columns = KeptColumns(has_types)
         self.text_columns = text_columns(job.settings.columns)
         self.keeps_columns = bool(job.settings.keep or self.text_columns or job.settings.compute)
-        self.bad_rows: list[dict[str, Any]] = []
-        self.notices: dict[str, list[Any]] = {}
+        self.reasons: Counter[str] = Counter()
+        self.stages: set[str] = set()
+        self.notices: dict[str, tuple[int, str]] = {}
         # never overwrite a file that an earlier manifest names
         self.file_suffix = uuid.uuid4().hex[:8]
 
@@ -415,15 +381,12 @@ class _ChunkPacker:
         exit_stack: ExitStack,
     ) -> None:
         location = to_utf8(item.location)
-        key = to_utf8(row.key or item.location)
         try:
             if isinstance(row, BadRow):
                 raise row
             image_digest = self.builder.build(row, images)
         except BadRow as bad:
-            entry = {"stage": bad.stage, "reason": bad.reason, "detail": to_utf8(bad.detail)}
-            entry |= _first_image(row)
-            self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
+            self._add_bad_row(bad, row, location)
             return
         if row.split not in self.writers:
             name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
@@ -443,40 +406,72 @@ class _ChunkPacker:
         text_digest, row_digest = (
             _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
         )
-        values = {
-            "line": item.line,
-            "location": location,
-            "key": row.key,
+        shard = list(self.writers).index(row.split)
+        # Rows without a split become training rows if others have one.
+        key_digest = hashlib.blake2b(f"{row.split or 'train'}/{row.key}".encode(), digest_size=16)
+        self.counts[shard, row.language, row.media_kinds] += 1
+        self._append(
+            location=location,
+            key=row.key,
+            shard=shard,
+            position=self.num_stored[shard],
+            language=row.language,
+            kinds=row.media_kinds,
+            key_digest=key_digest.digest(),
             # Conversations about one image are different rows unless they are equal, too.
-            "image_digest": row_digest if row.messages else image_digest[:32],
-            "row_digest": row_digest,
-            "text_digest": text_digest,
-            "shard": list(self.writers).index(row.split),
-            "language": row.language,
-            "kinds": row.media_kinds,
-        }
-        for name, value in values.items():
-            self.rows[name].append(value)
+            image_digest=bytes.fromhex(row_digest if row.messages else image_digest[:32]),
+            row_digest=bytes.fromhex(row_digest),
+            text_digest=bytes.fromhex(text_digest),
+        )
+        self.num_stored[shard] += 1
         for notice in dict.fromkeys(row.notices):
             if notice not in self.notices and len(self.notices) >= _MAX_NOTICES:
                 notice = _MORE_NOTICES
-            self.notices.setdefault(notice, [0, location])[0] += 1
+            count, first = self.notices.get(notice, (0, location))
+            self.notices[notice] = (count + 1, first)
 
-    def record(self) -> dict[str, Any]:
+    def _add_bad_row(self, bad: BadRow, row: SourceRow | BadRow, location: str) -> None:
+        detail = to_utf8(bad.detail)
+        self.stages.add(bad.stage)
+        self.reasons[bad.reason] += 1
+        key = to_utf8(row.key or location)
+        image = _first_image(row)
+        self._append(
+            location=location,
+            key=key,
+            stage=bad.stage,
+            reason=bad.reason,
+            detail=detail,
+            image=orjson.dumps(image).decode() if image else None,
+        )
+
+    def _append(self, **values: Any) -> None:
+        """Add a row of the record, with the files of its media."""
+        if files := self.builder.signatures:
+            values["files"] = orjson.dumps(files).decode()
+            files.clear()
+        for name, column in self.rows.items():
+            column.append(values.get(name))
+
+    def record(self, file: str, labels: Labels | None) -> Record:
         shards = [writer.entry() for writer in self.writers.values()]
         has_columns = self.keeps_columns and bool(shards)
-        return {
-            "job": self.job.digest(),
-            "class_names": list(self.job.class_names),
-            "chunk": asdict(self.chunk),
-            "shards": [vars(shard) for shard in shards],
-            "rows": self.rows,
-            "columns": self.columns.types,
-            "columns_file": self.columns.write(self.out, shards) if has_columns else None,
-            "bad_rows": self.bad_rows,
-            "notices": self.notices,
-            "files": self.builder.signatures,
-        }
+        return Record(
+            job=self.job.digest(),
+            chunk=self.chunk,
+            class_names=list(self.job.class_names),
+            labels=labels,
+            shards=shards,
+            num_rows=len(self.rows["key"]),
+            reasons=self.reasons,
+            stages=sorted(self.stages),
+            counts=[(*key, number) for key, number in self.counts.items()],
+            columns=self.columns.types,
+            columns_file=self.columns.write(self.out, shards) if has_columns else None,
+            notices=self.notices,
+            has_files=any(self.rows["files"]),
+            file=file,
+        )
 
 
 class RowBuilder:
@@ -491,8 +486,8 @@ class RowBuilder:
             decoded in this process only.
 
     Attributes:
-        signatures: List of (name, size in bytes, modification time in ns) of the files of images,
-            audio and video so far; size and time are None on an object store.
+        signatures: List of (name, size in bytes, modification time in ns) of the local files of
+            images, audio and video since the caller cleared it.
     """
 
     def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
@@ -637,7 +632,7 @@ class RowBuilder:
                 "no-reference",
                 f"the {image.kind} is inside the row: prepare without --index-only",
             )
-        if image.data is None and image.file is not None:
+        if image.data is None and image.file is not None and isinstance(self._source, Path):
             self.signatures.append(stat_signature(self._source, image.path))
         return (
             {"file": image.file, "offset": image.offset, "length": image.length}

@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mmray.builtin import SAMPLE_AV, SAMPLE_VLM
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.sample import generate_clips
-from mmray.data.prepare import assemble, contamination, preview, sample
+from mmray.data.prepare import assemble, contamination, duplicates, preview, sample
+from mmray.data.prepare.contamination import is_enabled
 from mmray.data.prepare.kept_columns import merge_types
-from mmray.data.prepare.pack import (
-    PrepareJob,
-    is_current,
-    pack_chunk,
-    read_chunk_record,
+from mmray.data.prepare.pack import PrepareJob, changed_chunks, is_current, pack_chunk
+from mmray.data.prepare.records import (
+    Labels,
+    PackedRows,
+    Record,
+    fold,
+    plan_folds,
+    read_records,
     record_path,
 )
 from mmray.data.prepare.tasks import (
@@ -51,8 +57,9 @@ from mmray.data.store.manifest import (
     shard_fields,
     write_manifest,
 )
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import KEPT
-from mmray.data.store.row_values import update_index
+from mmray.data.store.row_values import COLUMNS_DIR, update_index
 from mmray.data.vlm.sample import generate_conversations
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage import lease
@@ -62,10 +69,11 @@ from mmray.storage.paths import (
     RemotePath,
     check_kept,
     list_names,
+    list_sizes,
     retry_if_remote,
     to_path,
 )
-from mmray.storage.requests import iter_parallel, parallel_map
+from mmray.storage.requests import parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -153,8 +161,8 @@ def ensure_prepared(
         raise DataError(f"{path} does not exist: {hint}")
     if not is_sample:  # a sample is generated again
         check_kept("data.cache", cache)
-    settings = _with_shard_size(settings, to_path(cache))
-    hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
+    sized = _with_shard_size(settings, to_path(cache))
+    hashed = f"{path}\n{sized.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
     try:
@@ -207,8 +215,10 @@ def prepare(
     try:
         contamination.validate(settings, out)
         folder = to_path(out)
+        grows = settings.rows_per_shard == "auto"
         settings = _with_shard_size(settings, folder, read_manifest(folder))
-        job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)
+        spec = detect_source(source, settings.format)
+        job = PrepareJob(spec, str(folder), settings, retry, grows=grows)
         create_folders(folder)
         with lease.Lease(
             folder, activity="being prepared", advice="choose another folder"
@@ -281,39 +291,44 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
-    earlier = _read_earlier_chunks(job)
+    earlier = read_records(out, job.digest())
     source, chunks, first_rows = preview.understand(
         job,
-        {each.chunk.stop for each in earlier.values()},
+        [earlier[index].chunk for index in sorted(earlier)],
         lambda rows: progress(PrepareProgress("scan", rows, 0)),
     )
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
+    labels = preview.find_class_names(job, source, chunks, first_rows, earlier)
     job = replace(job, class_names=source.class_names)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
     if before is not None and not _is_continued(before, job, chunks):
         before = None
-    done, num_packed = _pack(job, chunks, earlier, total, progress)
-    total = num_packed if total is None else total
+    packed = _pack(job, chunks, earlier, labels, total, progress)
+    if before is not None and _is_unchanged(before, job, chunks, packed):
+        return before
+    _fold(packed, write_lease)
+    total = packed.num_rows if total is None else total
     if not total:
         raise DataError(
             f"{source_path} has no rows (it was read as {source.title}; --format sets "
             "another format)"
         )
     progress(PrepareProgress("deduplicate", total, total))
-    packed = assemble.read_packed_rows(out, done, settings.duplicates)
-    dedup = assemble.find_duplicates(packed, settings.duplicates)
-    num_bad = packed.num_bad + int((dedup.duplicate_of != assemble.NO_ROW).sum())
-    is_over_limit = num_bad > assemble.max_bad_rows(settings.max_bad_fraction, total)
-    leakage: dict[str, Any] = {}
-    if not is_over_limit:
-        dedup, leakage = _check_contamination(job, packed, dedup, progress)
-    is_rejected = is_over_limit or dedup.dropped.all()
-    # an existing set keeps its list
-    quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
-    result = assemble.quarantine_rows(out, done, packed, dedup, quarantine)
+    with closing(duplicates.Digests(packed, settings.duplicates)) as digests:
+        dedup = duplicates.find_duplicates(digests, settings.duplicates)
+        num_bad = packed.num_bad + len(dedup.rows)
+        is_over_limit = num_bad > assemble.max_bad_rows(settings.max_bad_fraction, total)
+        leakage: dict[str, Any] = {}
+        if not is_over_limit and is_enabled(settings):
+            dedup, leakage = _check_contamination(job, packed, dedup, progress)
+        is_rejected = is_over_limit or packed.num_bad + len(dedup.rows) == packed.num_rows
+        # an existing set keeps its list
+        quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
+        result = assemble.quarantine_rows(packed, dedup, quarantine)
+        captions = duplicates.caption_fields(digests, dedup.rows, result.shards)
     num_rows = sum(shard.num_kept for shard in result.shards)
     num_bad = result.reasons.total()
     if is_rejected:
@@ -327,8 +342,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
             source.row_needs,
         )
     manifest = replace(
-        _build_manifest(job, source, chunks, result, existing),
-        **assemble.caption_fields(packed, dedup.dropped, result.shards),
+        _build_manifest(job, source, _source_fields(job, chunks, packed), result, existing),
+        **captions,
         leakage=leakage,
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
@@ -342,44 +357,72 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     write_lease.check()
     write_manifest(out, manifest)
     write_lease.check()
-    _remove_leftovers(out, result, len(chunks))
+    _remove_leftovers(out, result)
     return manifest
 
 
-def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult, num_chunks: int) -> None:
+def _is_unchanged(
+    before: Manifest, job: PrepareJob, chunks: list[SourceChunk], packed: PackedRows
+) -> bool:
+    """Return whether a set has the rows and the settings that it would get now."""
+    files = [QUARANTINE, *filter(None, [before.tokenizer])]
+    return (
+        before.source == _source_fields(job, chunks, packed)
+        and before.settings == job.settings.model_dump(mode="json")
+        and not is_enabled(job.settings)  # other sets may have changed
+        and all((packed.out / file).is_file() for file in files)
+    )
+
+
+def _fold(packed: PackedRows, write_lease: lease.Lease) -> None:
+    """Join the records that tasks have written, so that a rerun reads few files."""
+    out = packed.out
+    if folds := plan_folds(packed.records, list_sizes(out / CHUNK_RECORDS)):
+        list(packed.map(partial(fold, out=str(out)), folds))
+        write_lease.check()
+        current_files = {record.file for record in packed.records}
+        _remove_files(out, lambda name: name not in current_files, [CHUNK_RECORDS])
+
+
+def _remove_leftovers(out: AnyPath, result: assemble.PrepareResult) -> None:
     """Delete the files of killed tasks and of earlier settings.
 
     The shards come from this process, not from the records, because another writer may have
     replaced one on a store.
     """
-    current_files = {record_path(index) for index in range(num_chunks)}
-    current_files |= {shard.file for shard in result.shards}
-    _remove_files(out, lambda name: name not in current_files, (SHARDS, CHUNK_RECORDS))
+    current_files = {shard.file for shard in result.shards}
+    _remove_files(out, lambda name: name not in current_files, [SHARDS])
     update_index(out, KEPT, {shard.key for shard in result.shards})
 
 
 def _check_contamination(
     job: PrepareJob,
-    packed: assemble.PackedRows,
-    dedup: assemble.DedupResult,
+    packed: PackedRows,
+    dedup: duplicates.DedupResult,
     progress: OnProgress,
-) -> tuple[assemble.DedupResult, dict[str, Any]]:
+) -> tuple[duplicates.DedupResult, dict[str, Any]]:
     """Return the dropped rows, with those that are also in another set or split if they are to be
-    dropped, and the summary of the check; unchanged and empty if it is not enabled.
+    dropped, and the summary of the check.
     """
     settings = job.settings
-    if not contamination.is_enabled(settings):
-        return dedup, {}
-    contaminated, leakage = contamination.check_contamination(
-        to_path(job.out),
-        packed,
-        job.source.address,
-        dedup.dropped,
-        settings,
-        lambda *rows: progress(PrepareProgress("hash", *rows)),
+    own = PreparedSet(
+        packed.out,
+        Manifest(
+            num_read=packed.num_rows,
+            num_quarantined=packed.num_bad,
+            reasons={},
+            tokenizer=None,
+            source={"address": job.source.address},
+            settings=settings.model_dump(mode="json"),
+            **shard_fields(packed.without(packed.select(dedup.rows))),
+        ),
+    )
+    found, leakage = contamination.check_contamination(
+        own, settings, lambda *rows: progress(PrepareProgress("hash", *rows))
     )
     if settings.drop_overlap:
-        dedup = replace(dedup, contaminated=contaminated)
+        rows = packed.row_numbers(*own.positions(np.array(list(found), np.int64)))
+        dedup = dedup.with_contaminated(dict(zip(rows.tolist(), found.values(), strict=True)))
     return dedup, leakage
 
 
@@ -403,7 +446,7 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) 
 def _build_manifest(
     job: PrepareJob,
     source: Source,
-    chunks: list[SourceChunk],
+    source_fields: dict[str, Any],
     result: assemble.PrepareResult,
     existing: Manifest | None,
 ) -> Manifest:
@@ -414,14 +457,13 @@ def _build_manifest(
     columns = existing.columns if existing else {}
     scores = {name: types for name, types in columns.items() if name != KEPT}
     shards = shard_fields([shard for shard in result.shards if shard.num_kept])
-    spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
     num_bad = result.reasons.total()
     return Manifest(
         num_read=shards["num_rows"] + num_bad,
         num_quarantined=num_bad,
         reasons=dict(result.reasons.most_common()),
         tokenizer=None,
-        source=_source_identity(job, chunks) | spec,
+        source=source_fields,
         settings=job.settings.model_dump(mode="json"),
         box_names=source.box_names,
         class_names=source.class_names,
@@ -432,90 +474,70 @@ def _build_manifest(
     )
 
 
-class _EarlierChunk(NamedTuple):
-    """A chunk that an earlier prepare with the same settings packed."""
-
-    chunk: SourceChunk
-    is_current: bool  # see pack.is_current
-    num_rows: int  # including `num_bad` bad ones
-    num_bad: int
-    class_names: list[str]
-
-
-def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
-    """Return the chunks in the records of an earlier prepare by index; each record is read once,
-    several at a time.
-    """
-    out = to_path(job.out)
-    digest = job.digest()
-
-    def read(name: str) -> _EarlierChunk | None:
-        record = read_chunk_record(out, f"{CHUNK_RECORDS}/{name}")
-        if record is None or record["job"] != digest:
-            return None
-        chunk = SourceChunk(**record["chunk"])
-        num_bad = len(record["bad_rows"])
-        return _EarlierChunk(
-            chunk,
-            is_current(record, job, chunk),
-            len(record["rows"]["key"]) + num_bad,
-            num_bad,
-            record["class_names"],
-        )
-
-    return {
-        each.chunk.index: each
-        for each in iter_parallel(read, list_names(out / CHUNK_RECORDS))
-        if each is not None
-    }
-
-
 def _pack(
     job: PrepareJob,
     chunks: list[SourceChunk],
-    earlier: dict[int, _EarlierChunk],
+    earlier: dict[int, Record],
+    labels: Mapping[int, Labels],
     total: int | None,
     progress: OnProgress,
-) -> tuple[list[int], int]:
-    """Pack the chunks that are not done; return the indices of the done ones and their rows.
+) -> PackedRows:
+    """Pack the chunks that are not done; return the rows of the done ones.
 
     Stops early if too many rows are bad and the number of rows is known in advance.
     """
-    max_bad_fraction = job.settings.max_bad_fraction
-    done: list[int] = []
-    todo: list[SourceChunk] = []
-    rows = bad = 0
-    for chunk in chunks:
-        before = earlier.get(chunk.index)
-        if (
-            before is None
-            or before.chunk != chunk
-            or not before.is_current
-            or before.class_names != list(job.class_names)
-        ):
-            todo.append(chunk)
-        else:
-            done.append(chunk.index)
-            rows = rows + before.num_rows
-            bad = bad + before.num_bad
-    tasks = map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in todo])
+    done = _current_records(job, chunks, earlier)
+    todo = [
+        asdict(chunk) | {"labels": labels.get(chunk.index)}
+        for chunk in chunks
+        if chunk.index not in done
+    ]
+    rows = sum(record.num_rows for record in done.values())
+    bad = sum(record.num_bad for record in done.values())
+    tasks = map_tasks(partial(_pack_task, job=job), todo)
     with closing(tasks):  # an error in `progress` also stops the job
-        for index, num_rows, num_bad in chain(
-            [(None, 0, 0)], (result["chunk"] for result in tasks)
-        ):
-            done += [] if index is None else [index]
-            rows = rows + num_rows
-            bad = bad + num_bad
+        for result in chain([None], tasks):
+            if result is not None:
+                record = result["record"]
+                done[record.chunk.index] = record
+                rows += record.num_rows
+                bad += record.num_bad
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-            progress(
-                PrepareProgress(
-                    "pack", rows, all_rows, bad, total is None and len(done) < len(chunks)
-                )
-            )
-            if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
+            is_estimate = total is None and len(done) < len(chunks)
+            progress(PrepareProgress("pack", rows, all_rows, bad, is_estimate))
+            if total is not None and bad > assemble.max_bad_rows(
+                job.settings.max_bad_fraction, total
+            ):
                 break
-    return sorted(done), rows
+    records = [done[index] for index in sorted(done)]
+    return PackedRows(to_path(job.out), records)
+
+
+def _current_records(
+    job: PrepareJob, chunks: list[SourceChunk], earlier: dict[int, Record]
+) -> dict[int, Record]:
+    """Return the records of an earlier prepare that packing would repeat, by index of the chunk."""
+    out = to_path(job.out)
+    sizes = {
+        f"{folder}/{name}": size
+        for folder in (SHARDS, f"{COLUMNS_DIR}/{KEPT}")
+        for name, size in (list_sizes(out / folder) if earlier else {}).items()
+    }
+    done = {
+        chunk.index: record
+        for chunk in chunks
+        if (record := earlier.get(chunk.index)) and is_current(record, job, chunk, sizes.get)
+    }
+    packed = PackedRows(out, list(done.values()))
+    with_files: dict[str, list[Record]] = {}
+    for record in packed.records:
+        if record.has_files:
+            with_files.setdefault(record.file, []).append(record)
+    for result in packed.map(partial(changed_chunks, job=job), list(with_files.values())):
+        for index in result["chunks"]:
+            del done[index]
+    return done
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
@@ -523,17 +545,17 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
 
     Ray retries it if its worker dies; the retry decodes images in a child process.
     """
-    chunk = SourceChunk(**item)
+    chunk = SourceChunk(**{name: item[name] for name in SourceChunk.__dataclass_fields__})
     out = to_path(job.out)
     name = record_path(chunk.index)
     item_name = f"{chunk.file} from row {chunk.first_line}"
 
-    def pack(subprocess_decoder: SubprocessDecoder | None) -> tuple[int, int, int]:
+    def pack(decoder: SubprocessDecoder | None) -> Record:
         # An upload that failed cannot be resumed, so the chunk is packed again.
-        return retry_if_remote(out, partial(pack_chunk, job, chunk, subprocess_decoder))
+        return retry_if_remote(out, partial(pack_chunk, job, chunk, decoder, item["labels"]))
 
     try:
-        return {"chunk": run_with_crash_limit(pack, out, name, item_name)}
+        return {"record": run_with_crash_limit(pack, out, name, item_name)}
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
 
@@ -545,6 +567,19 @@ def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, An
     digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
     address = {"address": job.source.address} if job.settings.index_only else {}
     return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
+
+
+def _source_fields(
+    job: PrepareJob, chunks: list[SourceChunk], packed: PackedRows
+) -> dict[str, Any]:
+    """Return the manifest's entry of the source; `packed` shows which files its chunks are in."""
+    names = "".join(shard.file for shard in packed.shards)
+    return _source_identity(job, chunks) | {
+        "format": job.source.format,
+        "folder": job.source.address,
+        "file": job.source.name,
+        "packed": hashlib.sha256(names.encode()).hexdigest(),
+    }
 
 
 def _remove_files(out: AnyPath, is_stale: Callable[[str], bool], folders: Iterable[str]) -> None:

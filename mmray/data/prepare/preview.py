@@ -6,9 +6,10 @@ import json
 import reprlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from shlex import quote
 from typing import Any
@@ -21,6 +22,7 @@ from mmray.data.formats.values import is_list, order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.pack import PrepareJob, RowBuilder
+from mmray.data.prepare.records import Labels, Record, map_rows
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
@@ -36,6 +38,7 @@ from mmray.storage.paths import to_path
 
 NUM_FIRST_ROWS = 100
 MAX_CLASSES = 100_000
+MAX_LABELED_ROWS = 100_000  # rows whose labels are read on the driver, not in tasks
 _NUM_SHOWN_CLASSES = 12
 _SPLIT_HINTS = {
     "auto": "(by the names of files and folders; --split none ignores them)",
@@ -66,23 +69,20 @@ class _ExampleRepr(reprlib.Repr):
 
 def understand(
     job: PrepareJob,
-    chunk_ends: Collection[int] = (),
+    earlier: Sequence[SourceChunk] = (),
     on_rows: Callable[[int], None] = lambda rows: None,
-    num_labeled: int | None = None,
 ) -> tuple[Source, list[SourceChunk], list[RawRow]]:
-    """Scan a source, and find the names of its classes.
+    """Scan a source.
 
     Args:
         job: Source and settings. Its output folder must exist; some formats write a list of files.
-        chunk_ends: `stop` of the chunks of an earlier prepare, in bytes, so that a file that grew
-            keeps them; empty: there was none.
+        earlier: The chunks of an earlier prepare with the same settings, so that a file that grew
+            keeps them.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
-        num_labeled: Number of chunks, from the first, whose labels are read for the names of the
-            classes, if the source does not define them; None: all.
 
     Returns:
-        The source with its `class_names`; its chunks; and its first NUM_FIRST_ROWS (100) rows,
-        fewer if it has fewer.
+        The source, with its `class_names` if it defines them; its chunks; and its first
+        NUM_FIRST_ROWS (100) rows, fewer if it has fewer.
 
     Raises:
         DataError: The source is invalid, or has no columns of images or texts.
@@ -92,14 +92,13 @@ def understand(
     on_rows(0)  # some formats list all files before the first chunk
     chunks: list[SourceChunk] = []
     rows = 0
-    for chunk in source.scan(job.rows_per_shard, chunk_ends):
+    source.earlier = earlier
+    for chunk in source.scan(job.rows_per_shard, {chunk.stop for chunk in earlier}):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         on_rows(rows)
     first_rows = _read_first_rows(source, chunks)
     _check_columns(job, source, first_rows)
-    if not source.class_names:
-        source.class_names = _find_class_names(source, chunks[:num_labeled], first_rows)
     return source, chunks, first_rows
 
 
@@ -159,37 +158,75 @@ def _find_items(values: dict[str, Any]) -> str:
     return ""
 
 
-def _find_class_names(
-    source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
-) -> tuple[str, ...]:
-    """Return the names of the labels 0, 1, ... in some chunks; () if all are numbers or texts of
-    numbers.
+def find_class_names(
+    job: PrepareJob,
+    source: Source,
+    chunks: Sequence[SourceChunk],
+    first_rows: Sequence[RawRow],
+    earlier: Mapping[int, Record],
+) -> dict[int, Labels]:
+    """Set the names of the labels 0, 1, ... in some chunks as `class_names` of the source, if it
+    does not define them; it has none if all labels are numbers or texts of numbers.
 
-    All rows are read if a label of the first rows is a text; of tars only if one is a name, because
-    reading them takes long. Raises DataError for more than MAX_CLASSES (100,000) names, because the
-    labels are then no classes.
+    All rows are read, in tasks, if a label of the first rows is a text; of tars only if one is a
+    name, because reading them takes long.
+
+    Args:
+        earlier: Records of an earlier prepare by the index of their chunk; labels of chunks that
+            are the same are not read again.
+
+    Returns:
+        The labels of the chunks by their index; {} if they were not read.
+
+    Raises:
+        DataError: There are more than MAX_CLASSES (100,000) names, so they are no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     texts = [label for label in first if isinstance(label, str)]
     is_slow = any(chunk.num_rows is None for chunk in chunks)
-    if not texts or (is_slow and all(label_number(label) is not None for label in texts)):
-        return ()
-    labels: set[str] = set()
-    has_names = False
-    for label in source.labels(chunks):
-        if not isinstance(label, str):
-            return ()  # the names are bad rows, because their numbers would be the labels of others
-        if label in labels or not label.strip() or is_list(label):  # no class
-            continue
-        has_names |= label_number(label) is None
-        if len(labels) < MAX_CLASSES:
-            labels.add(label)
-        elif has_names:
+    is_numbered = is_slow and all(label_number(label) is not None for label in texts)
+    if source.class_names or not texts or is_numbered:
+        return {}
+    labels = {
+        chunk.index: record.labels
+        for chunk in chunks
+        if (record := earlier.get(chunk.index)) and record.labels and record.chunk == chunk
+    }
+    todo = [chunk for chunk in chunks if chunk.index not in labels]
+    num_rows = sum(
+        (chunk.stop - chunk.start) >> 10 if chunk.num_rows is None else chunk.num_rows
+        for chunk in todo
+    )
+    work = partial(_read_labels, job=job)
+    for result in map_rows(work, todo, num_rows, MAX_LABELED_ROWS):
+        labels[result["index"]] = result["labels"]
+    every = labels.values()
+    # With numbers, names are bad rows, because their numbers would be the labels of others.
+    if any(each["has_names"] for each in every) and not any(each["has_numbers"] for each in every):
+        names = set(chain.from_iterable(each["texts"] for each in every))
+        if len(names) > MAX_CLASSES:
             raise DataError(
                 f"{source.folder}: the column label has over {MAX_CLASSES:,} different texts, so "
                 "they are no classes: rename it"
             )
-    return order_classes(labels) if has_names else ()
+        source.class_names = order_classes(names)
+    return labels
+
+
+def _read_labels(chunk: SourceChunk, job: PrepareJob) -> dict[str, Any]:
+    """Task: return the labels of a chunk."""
+    labels = Labels(texts=[], has_names=False, has_numbers=False)
+    texts: set[str] = set()
+    for label in job.open().labels([chunk]):
+        if not isinstance(label, str):
+            labels["has_numbers"] = True
+            break
+        if label not in texts and label.strip() and not is_list(label):  # no class
+            labels["has_names"] |= label_number(label) is None
+            if len(texts) <= MAX_CLASSES:
+                texts.add(label)
+    labels["texts"] = sorted(texts)
+    return {"index": chunk.index, "labels": labels}
 
 
 def describe_source(
@@ -289,7 +326,8 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, out=folder)
-        source, chunks, first_rows = understand(job, num_labeled=1)
+        source, chunks, first_rows = understand(job)
+        find_class_names(job, source, chunks[:1], first_rows, {})
         yield from describe_source(job, source, chunks, first_rows)
         problems: Counter[str] = Counter()
         examples: dict[str, str] = {}

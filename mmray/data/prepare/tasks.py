@@ -4,6 +4,8 @@ shard.
 
 from __future__ import annotations
 
+import os
+import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -12,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 
 from mmray import errors
 from mmray.cluster import connect
@@ -23,7 +24,8 @@ from mmray.ordered_map import OrderedMap
 from mmray.processes import ChildPool
 from mmray.storage.paths import AnyPath, file_size, write_atomic
 
-MAX_TASKS = 2000  # with more items, several share a task
+MAX_TASKS = 50_000  # with more items, several share a task; each takes 4 KB of the driver
+TASKS_PER_NEW_CORE = 4  # for which nodes are requested, as many as the cluster can add
 TASKS_PER_CORE = 10
 # per item whose worker dies; from the second on, images are decoded in a child process first
 MAX_ATTEMPTS = 3
@@ -45,8 +47,8 @@ def map_tasks(
     child processes.
 
     Args:
-        work: Picklable function, called with one item in a task; returns a dict of JSON values
-            without the key `error`.
+        work: Picklable function, called with one item in a task; returns a dict without the key
+            `error`.
 
     Yields:
         The dict that `work` returned for each item: on Ray as soon as it is complete, in any order;
@@ -84,17 +86,17 @@ def _map_in_processes(
 def _map_on_ray(
     run_item: Work, items: Sequence[Any], runs_model: bool, hint: str
 ) -> Generator[Result, None, None]:
-    """Items and results are sent as JSON."""
+    """Items and results are pickled."""
     import ray.data
     import ray.exceptions
 
-    from mmray.cluster.placement import available_cores_if_local
+    from mmray.cluster import placement
     from mmray.cluster.waiting import wait_for_data_cpu
 
     wait_for_data_cpu()
-    rows = [{"item": orjson.dumps(item).decode()} for item in items]
+    rows = [{"item": pickle.dumps(item)} for item in items]
     tasks = min(len(rows), MAX_TASKS)
-    local_cores = available_cores_if_local()
+    local_cores = placement.available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores.
     # With many tasks there is one more, because each worker waits 0.2 s for its next task. None:
     # one for each CPU of the cluster.
@@ -119,13 +121,21 @@ def _map_on_ray(
         results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
     work = getattr(run_item, "args", (run_item,))[0]
     results.set_name(f"prepare {getattr(work, 'func', work).__name__}")  # for Ray's dashboard
+    # Ray Data would add a node at a time, because its tasks have no output until they end.
+    autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
+    num_cores = -(-tasks // TASKS_PER_NEW_CORE) if placement.autoscaling_pools() else 0
+    selector = ray.data.DataContext.get_current().execution_options.label_selector or {}
     try:
+        autoscaler.request({"CPU": 1.0}, selector, num_cores)
         for row in results.iter_rows():
-            yield orjson.loads(row["result"])
+            autoscaler.request({"CPU": 1.0}, selector, num_cores)
+            yield pickle.loads(row["result"])
     except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
         raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
+    finally:
+        autoscaler.cancel()
 
 
 def run_with_crash_limit(
@@ -176,9 +186,7 @@ def run_with_crash_limit(
 
 def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.ndarray]:
     """Ray task."""
-    return {
-        "result": np.array([orjson.dumps(run_item(orjson.loads(str(batch["item"][0])))).decode()])
-    }
+    return {"result": np.array([pickle.dumps(run_item(pickle.loads(batch["item"][0])))], object)}
 
 
 class _BatchActor:

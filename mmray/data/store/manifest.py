@@ -211,7 +211,7 @@ def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
 
     Returns:
         `num_rows` (int), `splits` (number of rows by split), `fingerprint` (hex digest of the rows)
-        and `shards` (the tuple of them).
+        and `shards` (the table of them).
     """
     table = ShardTable.from_shards(shards)
     splits: Counter[str] = Counter()
@@ -221,7 +221,7 @@ def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
         "num_rows": sum(shard.num_kept for shard in shards),
         "splits": dict(splits),
         "fingerprint": table.fingerprint(table.of_split(None)),
-        "shards": tuple(shards),
+        "shards": table,
     }
 
 

@@ -441,6 +441,11 @@ class PreparedSet:
         first, last = self._file_rows(np.array([index, index]), bounds) // RECORD_BATCH_ROWS
         return int(first), int(last)
 
+    def positions(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shard of each row (index in `table`), and the number of the row in it."""
+        indices = np.searchsorted(self._starts, rows, side="right") - 1
+        return self.shard_numbers[indices], self._file_rows(indices, rows)
+
     def _file_rows(self, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the row numbers in their shards of rows of the set, int64 [N].
 

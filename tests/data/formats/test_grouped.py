@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mmray.data.formats import grouped
 from mmray.errors import DataError
 from tests.data.formats.test_formats import images, prepared
 from tests.data.prepare.test_pipeline import add, color_image
@@ -17,7 +18,12 @@ def content(rows):
     return [(row.image, row.texts) for row in rows]
 
 
-def test_captions_of_an_image_are_joined_in_any_order_of_rows(tmp_path):
+@pytest.mark.parametrize("rows_at_a_time", [1, 100])
+def test_captions_of_an_image_are_joined_in_any_order_of_rows(
+    tmp_path, monkeypatch, rows_at_a_time
+):
+    monkeypatch.setattr(grouped, "ROWS_PER_CHUNK", rows_at_a_time)
+    monkeypatch.setattr(grouped, "MAX_GROUPED_ROWS", rows_at_a_time)
     folder = images(tmp_path / "raw", 3)
     lines = ["image,caption,label", "0.png,a,5", "1.png,b,6", "0.png,c,5", "1.png,b,6", "2.png,d,7"]
     (folder / "rows.csv").write_text("\n".join(lines))
@@ -27,6 +33,7 @@ def test_captions_of_an_image_are_joined_in_any_order_of_rows(tmp_path):
         folder / "rows.csv", tmp_path / "out", lambda text, _: logged.append(text), **settings
     )
     assert not faults and manifest.num_rows == 3
+    assert not list((tmp_path / "out").glob("*.unfinished"))
     assert content(rows) == [
         (color_image(0), ["a", "c"]),
         (color_image(1), ["b"]),

@@ -308,3 +308,32 @@ def test_text_before_the_image_may_have_lines(tmp_path):
     values = [row.values for chunk in source.scan(10, ()) for row in source.read(chunk)]
     assert isinstance(values[0], BadRow) and "3 lines after a quote opens" in values[0].detail
     assert [each["image"] for each in values[1:]] == ["1.png", "2.png"]
+
+
+def test_chunks_grow_with_the_rows_before_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmray.data.formats.source.MAX_SMALL_CHUNKS", 3)
+    monkeypatch.setattr("mmray.data.formats.source.MAX_CHUNK_ROWS", 5)
+    source = Lines(*write(tmp_path, b"row\n" * 40), {})
+    source.grows = True
+    sizes = [chunk.num_rows for chunk in source.scan(2, ())]
+    assert sizes == [2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 3]
+    write(tmp_path, b"row\n" * 49)
+    assert [chunk.num_rows for chunk in source.scan(2, ())][:11] == sizes[:11]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_large_file_that_grew_is_scanned_from_its_last_chunk(tmp_path, monkeypatch, is_changed):
+    monkeypatch.setattr(lines_module, "MIN_COMPARED_BYTES", 10)
+    place, name = write(tmp_path, b"".join(b"row %d\n" % number for number in range(7)) + b"last")
+    source = Lines(place, name, {})
+    source.earlier = list(source.scan(2, ()))
+    ends = {chunk.stop for chunk in source.earlier}
+    data = (place / name).read_bytes() + b" is continued\nmore\n"
+    write(tmp_path, data.replace(b"row 0", b"row X") if is_changed else data)
+    scanned = []
+    monkeypatch.setattr(
+        Lines, "iter_records", lambda _, __, lines: (scanned.append(1) or line for line in lines)
+    )
+    chunks = list(source.scan(2, ends))
+    assert len(scanned) == (9 if is_changed else 3)
+    assert chunks == list(scan(place, name, 2, ends))

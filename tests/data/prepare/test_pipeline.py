@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from mmray.config import Prepare
-from mmray.data.prepare import assemble
+from mmray.data.prepare import assemble, preview, records
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
@@ -235,10 +235,11 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     shards = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
     tokenizer = (out / "tokenizer.json").read_text()
     in_process.clear()
-    with mock.patch.object(
-        prepare_module, "read_chunk_record", wraps=prepare_module.read_chunk_record
-    ) as read:
-        assert run() == first and in_process == [] and read.call_count == 3  # once per chunk
+    [index] = (out / "parts").iterdir()  # one file for all chunks
+    manifest = (out / "manifest.json").stat().st_mtime_ns
+    assert run() == first and in_process == []
+    assert list((out / "parts").iterdir()) == [index]
+    assert (out / "manifest.json").stat().st_mtime_ns == manifest
     make_source(tmp_path / "raw", 7, start=10, text="words never seen before")
     grown = run()
     assert in_process == [3, 4] and grown.num_rows == 17 and keys(out) == numbered(17)
@@ -246,6 +247,36 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     assert (
         out / "tokenizer.json"
     ).read_text() == tokenizer and grown.fingerprint != first.fingerprint
+
+
+def test_large_files_of_records_stay_when_a_source_grows(tmp_path, in_process, run, monkeypatch):
+    monkeypatch.setattr(records, "FOLD_BYTES", 1)
+    make_source(tmp_path / "raw", 8)
+    run()
+    files = set((tmp_path / "out" / "parts").iterdir())
+    make_source(tmp_path / "raw", 4, start=8)
+    grown = run()
+    assert grown.num_rows == 12 and files < set((tmp_path / "out" / "parts").iterdir())
+    in_process.clear()
+    assert run() == grown and in_process == []
+
+
+def test_labels_of_packed_chunks_are_not_read_again(tmp_path, in_process, run, monkeypatch):
+    seen, read_labels = [], preview._read_labels
+    monkeypatch.setattr(
+        preview,
+        "_read_labels",
+        lambda chunk, job: seen.append(chunk.index) or read_labels(chunk, job),
+    )
+    make_source(tmp_path / "raw", 4, label="cat")
+    make_source(tmp_path / "raw", 4, start=4, label="dog")
+    assert run().class_names == ("cat", "dog") and seen == [0, 1]
+    make_source(tmp_path / "raw", 2, start=8, label="cat")
+    assert run().class_names == ("cat", "dog") and seen[2:] == [2] == in_process[2:]
+    make_source(tmp_path / "raw", 2, start=10, label="ant")  # changes the numbers of all
+    assert run().class_names == ("ant", "cat", "dog") and in_process[3:] == [0, 1, 2, 3]
+    labels = [row.label for row in PreparedSet.open(str(tmp_path / "out")).read(np.arange(12))]
+    assert labels == [1] * 4 + [2] * 4 + [1] * 2 + [0] * 2
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
@@ -256,8 +287,8 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
         (lambda: (source.parent / "9.png").unlink(), [2]),
         (lambda: source.write_text(source.read_text().replace("color 2", "color X")), [0]),
         (lambda: next((out / "shards").glob("00001*")).write_bytes(b"cut"), [1]),
-        (lambda: (out / "parts" / "chunk-00000.json").write_bytes(b"{"), [0]),
-        (lambda: (out / "parts" / "chunk-00002.json").unlink(), [2]),
+        (lambda: next((out / "parts").iterdir()).write_bytes(b"{"), [0, 1, 2]),
+        (lambda: next((out / "parts").iterdir()).unlink(), [0, 1, 2]),
     ]:
         in_process.clear()
         change()
@@ -269,16 +300,6 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
     (source.parent / "9.png").write_bytes(color_image(9))
     assert run().num_rows == 12 and run(image_side=4).fingerprint != first.fingerprint
     assert in_process == [2, 0, 1, 2] and len(list((out / "shards").iterdir())) == 3
-
-
-def test_grown_source_keeps_its_chunks_without_a_record(tmp_path, in_process, run):
-    """The end of the last old chunk is known, although the record of another one was deleted."""
-    make_source(tmp_path / "raw", 10)
-    run()
-    (tmp_path / "out" / "parts" / "chunk-00000.json").unlink()
-    make_source(tmp_path / "raw", 4, start=100)
-    in_process.clear()
-    assert run().num_rows == 14 and in_process == [0, 3]
 
 
 def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_process, run):
@@ -563,12 +584,12 @@ def task_with(pack, item, job):
         return _pack_task(item, job)
 
 
-def dies_at_1(job, chunk, subprocess_decoder):
+def dies_at_1(job, chunk, *rest):
     if chunk.index == 1:
         with Path(job.out, "deaths").open("a") as file:
             file.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
-    return pack_chunk(job, chunk, subprocess_decoder)
+    return pack_chunk(job, chunk, *rest)
 
 
 @pytest.mark.cluster
@@ -585,7 +606,7 @@ def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(
     assert not list(tmp_path.glob("out/parts/*.attempt"))
 
 
-def has_a_bug(job, chunk, subprocess_decoder):
+def has_a_bug(job, *_):
     with Path(job.out, "calls").open("a") as file:
         file.write("x")
     return {}["absent"]
@@ -620,13 +641,13 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     in_process.clear()
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
     deadline = time.monotonic() + 180
-    while len(list((out / "parts").glob("chunk-*.json"))) < 5:
+    while len(list((out / "parts").glob("chunk-*.arrow"))) < 5:
         assert time.monotonic() < deadline and driver.poll() is None
         time.sleep(0.01)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     done = 0
-    while done != (done := len(list((out / "parts").glob("chunk-*.json")))):
+    while done != (done := len(list((out / "parts").glob("chunk-*.arrow")))):
         time.sleep(2)  # its workers exit by themselves
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))

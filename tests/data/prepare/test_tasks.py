@@ -62,6 +62,19 @@ def echo(item):
     return item
 
 
+def test_nodes_are_requested_before_the_first_task(local_ray, monkeypatch):
+    requests = []
+    monkeypatch.setattr(placement, "autoscaling_pools", lambda: [placement.Pool("p", {}, 9)])
+    monkeypatch.setattr(
+        placement, "request_nodes", lambda _, bundles, *rest: requests.append(bundles)
+    )
+    results = map_tasks(echo, [{}] * 9)
+    next(results)
+    assert requests == [[{"CPU": 1.0}] * 3]
+    results.close()
+    assert requests[1:] == [[]]
+
+
 @pytest.fixture
 def busy_ray(local_ray):
     """All CPUs are reserved."""

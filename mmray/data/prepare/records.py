@@ -1,0 +1,371 @@
+"""Records of packed chunks in the Arrow files of `parts/`.
+
+The record of a chunk is a record batch with a row for each row of the source, and a summary in the
+metadata of the file. A task writes a file with its record. `fold` joins many of them to one file,
+so a rerun reads few files, and of these the summaries only.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mmray.data.formats.source import SourceChunk
+from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.store.manifest import CHUNK_RECORDS
+from mmray.data.store.shard_table import Shard
+from mmray.storage.paths import AnyPath, list_names, open_input, open_output, to_path
+from mmray.storage.requests import iter_parallel
+
+# Columns of a record. Good rows have a shard, whose index is that in the record; others have a
+# reason. `image` and `files` are JSON.
+SCHEMA = pa.schema(
+    [
+        ("location", pa.string()),
+        ("key", pa.string()),
+        ("shard", pa.int32()),
+        ("position", pa.int32()),  # in the shard
+        ("language", pa.string()),
+        ("kinds", pa.string()),
+        ("key_digest", pa.binary(16)),  # of split and key, because keys are unique in a split
+        ("image_digest", pa.binary(16)),  # of a conversation with its messages
+        ("row_digest", pa.binary(16)),  # of images and captions
+        ("text_digest", pa.binary(16)),
+        ("stage", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("image", pa.string()),
+        ("files", pa.string()),  # name, size and time of each file of a medium
+    ]
+)
+INDEX = f"{CHUNK_RECORDS}/index-"  # start of the paths of the files that `fold` writes
+MAX_ROWS = 1 << 20  # of a set for whose rows the driver does the work of tasks
+MAX_FOLDED = 1000  # records of such a file
+FOLD_BYTES = 256 << 20  # its size
+_SUMMARIES = b"records"
+
+
+class Labels(TypedDict):
+    """The labels of a chunk.
+
+    Attributes:
+        texts: Different ones, at most MAX_CLASSES + 1.
+        has_names: Whether one is a text that is no number.
+        has_numbers: Whether one is no text.
+    """
+
+    texts: list[str]
+    has_names: bool
+    has_numbers: bool
+
+
+@dataclass
+class Record:
+    """Summary of a packed chunk.
+
+    Attributes:
+        job: `digest()` of the PrepareJob that packed it.
+        class_names: Names of the labels 0, 1, ...
+        labels: Its labels, if they were read to find the names.
+        num_rows: Number of its rows, including the bad ones.
+        reasons: Number of bad rows by reason.
+        stages: The stages in which they failed.
+        counts: [index of the shard, language, kinds of media, number of good rows].
+        columns: Types of the kept columns by name.
+        columns_file: The file that has them, or None.
+        notices: By text of SourceRow.notices [number of rows, location of the first].
+        has_files: Whether the column `files` has the signatures of files.
+        file: File of the record in the folder of the set.
+        batch: Its number in this file.
+    """
+
+    job: str
+    chunk: SourceChunk
+    class_names: list[str]
+    labels: Labels | None
+    shards: list[Shard]
+    num_rows: int
+    reasons: dict[str, int]
+    stages: list[str]
+    counts: list[tuple[int, str | None, str, int]]
+    columns: dict[str, str | None]
+    columns_file: str | None
+    notices: dict[str, tuple[int, str]]
+    has_files: bool
+    file: str = ""
+    batch: int = 0
+
+    @property
+    def num_bad(self) -> int:
+        """Number of rows that cannot be used."""
+        return sum(self.reasons.values())
+
+
+def record_path(index: int) -> str:
+    """Return the path of the record that a task writes, relative to the folder of the set."""
+    return f"{CHUNK_RECORDS}/chunk-{index:05d}.arrow"
+
+
+def write_records(
+    out: AnyPath, file: str, records: Sequence[Record], batches: Iterable[pa.RecordBatch]
+) -> None:
+    """Write a file of records, which appears when it is complete."""
+    summaries = orjson.dumps(records, option=orjson.OPT_SERIALIZE_NUMPY)
+    schema = SCHEMA.with_metadata({_SUMMARIES: summaries})
+    with open_output(out / file) as stream, pa.ipc.new_file(stream, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def read_summaries(out: AnyPath, file: str) -> list[Record]:
+    """Return the records of a file; none if it does not exist or is damaged."""
+    try:
+        with open_records(out, file) as reader:
+            values = orjson.loads(reader.schema.metadata[_SUMMARIES])
+            if len(values) != reader.num_record_batches:
+                return []
+            return [_to_record(each, file, batch) for batch, each in enumerate(values)]
+    except (FileNotFoundError, pa.ArrowInvalid, ValueError, KeyError, TypeError):
+        return []
+
+
+def _to_record(values: dict[str, Any], file: str, batch: int) -> Record:
+    # An array, because a large set has millions of offsets.
+    shards = [
+        Shard(**each | {"dropped": (), "offsets": np.array(each["offsets"], np.int64)})
+        for each in values["shards"]
+    ]
+    chunk = SourceChunk(**values["chunk"])
+    return Record(**values | {"chunk": chunk, "shards": shards, "file": file, "batch": batch})
+
+
+@contextmanager
+def open_records(
+    out: AnyPath, file: str, columns: Collection[str] = ()
+) -> Iterator[pa.RecordBatchFileReader]:
+    """Open a file of records, with all or some columns."""
+    fields = [SCHEMA.get_field_index(name) for name in columns]
+    options = pa.ipc.IpcReadOptions(included_fields=fields)
+    path = out / file
+    with (
+        open_input(path, mapped=isinstance(path, Path)) as source,
+        pa.ipc.open_file(source, options=options) as reader,
+    ):
+        yield reader
+
+
+def read_records(out: AnyPath, job: str) -> dict[int, Record]:
+    """Return the latest record of each chunk by its index.
+
+    Args:
+        job: `digest()` of the PrepareJob; records of others are left out.
+    """
+    names = list_names(out / CHUNK_RECORDS)
+    files = [f"{CHUNK_RECORDS}/{name}" for name in names if name.endswith(".arrow")]
+    # Files of tasks are later than those that were folded, whose names are in order.
+    files.sort(key=lambda file: not file.startswith(INDEX))
+    return {
+        record.chunk.index: record
+        for records in iter_parallel(partial(read_summaries, out), files)
+        for record in records
+        if record.job == job
+    }
+
+
+def plan_folds(records: Sequence[Record], sizes: dict[str, int]) -> list[Result]:
+    """Return the work of `fold` that joins the files of tasks and small files of earlier folds.
+
+    Updates `file` and `batch` of the records to those after the work.
+
+    Args:
+        records: The current record of each chunk, in order.
+        sizes: Size of each file in `parts/` by name.
+    """
+    counts = Counter(record.file for record in records)
+    folded = [file for file in counts if file.startswith(INDEX)]
+    if len(folded) == len(counts):
+        return []
+    generation = 1 + max((int(file[len(INDEX) :][:6]) for file in folded), default=0)
+    folds: list[Result] = []
+    num_bytes = 0.0
+    for record in records:
+        size = sizes.get(record.file.rpartition("/")[2], 0)
+        if record.file in folded and size > FOLD_BYTES // 2:
+            continue
+        num_bytes += size / counts[record.file]
+        if not folds or len(folds[-1]["records"]) == MAX_FOLDED or num_bytes > FOLD_BYTES:
+            file = f"{INDEX}{generation:06d}-{uuid.uuid4().hex[:8]}.arrow"
+            folds.append({"file": file, "records": []})
+            num_bytes = 0.0
+        folds[-1]["records"].append(replace(record))
+        record.file = folds[-1]["file"]
+        record.batch = len(folds[-1]["records"]) - 1
+    return folds
+
+
+def fold(item: Result, out: str) -> Result:
+    """Task: write the records of a fold to one file."""
+    folder = to_path(out)
+
+    def read(records: Sequence[Record]) -> list[pa.RecordBatch]:
+        with open_records(folder, records[0].file) as reader:
+            return [reader.get_batch(record.batch) for record in records]
+
+    by_file = [list(group) for _, group in groupby(item["records"], attrgetter("file"))]
+    batches = chain.from_iterable(iter_parallel(read, by_file))
+    write_records(folder, item["file"], item["records"], batches)
+    return {}
+
+
+def map_rows(
+    work: Callable[[Any], Result], items: Sequence[Any], num_rows: int, most: int = MAX_ROWS
+) -> Iterator[Result]:
+    """Call a picklable function with each item, in tasks if they have more than `most` rows."""
+    return map(work, items) if num_rows <= most else map_tasks(work, items)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of all chunks in source order, without their values.
+
+    A row has the number `starts[n] + index` if it is row `index` of the record n, also a bad row.
+
+    Attributes:
+        records: The record of each chunk, in source order.
+    """
+
+    out: AnyPath
+    records: Sequence[Record]
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Number of the first row of each record, and of all rows, int64."""
+        return np.cumsum([0, *(record.num_rows for record in self.records)])
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The shards of all records."""
+        return [shard for record in self.records for shard in record.shards]
+
+    @cached_property
+    def first_shards(self) -> np.ndarray:
+        """Number of the first shard of each record, and of all shards, int64."""
+        return np.cumsum([0, *(len(record.shards) for record in self.records)])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, including bad ones."""
+        return int(self.starts[-1])
+
+    @property
+    def num_bad(self) -> int:
+        """Number of bad rows."""
+        return sum(record.num_bad for record in self.records)
+
+    def map(self, work: Callable[[Any], Result], items: Sequence[Any]) -> Iterator[Result]:
+        """Call a picklable function with each item: in tasks if the set is large."""
+        return map_rows(work, items, self.num_rows)
+
+    def by_file(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the files of the records, with the numbers of those that they have."""
+        numbers: dict[str, list[int]] = {}
+        for number, record in enumerate(self.records):
+            numbers.setdefault(record.file, []).append(number)
+        return iter(numbers.items())
+
+    def without(self, dropped: pa.Table) -> list[Shard]:
+        """Return the shards without some rows. If one with remaining rows has a split, those
+        without one get `train`.
+
+        Args:
+            dropped: Rows from `select`.
+        """
+        shards = np.asarray(dropped["shard"])
+        positions = np.asarray(dropped["position"])
+        order = np.lexsort((positions, shards))
+        ends = np.searchsorted(shards[order], np.arange(len(self.shards) + 1))
+        left = [
+            replace(shard, dropped=tuple(positions[order[start:end]].tolist()))
+            for shard, start, end in zip(self.shards, ends, ends[1:], strict=False)
+        ]
+        if any(shard.split for shard in left if shard.num_kept):
+            left = [replace(shard, split=shard.split or "train") for shard in left]
+        return left
+
+    def select(self, rows: np.ndarray | None = None) -> pa.Table:
+        """Return values of rows: of some by their sorted numbers, otherwise of the bad ones.
+
+        Returns:
+            The columns of a record without digests, and `row` (its number); `shard` is the index
+            in `shards`. Sorted by `row`.
+        """
+        items = []
+        for file, numbers in self.by_file():
+            parts = []
+            for number in numbers:
+                start, end = self.starts[number : number + 2]
+                indices = None
+                if rows is None and not self.records[number].num_bad:
+                    continue
+                if rows is not None:
+                    first, last = np.searchsorted(rows, (start, end))
+                    indices = rows[first:last] - start
+                    if first == last:
+                        continue
+                first_shard = int(self.first_shards[number])
+                parts.append((self.records[number].batch, int(start), first_shard, indices))
+            if parts:
+                items.append((file, parts))
+        tables = [result["rows"] for result in self.map(partial(_select_rows, out=self.out), items)]
+        return pa.concat_tables([_SELECTED.empty_table(), *tables]).sort_by("row")
+
+    def row_numbers(self, shards: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers of rows by their shards and positions in them, int64."""
+        rows = []
+        for shard, position in zip(shards.tolist(), positions.tolist(), strict=True):
+            number = int(np.searchsorted(self.first_shards, shard, side="right")) - 1
+            record = self.records[number]
+            with open_records(self.out, record.file, ["shard", "position"]) as reader:
+                batch = reader.get_batch(record.batch)
+            is_row = pc.and_(
+                pc.equal(batch["shard"], shard - int(self.first_shards[number])),
+                pc.equal(batch["position"], position),
+            )
+            rows.append(int(self.starts[number]) + is_row.index(True).as_py())
+        return np.array(rows, np.int64)
+
+
+_SELECTED_COLUMNS = [name for name in SCHEMA.names if "digest" not in name and name != "files"]
+_SELECTED = pa.schema([("row", pa.int64()), *map(SCHEMA.field, _SELECTED_COLUMNS)])
+
+
+def _select_rows(
+    item: tuple[str, list[tuple[int, int, int, np.ndarray | None]]], out: AnyPath
+) -> Result:
+    """Task: the work of `PackedRows.select` on the records of a file."""
+    file, parts = item
+    batches = []
+    with open_records(out, file, _SELECTED_COLUMNS) as reader:
+        for number, start, first_shard, rows in parts:
+            batch = reader.get_batch(number)
+            if rows is None:
+                rows = np.flatnonzero(batch["shard"].is_null())
+            batch = batch.take(pa.array(rows))
+            shard = pc.add(batch["shard"], pa.scalar(first_shard, pa.int32()))
+            columns = {name: batch[name] for name in _SELECTED_COLUMNS}
+            columns |= {"row": pa.array(rows + start), "shard": shard}
+            batches.append(pa.RecordBatch.from_pydict(columns, _SELECTED))
+    return {"rows": pa.Table.from_batches(batches)}
