@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,7 @@ from mmray.data.stream.reader import RowReader
 from mmray.errors import DataError, UsageError
 from mmray.machine import cores
 from mmray.plugins import load_class
+from mmray.storage.requests import iter_parallel
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -119,23 +119,19 @@ class EvalReader:
         rows = np.array_split(np.arange(num_rows), world_size)[rank]
         size = self.settings.batch
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
-            # A few adjacent rows per task, so a store gets one request for them; `map` submits when
-            # it is called.
-            ahead: Iterator[list[list[Any] | Exception]] = iter(())
-            for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
-                current = ahead
-                starts = range(0, len(after), RECORD_BATCH_ROWS)
-                ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
-                items: list[Any] = []
-                for row, row_items in zip(part.tolist(), chain.from_iterable(current), strict=True):
-                    if isinstance(row_items, Exception):
-                        self.skip(row, row_items)
-                    else:
-                        items += row_items
-                for start in range(0, len(items), size):
-                    yield self._collate(items[start : start + size])
-                self.on_rows(len(part))
+        # A few adjacent rows per call, so a store gets one request for them.
+        adjacent = np.split(rows, range(RECORD_BATCH_ROWS, len(rows), RECORD_BATCH_ROWS))
+        results = chain.from_iterable(iter_parallel(self._read, adjacent, min(16, cores())))
+        for part in parts:
+            items: list[Any] = []
+            for row, row_items in zip(part.tolist(), results, strict=False):
+                if isinstance(row_items, Exception):
+                    self.skip(row, row_items)
+                else:
+                    items += row_items
+            for start in range(0, len(items), size):
+                yield self._collate(items[start : start + size])
+            self.on_rows(len(part))
 
     def skip(self, number: int, error: Exception) -> None:
         """Add an unreadable row to `skipped`; the first of each 1000 is logged."""

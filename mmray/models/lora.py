@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +21,12 @@ from mmray.data.vlm.families import has_weights
 from mmray.errors import UsageError, suggest
 from mmray.models.weights import save_weights
 from mmray.plugins import check_installed
+from mmray.storage.requests import iter_parallel
 
 if TYPE_CHECKING:
     from mmray.config import Lora
 
 ADAPTERS = "adapter_model.safetensors"
-HASH_THREADS = 8
 # Parts of a checkpoint with weights, and the prefix of their names: the model, and its EMA.
 STATE_PARTS = {"model": "", "average": "module."}
 
@@ -149,8 +148,7 @@ def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
         return f"{name} {weight.dtype} {tuple(weight.shape)} {hashlib.sha256(data).hexdigest()}\n"
 
     # Hashing releases the interpreter's lock.
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        lines = "".join(pool.map(digest, sorted(names)))
+    lines = "".join(iter_parallel(digest, sorted(names)))
     return FrozenBase(weights, hashlib.sha256(lines.encode()).hexdigest(), names)
 
 

@@ -5,7 +5,6 @@ or pydantic.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -14,13 +13,14 @@ from mmray.report.run import Line, RunRecord, scores_by_set
 from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
+from mmray.storage.requests import iter_parallel
 from mmray.sweep_files import SWEEP, TRIALS
 
 # the first measured one is used
 METRICS = ("recall_at_1/mean", "zero_shot/top_1", "loss")
 # the newest is the last activity
 FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)
-MAX_PARALLEL = 16  # folders read at once: an object store needs about ten requests per run
+THREADS = 16  # folders read at once: an object store needs about ten requests per run
 
 
 def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
@@ -43,8 +43,7 @@ def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
         raise UsageError(
             f"cannot list {folder}: {error.strerror or error}; give a folder of runs"
         ) from None
-    with ThreadPoolExecutor(MAX_PARALLEL) as threads:
-        rows = [row for row in threads.map(_summarize_readable, children) if row is not None]
+    rows = [row for row in iter_parallel(_summarize_readable, children, THREADS) if row is not None]
     return sorted(rows, key=lambda row: row["age_s"])
 
 

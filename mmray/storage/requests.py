@@ -75,27 +75,29 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
     Raises:
         Exception: The error of the first item whose call failed.
     """
-    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        list(pool.map(call, items))
+    deque(iter_parallel(call, items), maxlen=0)
 
 
-def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def iter_parallel(
+    call: Callable[[T], R], items: Iterable[T], threads: int | None = None
+) -> Iterator[R]:
     """Yield the result of a function for each item, in the order of the items.
-
-    MAX_PARALLEL (8) threads compute up to four times as many results ahead.
 
     Args:
         call: Called with each item, in threads.
+        threads: Number of threads, MAX_PARALLEL (8) by default, which compute up to four times as
+            many results ahead.
 
     Raises:
         Exception: The error of a call, instead of its result.
     """
+    threads = threads or MAX_PARALLEL
     pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         try:
             for item in items:
                 pending.append(pool.submit(call, item))
-                if len(pending) == 4 * MAX_PARALLEL:
+                if len(pending) == 4 * threads:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
