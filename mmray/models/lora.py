@@ -233,6 +233,9 @@ def save_adapters(
 ) -> None:
     """Write the adapters and the fully trained layers of a model as peft does.
 
+    peft's own save needs a PeftModel, which wraps fully trained modules: the weights of checkpoints
+    would get other names.
+
     Args:
         net: The model with adapters.
         lora: The `model.lora` section as JSON values: `rank`, `alpha`, `targets` and `train`.

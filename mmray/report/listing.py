@@ -38,7 +38,7 @@ def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
         UsageError: The folder cannot be listed.
     """
     try:
-        children = list(folder.iterdir())
+        children: list[AnyPath] = list(folder.iterdir())
     except OSError as error:
         raise UsageError(
             f"cannot list {folder}: {error.strerror or error}; give a folder of runs"
