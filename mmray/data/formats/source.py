@@ -360,18 +360,18 @@ class Source(ABC):
         unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
         if "texts" in values and "text" in parsed and not is_missing(parsed["text"]):
             unused += ["text"] * (not self._drops("text"))
-        unjoined = (
-            name
-            for ours in CHAT_COLUMNS
-            if ours in values
-            for name in source_columns(self.columns, ours)
-        )
-        unused += [name for name in unjoined if not self.keeps(name)]
+        if not values.keys().isdisjoint(CHAT_COLUMNS):
+            unjoined = (
+                name
+                for ours in CHAT_COLUMNS
+                if ours in values
+                for name in source_columns(self.columns, ours)
+            )
+            unused += [name for name in unjoined if not self.keeps(name)]
         notices = [format_unused(name) for name in self.unread + unused]
-        if any(
-            isinstance(parsed.get(name), str) and parsed[name] in _MARKS for name in self._texts
-        ):
-            notices.append(_MARK)
+        for name in self._texts:
+            if isinstance(parsed.get(name), str) and parsed[name] in _MARKS:
+                notices.append(_MARK)
         if notices:
             values[NOTICES] = [*values.get(NOTICES, ()), *notices]
         return RawRow(line, location, values)

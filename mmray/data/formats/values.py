@@ -11,7 +11,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
-from mmray.builtin import ANSWER_COLUMNS, QUESTION_COLUMNS
+from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, QUESTION_COLUMNS
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
@@ -167,6 +167,8 @@ def _join_chat_columns(values: dict[str, Any]) -> None:
     Columns that are not used stay: those of a row with messages, with captions of its media, or
     with several questions or answers.
     """
+    if values.keys().isdisjoint((*CHAT_COLUMNS, *MESSAGE_COLUMNS)):
+        return
     questions = [name for name in QUESTION_COLUMNS if name in values] or ["input"]
     answers = [name for name in ANSWER_COLUMNS if name in values]
     names = values.keys()
