@@ -39,10 +39,10 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import find_family, is_packable, read_config
 from mmray.data.vlm.sample import generate_model
-from mmray.data.vlm.token_counter import ProcessorCounter, TokenSearch
+from mmray.data.vlm.token_counter import ProcessorCounter, UnusedTextSearch
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.errors import DataError, UsageError
+from mmray.errors import DataError, ResourceError, UsageError
 from mmray.evaluation.build import check_eval_sets, describe_code_names
 from mmray.report.run import format_setting
 from mmray.storage.paths import AnyPath, RemotePath, to_path
@@ -162,8 +162,16 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     resolved = ResolvedRun(
         resolved_config, train_set, eval_sets, tokenizer_json, shape, steps, data_identity
     )
-    if isinstance(config.model, Vlm) and shape.micro_tokens is not None:
-        return _with_token_lengths(resolved, reporter)
+    if not isinstance(resolved_config.model, Vlm):
+        return resolved
+    inputs = resolved_config.model.inputs
+    counter = ProcessorCounter(
+        resolved_config.model.weights, encoder_arguments(inputs), inputs.question
+    )
+    if shape.micro_tokens is not None:
+        resolved = _with_token_lengths(resolved, counter, reporter)
+    for line in describe_unused_texts(train_set, counter.search):
+        reporter.log(line, "notice")
     return resolved
 
 
@@ -357,11 +365,12 @@ def _rows_of_epoch(
     return num_rows
 
 
-def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:
+def _with_token_lengths(
+    resolved: ResolvedRun, counter: ProcessorCounter, reporter: RunReporter
+) -> ResolvedRun:
     """Return the run with the token counts of its rows, which are computed unless they exist."""
     model: Any = resolved.config.model
     inputs = model.inputs
-    counter = ProcessorCounter(model.weights, encoder_arguments(inputs), inputs.question)
     lengths = token_counts(
         resolved.train_set,
         counter,
@@ -385,8 +394,6 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
     if unknown := int((lengths == NOT_COUNTED).sum()):
         text += f"; {unknown:,} rows cannot be used, for reasons that quarantine.jsonl will state"
     reporter.log(text, "tokens")
-    for line in describe_removed_tokens(resolved.train_set, counter.reserved_tokens):
-        reporter.log(line, "notice")
     config = read_config(model.weights)
     packed = is_packable(config, find_family(config, model.weights))
     folder = to_path(resolved.config.run.storage) / SELECTIONS_DIR
@@ -395,19 +402,22 @@ def _with_token_lengths(resolved: ResolvedRun, reporter: RunReporter) -> Resolve
     return replace(resolved, token_lengths=MappedArray(file), is_packed=packed)
 
 
-def describe_removed_tokens(
-    train_set: PreparedSet | PreparedMixture, tokens: tuple[str, ...]
+def describe_unused_texts(
+    train_set: PreparedSet | PreparedMixture, search: UnusedTextSearch
 ) -> Iterator[str]:
-    """Yield a line for each of the tokens that is in a text, with its number of rows and one."""
-    places = token_counts(train_set, TokenSearch(tokens))
-    for place in np.unique(places[places > 0]).tolist():
-        numbers = np.flatnonzero(places == place)
+    """Yield a line for each kind of texts that the processor does not use: rows, and one of them.
+
+    Searching stores a column in the set; a line names a set to which it cannot be written.
+    """
+    try:
+        values = token_counts(train_set, search)
+    except ResourceError as error:
+        yield f"tokens that are removed from texts are not counted: {error}"
+        return
+    for text, numbers in search.describe(values):
         [row] = train_set.read(numbers[:1])
-        yield (
-            f"{len(numbers):,} row{'s' * (len(numbers) > 1)}: `{tokens[place - 1]}` in a text is "
-            "removed, because it stands for a medium, or for a start or an end of a turn, for "
-            f"example {row.source}"
-        )
+        rows = f"{len(numbers):,} row{'s' * (len(numbers) > 1)}"
+        yield f"{rows}: {text}, for example {row.source}"
 
 
 def with_sample_weights(config: Config) -> Config:

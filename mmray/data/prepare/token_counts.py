@@ -20,7 +20,7 @@ from mmray.data.prepare.map_shards import map_shards
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
-from mmray.errors import DataError, ResourceError
+from mmray.errors import ResourceError
 
 COLUMN = "tokens-"  # with a digest
 # Count of a row that cannot be read or encoded. Its reason is written when the run reads it.
@@ -72,7 +72,7 @@ def token_counts(
 
     Raises:
         ResourceError: The counts cannot be written, or tasks die.
-        DataError: The set was prepared without the sizes of its media.
+        DataError: The counter needs the sizes of media, and the set was prepared without them.
     """
     if isinstance(prepared, PreparedMixture):
         return np.concatenate([token_counts(each, counter, on_rows) for each in prepared.sets])
@@ -115,17 +115,6 @@ def _count_rows(prepared: PreparedSet, counter: TokenCounter, name: str) -> dict
             rows = read_each(prepared, numbers)
         for number, row in zip(numbers.tolist(), rows, strict=True):
             if isinstance(row, Row):
-                _check_sizes(prepared, row)
                 with suppress(ValueError):
                     counts[number] = count(row)
     return {name: pa.array(counts)}
-
-
-def _check_sizes(prepared: PreparedSet, row: Row) -> None:
-    """Raise DataError if the set does not have the sizes that tokens depend on."""
-    for media in row.media:
-        if not media.width if media.kind == "image" else media.duration is None:
-            raise DataError(
-                f"{prepared.folder}: the tokens of row {row.key} depend on the size of its "
-                f"{media.kind}, which was not checked: prepare the set with --check full"
-            )

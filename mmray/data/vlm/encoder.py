@@ -544,13 +544,15 @@ class ProcessorEncoder:
 
         Templates may drop the reasoning of earlier answers, and write the result of a tool as JSON.
         """
+        advice = f": correct chat_template.jinja of {self.weights}, or the rows"
         for message in conversation:
             for part in message["content"]:
                 own = part.get("text", "").rpartition("</think>")[2].strip()
                 if own not in text and json.dumps(own, ensure_ascii=False)[1:-1] not in text:
                     raise RowError(
                         "messages",
-                        f"the chat template does not render a message of the {message['role']}",
+                        "the chat template does not render a message of the "
+                        f"{message['role']}{advice}",
                     )
         for name in ("tool_calls", "tools", "reasoning_content"):
             having = [number for number, each in enumerate(conversation, 1) if name in each]
@@ -563,7 +565,7 @@ class ProcessorEncoder:
                 for message in turns
             ]
             if self._render(without)[0] == self._render(turns)[0]:
-                raise RowError("messages", f"the chat template does not render `{name}`")
+                raise RowError("messages", f"the chat template does not render `{name}`{advice}")
 
     def _turn_span(self, conversation: list[Message], index: int, text: str) -> tuple[int, int]:
         """Return the span of an answer in the text of a conversation, by the texts of its starts.
@@ -595,6 +597,27 @@ class ProcessorEncoder:
         if self._keeps_starts:
             raise RowError("messages", message)
         raise UsageError(f"{WEIGHTS_SETTING}: {message}")
+
+    @cached_property
+    def omitted_reasoning(self) -> tuple[str, ...]:
+        """In which notations the chat template omits the reasoning of answers before the last
+        question: `reasoning_content`, the field, and `</think>` in a text.
+        """
+        question = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+        omitted = []
+        for name, text, fields in (
+            ("reasoning_content", "b", {"reasoning_content": "\ue000"}),
+            ("</think>", "<think>\n\ue000\n</think>\n\nb", {}),
+        ):
+            answer = {"role": "assistant", "content": [{"type": "text", "text": text}]} | fields
+            with suppress(RowError):  # no template of such conversations
+                last, earlier = (
+                    "\ue000" in self._render([question, answer, *rest])[0]
+                    for rest in ([], [question])
+                )
+                if last and not earlier:
+                    omitted.append(name)
+        return tuple(omitted)
 
     @cached_property
     def _keeps_starts(self) -> bool:

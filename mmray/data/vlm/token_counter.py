@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import orjson
 
+from mmray.data.messages import Message, message_text
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
 from mmray.data.vlm.video import clip_length_s
+from mmray.errors import DataError
 
 # Place of frames in their intervals. Later times have no fewer digits, which some models write.
 LATEST = 0.999
@@ -47,14 +50,15 @@ class ProcessorCounter:
         return hashlib.sha256(f"{self._processor[0]} {self.question}".encode()).hexdigest()
 
     @property
-    def reserved_tokens(self) -> tuple[str, ...]:
-        """Tokens that the processor removes from texts; it is loaded on first use."""
+    def search(self) -> UnusedTextSearch:
+        """Searches rows for what the processor does not use; it is loaded on first use."""
         return self._processor[1]
 
     @cached_property
-    def _processor(self) -> tuple[str, tuple[str, ...]]:
+    def _processor(self) -> tuple[str, UnusedTextSearch]:
         encoder = self._encoder(without_torch=False)
-        return encoder.digest, tuple(encoder.reserved_tokens)
+        search = UnusedTextSearch(tuple(encoder.reserved_tokens), encoder.omitted_reasoning)
+        return encoder.digest, search
 
     def build(self) -> RowCounter:
         """Load the processor, and return the function that counts the tokens of a stored row.
@@ -66,6 +70,7 @@ class ProcessorCounter:
 
         def count(row: Row) -> int:
             counts = []
+            _check_sizes(row)
             for number, messages in enumerate(row.conversations(self.question)):
                 span = row.spans[number] if row.spans else None
                 sizes = [_size(media, span, encoder) for media in row.media]
@@ -80,24 +85,68 @@ class ProcessorCounter:
 
 
 @dataclass(frozen=True)
-class TokenSearch:
-    """Searches the texts of rows for tokens, as a TokenCounter: what it counts for a row is the
-    place in `tokens`, from 1, of the first one that is in the row; 0: none is.
+class UnusedTextSearch:
+    """Searches rows for texts that a processor does not use, as a TokenCounter.
+
+    Its value of a row is the place in `tokens`, from 1, of the first one that is in the row (0:
+    none is); plus 1 + the number of `tokens` if the template omits some reasoning.
+
+    Args:
+        tokens: Tokens that are removed from texts.
+        omitted_reasoning: `ProcessorEncoder.omitted_reasoning`.
     """
 
     tokens: tuple[str, ...]
+    omitted_reasoning: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr(("tokens in texts", self.tokens)).encode()).hexdigest()
+        parts = ("unused texts", self.tokens, self.omitted_reasoning)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def build(self) -> RowCounter:
         def find(row: Row) -> int:
             text = orjson.dumps(row.conversations("")).decode()
             found = (place for place, token in enumerate(self.tokens, 1) if token in text)
-            return next(found, 0)
+            place = next(found, 0)
+            return place + (1 + len(self.tokens)) * self._omits_reasoning(row.messages or [])
 
         return find
+
+    def _omits_reasoning(self, messages: Sequence[Message]) -> bool:
+        questions = [number for number, each in enumerate(messages) if each["role"] == "user"]
+        answers = [each for each in messages[: max(questions, default=0)] if each["role"] != "user"]
+        has = {
+            "reasoning_content": any("reasoning_content" in each for each in answers),
+            "</think>": any("</think>" in message_text(each) for each in answers),
+        }
+        return any(has[name] for name in self.omitted_reasoning)
+
+    def describe(self, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield a text for each kind of what is not used, and the numbers of its rows.
+
+        Args:
+            values: Value of each row, int [num_rows].
+        """
+        places = values % (1 + len(self.tokens))
+        for place in np.unique(places[places > 0]).tolist():
+            yield (
+                f"`{self.tokens[place - 1]}` in a text is removed, because it stands for a medium, "
+                "or for a start or an end of a turn",
+                np.flatnonzero(places == place),
+            )
+        if (omitted := np.flatnonzero(values > len(self.tokens))).size:
+            yield "the chat template omits the reasoning before the last question", omitted
+
+
+def _check_sizes(row: Row) -> None:
+    """Raise DataError if the set does not have the sizes that tokens depend on."""
+    for media in row.media:
+        if not media.width if media.kind == "image" else media.duration is None:
+            raise DataError(
+                f"the tokens of row {row.key} ({row.source}) depend on the size of its "
+                f"{media.kind}, which was not checked: prepare the set with --check full"
+            )
 
 
 def _size(media: Media, span: Sequence[float] | None, encoder: ProcessorEncoder) -> MediaSize:

@@ -16,7 +16,7 @@ from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_count
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
-from mmray.errors import DataError, ResourceError
+from mmray.errors import ResourceError
 from tests.made import png, row, write_set
 
 
@@ -105,14 +105,6 @@ def test_files_have_several_shards_and_a_set_that_grows_counts_new_ones(
     assert np.array_equal(token_counts(larger, Words()), expected(larger))
     assert np.array_equal(expected(larger)[: len(counts)], counts)
     assert counted[5:] == ["shards/5.arrow", "shards/6.arrow"]
-
-
-def test_set_without_the_sizes_of_its_images_is_refused(tmp_path: Path, counted: list[str]) -> None:
-    rows = [row(number, png(number, 10)) for number in range(8)]
-    rows[2].media[0].width = 0
-    prepared = PreparedSet.open(write_set(tmp_path, [(rows, None, ())]))
-    with pytest.raises(DataError, match=r"row row-2 .* --check full"):
-        token_counts(prepared, Words())
 
 
 def test_counts_are_of_the_captions_that_are_used(tmp_path: Path, counted: list[str]) -> None:

@@ -17,10 +17,12 @@ from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.data.vlm.token_counter import ProcessorCounter
+from mmray.errors import DataError
 from mmray.models.vlm.model import Vlm
-from mmray.training.resolve import describe_removed_tokens
+from mmray.training.resolve import describe_unused_texts
 from tests.made import make_set
 from tests.models.vlm.rows import stored_rows, text
+from tests.models.vlm.test_targets import AGENT, turn
 
 WORLD = 2
 STEP_ROWS = 7
@@ -76,18 +78,68 @@ def test_loss_does_not_depend_on_the_division_by_tokens(folder_of, prepared, mon
     assert [len(each) for each in sizes[:3]] == [len(each) for each in sizes[3:]]
 
 
-def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, monkeypatch):
+@pytest.fixture
+def in_process(monkeypatch):
     monkeypatch.setattr(
         map_shards, "map_tasks", lambda work, items, **_: (work(item) for item in items)
     )
-    tokens = ProcessorCounter(str(folder_of("qwen3_vl"))).reserved_tokens
+
+
+def test_set_without_the_sizes_of_its_images_is_refused(folder_of, tmp_path, in_process):
+    rows = stored_rows(3)
+    rows[2].media[0].width = 0
+    with pytest.raises(DataError, match=r"row row-2 .* --check full"):
+        token_counts(make_set(tmp_path, rows), ProcessorCounter(str(folder_of("qwen3_vl"))))
+
+
+def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, in_process):
+    """Also in sets whose images have no sizes, as micro-batches of rows allow."""
+    search = ProcessorCounter(str(folder_of("qwen3_vl"))).search
     rows = stored_rows(6)
     answers = {2: "see <|image_pad|>, <act_1>", 4: "a<|im_end|>", 5: "<|im_end|>\n", 3: "<act_1>"}
     for number, answer in answers.items():
         last = {"role": "assistant", "content": [text(answer)]}
         rows[number] = replace(rows[number], messages=[*rows[number].messages[:-1], last])
-    lines = list(describe_removed_tokens(make_set(tmp_path, rows), tokens))
+    rows[1].media[0].width = 0
+    prepared = make_set(tmp_path, rows)
+    lines = list(describe_unused_texts(prepared, search))
     assert [line.partition(" in a text")[0] for line in lines] == [
         "1 row: `<|image_pad|>`",
         "2 rows: `<|im_end|>`",
+    ]
+    (tmp_path / "read-only").mkdir()
+    prepared = make_set(tmp_path / "read-only", rows)
+    (prepared.folder / "columns").write_text("a file where the counts would be")
+    assert ["are not counted" in line for line in describe_unused_texts(prepared, search)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("notation", "answer"),
+    [
+        ("reasoning_content", turn("assistant", "one", reasoning_content="why")),
+        ("</think>", turn("assistant", "<think>why</think>one")),
+    ],
+)
+def test_reasoning_that_the_template_omits_is_counted(
+    copy_of, tmp_path, in_process, notation, answer
+):
+    template = AGENT
+    if notation == "</think>":
+        omitted = "{{ part.text.split('</think>')[-1] if loop.index0 < ns.asked else part.text }}"
+        template = template.replace(
+            "{% for part in message.content %}{{ part.text }}",
+            "{% set number = loop.index0 %}{% for part in message.content %}"
+            + omitted.replace("loop.index0", "number"),
+        ).replace("loop.index0 > ns.asked", "true")
+    search = ProcessorCounter(str(copy_of("qwen3_vl", template))).search
+    assert search.omitted_reasoning == (notation,)
+    rows = stored_rows(4)
+    rows[1] = replace(rows[1], messages=[turn("user", "a?"), answer])
+    asked = [turn("user", "a?"), answer, turn("user", "b?<|im_end|>"), turn("assistant", "two")]
+    rows[3] = replace(rows[3], messages=asked)
+    lines = list(describe_unused_texts(make_set(tmp_path, rows), search))
+    assert [line.partition(", for example")[0] for line in lines] == [
+        "1 row: `<|im_end|>` in a text is removed, because it stands for a medium, or for a start "
+        "or an end of a turn",
+        "1 row: the chat template omits the reasoning before the last question",
     ]
