@@ -2,7 +2,8 @@
 accuracy of the assistant's turns, and the scores of generated answers.
 
 An answer is generated for the last turn of a conversation, after the turns before it. A row that
-only has captions has all of them as reference answers to the same question.
+only has captions has all of them as reference answers to the same question. Reasoning, up to
+`</think>`, is no part of an answer.
 """
 
 from __future__ import annotations
@@ -195,15 +196,21 @@ class ConversationEvaluator(EvalReader):
                 prompts.append(prompt)
                 media.append(decoded[:num_media])
                 answers = [message_text(messages[len(prompt)])] if row.messages else row.texts
-                references.append((number, answers))
+                references.append((number, [*map(without_reasoning, answers)]))
             lockstep = in_lockstep(vlm, group)
             if prompts or lockstep:
                 answers = vlm.answer(prompts, media, MAX_NEW_TOKENS, lockstep)
                 own_answers += [
-                    Answer(number, texts, answer)
+                    Answer(number, texts, without_reasoning(answer))
                     for (number, texts), answer in zip(references, answers, strict=True)
                 ]
         return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
+
+
+def without_reasoning(text: str) -> str:
+    """Return an answer without its reasoning, as chat templates split it at the last `</think>`."""
+    reasoning, _, answer = text.rpartition("</think>")
+    return answer.lstrip("\n") if reasoning else answer
 
 
 def answer_scores(texts: Sequence[str], references: References) -> dict[str, float]:

@@ -16,7 +16,7 @@ from mmray.data.images.decode import BadImage
 from mmray.data.images.read import is_inside, locate_file, read_image
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
-from mmray.data.messages import message_text
+from mmray.data.messages import message_text, to_json
 from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
@@ -411,7 +411,9 @@ class _RowViewer:
         return {"count": len(numbers), "keys": keys, "kind": kind, "image": image}
 
     def _turns(self, row: Row, thumbnails: list[str | None]) -> list[dict[str, Any]]:
-        """Return the messages of a conversation; each media part takes the next medium."""
+        """Return the messages of a conversation, with their other fields as texts; each media part
+        takes the next medium.
+        """
         images = iter(thumbnails)
         others = {
             kind: iter([media for media in row.media if media.kind == kind])
@@ -419,7 +421,11 @@ class _RowViewer:
         }
         turns = []
         for message in row.messages or ():
-            parts: list[dict[str, Any]] = []
+            parts: list[dict[str, Any]] = [
+                {"text": f"{name}: {value if isinstance(value, str) else to_json(value).decode()}"}
+                for name, value in message.items()
+                if name not in ("role", "content")
+            ]
             for part in message["content"]:
                 kind = part["type"]
                 if kind == "image":

@@ -8,6 +8,7 @@ import pytest
 
 from mmray.evaluation import answers
 from mmray.evaluation.answers import caption_scores, cider_d, split_words
+from mmray.evaluation.conversations import without_reasoning
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,19 @@ def test_scores_of_answers(answer, references, expected):
         for score in (answers.exact_match, answers.vqa_accuracy, answers.anls)
     ]
     assert scores == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("two", "two"),
+        ("<think>\nOne and one.\n</think>\n\ntwo", "two"),
+        ("One and one.\n</think>\n\ntwo", "two"),  # after a prompt that ends with <think>
+        ("<think>One and", "<think>One and"),
+    ],
+)
+def test_reasoning_is_no_part_of_an_answer(text, answer) -> None:
+    assert without_reasoning(text) == answer
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:

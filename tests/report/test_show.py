@@ -156,7 +156,8 @@ def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):
 def test_conversations_repeats_and_classes_are_shown(tmp_path):
     messages = [
         {"role": "user", "content": [part("image"), part("video"), part("text", "Which color?")]},
-        {"role": "assistant", "content": [part("text", "gray")]},
+        {"role": "assistant", "content": [part("text", "gray")]}
+        | {"weight": 0.5, "reasoning_content": "It is.", "tool_calls": [{"function": {}}]},
     ]
     same = [image_media(noisy(3)), clip_media(encode_video(), "video")]
     rows = [Row(f"chat-{n}", same, [], source=f"a:{n}", messages=messages) for n in range(3)]
@@ -166,7 +167,8 @@ def test_conversations_repeats_and_classes_are_shown(tmp_path):
     chat = next(each for each in shown.rows if each["key"] == "chat-0")
     first, second, _ = chat["turns"][0]["parts"]
     assert first["image"] and len(second["clip"]["frames"]) == 6 and not second["clip"]["sound"]
-    assert chat["turns"][1] == {"role": "assistant", "parts": [{"text": "gray"}]}
+    texts = ["weight: 0.5", "reasoning_content: It is.", 'tool_calls: [{"function":{}}]', "gray"]
+    assert chat["turns"][1] == {"role": "assistant", "parts": [{"text": each} for each in texts]}
     assert dict(chat["facts"])["text tokens"]
     assert {(repeat["count"], repeat["kind"]) for repeat in shown.repeats} == {
         (3, "image"),
