@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,7 +267,10 @@ def _split_spans(
         span = of_row
         if isinstance(text, dict) and "text" in text:
             if isinstance(text.get("timestamp"), list):  # as pipelines of transformers write it
-                text = text | dict(zip(SPAN_COLUMNS, text["timestamp"], strict=False))
+                start, end = (*text["timestamp"], None, None)[:2]
+                # Whisper does not write the end of a last text that is cut.
+                end = math.inf if end is None and start is not None else end
+                text = text | dict(zip(SPAN_COLUMNS, (start, end), strict=True))
             names = next((each for each in _SPAN_FIELDS if each[0] in text), SPAN_COLUMNS)
             span = _parse_span(text, names) or of_row
             text = text["text"]
@@ -281,6 +285,8 @@ def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> list[float] |
     if bounds == [None, None]:
         return None
     start, end = map(_as_seconds, bounds)
+    if bounds[1] == math.inf:
+        end = math.inf  # until `check_spans`
     if start is None or end is None or start >= end:
         raise BadRow(
             "columns",

@@ -29,7 +29,7 @@ from mmray.data.formats.text_lines import (
 from mmray.data.formats.values import order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
-from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
+from mmray.data.media.formats import LANGUAGE, SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import (
     IMAGE_SIZE,
@@ -120,7 +120,9 @@ class ListingSource(Source):
         with os_error_as_bad_row(name):
             data = read_file(self.folder, name, self.roots)
         if name.lower().endswith(SUBTITLE_SUFFIXES):
-            return record | {"texts": parse_subtitles(decode_text(data, name), name)}
+            notices: list[str] = []
+            texts = parse_subtitles(decode_text(data, name), name, notices)
+            return record | {"texts": texts, NOTICES: [*record.get(NOTICES, ()), *notices]}
         lines = decode_text(data, name).splitlines()
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 
@@ -140,6 +142,17 @@ def is_image(name: str) -> bool:
 def _stem(name: str) -> str:
     """Return a path without its suffix, in composed Unicode (NFC), so that names are compared."""
     return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
+
+
+def _split_language(name: str) -> tuple[str, str]:
+    """Return the stem of subtitles without their language, and the language: `a` and `en` of
+    `a.en.srt`; the whole stem and "" without one.
+    """
+    stem = _stem(name)
+    base, _, language = stem.rpartition(".")
+    if name.lower().endswith(SUBTITLE_SUFFIXES) and base and LANGUAGE.fullmatch(language):
+        return base, language
+    return stem, ""
 
 
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
@@ -256,7 +269,7 @@ class ImageTextPairs(ListingSource):
         media = set(filter(_is_medium, names))
         stems = media | {_stem(name) for name in media}
         return any(
-            _stem(name) in stems
+            not {_stem(name), _split_language(name)[0]}.isdisjoint(stems)
             for name in names
             if name.lower().endswith((*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
         )
@@ -273,6 +286,10 @@ class ImageTextPairs(ListingSource):
                 texts[_stem(stem) if _is_medium(stem) else stem].append(name)
             else:
                 self.ignored[PurePosixPath(name).suffix] += 1
+        for stem in texts.keys() - media.keys():  # a.en.srt of a.mp4, as yt-dlp writes it
+            base, language = _split_language(texts[stem][0])
+            if language and base in media:
+                texts[base] = [*texts.pop(stem), *texts[base]]
         # Folders only: photos of trains may be named train-12.jpg.
         splits = splits_of_files(list({f"{stem.rpartition('/')[0]}/" for stem in media | texts}))
         for stem in sorted(media.keys() | texts.keys()):
@@ -282,6 +299,7 @@ class ImageTextPairs(ListingSource):
             *others, text = texts.get(stem, [""])
             if text:
                 row["text_file"] = stat_signature(self.folder, text)
+                row |= {"language": language} if (language := _split_language(text)[1]) else {}
             if others:
                 row[NOTICES] = [MORE_TEXTS]
             if split := splits[f"{stem.rpartition('/')[0]}/"]:

@@ -180,13 +180,13 @@ class WebDatasetSource(Source):
             number = label_number(text)
             if number is not None and self._listed_classes:  # not the name of a class, as `1` is
                 values["label"] = number
-        notices = []
+        notices: list[str] = []
         for extension, member in members.items():
             if f".{extension}" in SUBTITLE_SUFFIXES:
                 if values.pop("text", None) or "texts" in values:
                     notices.append(MORE_TEXTS)
                 text = decode_text(member.data or b"", member.name)
-                values["texts"] = parse_subtitles(text, member.name)
+                values["texts"] = parse_subtitles(text, member.name, notices)
             kind = None if "." in extension else media_kind(f".{extension}")
             if kind is not None and kind in values:
                 raise BadRow("columns", f"{kind}-count", f"it has several files of {kind}")

@@ -18,6 +18,7 @@ _DEMUXERS = {
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a")
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".m4v")
 SUBTITLE_SUFFIXES = (".srt", ".vtt")
+LANGUAGE = re.compile(r"[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*")  # en, pt-BR, zh-Hans
 NAMES = "WAV, FLAC, MP3, Ogg, MP4 (also M4A and MOV) or Matroska (also WebM)"
 _HEAD_BYTES = 64
 

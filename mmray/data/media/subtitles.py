@@ -16,11 +16,12 @@ _UNREAD_TIMES = re.compile(r"\s*[-+]?\d+:[\d:.,]*\s*-->")
 _MARKUP = re.compile(r"</?[A-Za-z][^<>\n]*>|<[\d:.]+>|\{\\[^{}\n]*\}")
 _WORD_TIME = re.compile(r"<(?:\d+:)?\d{2}:\d{2}\.\d{3}>")
 _MAX_GAP_S = 0.1  # between a text and the next one that repeats a line of it
+_EMPTY_SPAN = "a subtitle that does not end after its start is left out"
 _ENTITY = re.compile(r"&#?\w+;")
 _SPACES = {"&nbsp;": " ", "&lrm;": "", "&rlm;": ""}
 
 
-def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
+def parse_subtitles(text: str, name: str, notices: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the texts of a subtitle file with their spans.
 
     Comments and styles of WebVTT, and texts without characters, are left out. The lines of a text
@@ -31,13 +32,14 @@ def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
     Args:
         text: Content of the file.
         name: Name of the file, for messages.
+        notices: Gets what is left out, see `SourceRow.notices`: texts that do not end after their
+            start.
 
     Returns:
         Values {"text", "t0_s", "t1_s"} in the order of the file; times in seconds.
 
     Raises:
-        BadRow: It has no text with times, times that cannot be read, or a text ends before it
-            starts.
+        BadRow: It has no text with times, or times that cannot be read.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_webvtt = lines[0].startswith("WEBVTT")
@@ -59,8 +61,9 @@ def parse_subtitles(text: str, name: str) -> list[dict[str, Any]]:
         start = _seconds(match.groups()[:4])
         end = _seconds(match.groups()[4:])
         if end <= start:
-            detail = f"{name}: the text {words[0][:40]!r} does not end after its start"
-            raise BadRow("parse", "span", detail)
+            if notices is not None and _EMPTY_SPAN not in notices:
+                notices.append(_EMPTY_SPAN)
+            continue
         shown.append((start, end, words))
     repeated = [0, *(_num_repeated(*pair) for pair in pairwise(shown))]
     rolls = [

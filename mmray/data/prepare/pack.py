@@ -9,6 +9,7 @@ Does not import Ray.
 from __future__ import annotations
 
 import hashlib
+import math
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -542,6 +543,9 @@ class RowBuilder:
             # By content hash, so that duplicates share a split and a row keeps its split when the
             # set grows.
             row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
+        if any(span and span[1] == math.inf for span in row.spans or ()):
+            detail = "a text has no end, and that of its medium is not known: use --check full"
+            raise BadRow("columns", "span", detail)
         if row.spans:
             # Rows of one recording with other spans are no duplicates.
             image_digest = _sha256(orjson.dumps([image_digest, row.spans]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mmray.data.media.decode import MediaInfo
 from mmray.data.rows import BadRow
 from mmray.data.store.stored_row import Row
@@ -15,7 +17,8 @@ _BOX_SLACK = 0.01
 
 
 def check_spans(row: Row, name: str, info: MediaInfo) -> None:
-    """Check that the spans of a row are in its audio or video, and cut small overhangs.
+    """Check that the spans of a row are in its audio or video, and cut small overhangs and spans
+    without an end (infinity).
 
     Args:
         row: The row, whose `spans`, [start, end] in seconds on the time axis of the file or None
@@ -32,7 +35,7 @@ def check_spans(row: Row, name: str, info: MediaInfo) -> None:
             continue
         start = max(span[0], info.start_s)
         end = min(span[1], info.end_s)
-        overhang = max(start - span[0], span[1] - end)
+        overhang = max(start - span[0], span[1] - end if span[1] < math.inf else 0.0)
         if overhang > MAX_OVERHANG_S or start >= end:
             raise BadRow(
                 "columns",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -190,10 +191,13 @@ def test_spans_outside_the_medium_are_quarantined_with_the_numbers(tmp_path: Pat
 
 
 def test_spans_as_other_programs_write_them(tmp_path: Path) -> None:
-    chunks = [{"text": "x", "timestamp": [0.25, 0.5]}, {"text": "y", "timestamp": [1.0, 1.5]}]
+    chunks = [{"text": "x", "timestamp": [0.25, 0.5]}, {"text": "y", "timestamp": [1.0, None]}]
     prepare_rows(tmp_path, [{"audio": "a.flac", "texts": chunks}])
     [row] = read_all(tmp_path / "out")
-    assert row.spans == [[0.25, 0.5], [1.0, 1.5]]
+    assert row.spans == [[0.25, 0.5], [1.0, 2.0]]  # the last one of Whisper may have no end
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(DataError, match="that of its medium is not known: use --check full"):
+        prepare_rows(tmp_path, [{"audio": "a.flac", "texts": chunks}], check="none")
     (tmp_path / "raw" / "rows.csv").write_text(
         "clip,from,to,text\na.flac,0.5,1.5,in CSV\na.flac,one,two,no times\n"
     )
@@ -379,6 +383,32 @@ def test_one_of_several_texts_is_used_and_the_others_are_counted(tmp_path: Path)
     add_member(archive, "b.txt", b"other")
     manifest = prepare(str(archive), str(tmp_path / "of_tar"), LAX)
     assert manifest.notices[MORE_TEXTS] == {"num_rows": 1, "example": "rows.tar/b"}
+
+
+def test_language_of_subtitles_is_a_suffix_of_their_name(tmp_path: Path) -> None:
+    source = clips_and_subtitles(tmp_path / "raw")
+    (source / "b.vtt").rename(source / "b.pt.vtt")
+    (source / "a.srt").rename(source / "a.v2.srt")
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert manifest.num_rows == 1
+    [row] = read_all(tmp_path / "out")
+    assert (row.key, row.language, row.texts[0]) == ("b.mp4", "pt", "first words")
+
+
+def test_subtitles_that_do_not_end_after_their_start_are_left_out_and_counted(
+    tmp_path: Path,
+) -> None:
+    source = clips_and_subtitles(tmp_path / "raw")
+    for name in ("a.srt", "b.vtt"):
+        text = (source / name).read_text()
+        (source / name).write_text(f"{text}\n\n9\n00:00:01.500 --> 00:00:01.500\nlost\n")
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    [notice] = manifest.notices
+    assert (notice, manifest.notices[notice]["num_rows"]) == (
+        "a subtitle that does not end after its start is left out",
+        2,
+    )
+    assert all("lost" not in row.texts for row in read_all(tmp_path / "out"))
 
 
 def add_member(archive: Path, name: str, data: bytes) -> None:
