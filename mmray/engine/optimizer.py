@@ -24,7 +24,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from mmray import plugins
 from mmray.engine.collectives import is_dtensor, to_local
 from mmray.errors import UsageError, suggest
-from mmray.models.protocol import find_blocks
+from mmray.models.protocol import as_model, find_blocks
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer as OptimizerConfig
@@ -157,7 +157,7 @@ def _layers(module: nn.Module, branch: str, setting: str) -> tuple[dict[str, int
     Raises:
         UsageError: The model has no such branch, or the branch has no blocks.
     """
-    branches = module.branches() if hasattr(module, "branches") else {}  # type: ignore[operator]
+    branches = as_model(module).branches()
     if branch not in branches:
         raise UsageError(
             f"{setting}: the model has no branch `{branch}`; {suggest(branch, branches)}"
@@ -280,7 +280,7 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
 
     Raises UsageError if there are none.
     """
-    parts = module.parameter_parts() if hasattr(module, "parameter_parts") else {}  # type: ignore[operator]
+    parts = as_model(module).parameter_parts()
     if pattern in parts:
         return list(parts[pattern])
     names = [name for name, _ in module.named_parameters()]

@@ -20,6 +20,7 @@ from mmray.engine.parallel.transforms import preserve_buffers
 from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
+from mmray.models.protocol import as_model
 from mmray.objectives.protocol import Batch, Outputs
 
 
@@ -205,9 +206,8 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
                     clip_gradients(weights, device_norm, state.clip_norm)
                 state.scaler.step(state.optimizer)
             idle.end_update()
-        clamp_parameters = getattr(state.module, "clamp_parameters", None)
-        if math.isfinite(norm) and clamp_parameters is not None:
-            clamp_parameters()
+        if math.isfinite(norm):
+            as_model(state.module).clamp_parameters()
         state.scaler.update()
         zero_gradients(state)
     return StepResult(cache.means, cache.scalars, norm, stop_requests > 0)

@@ -78,7 +78,7 @@ from mmray.machine import keep_freed_memory
 from mmray.models import lora
 from mmray.models.build import build, build_on, import_libraries
 from mmray.models.lora import FrozenBase
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, Model, as_model
 from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch, Objective
 from mmray.storage.paths import AnyPath, to_path
@@ -122,9 +122,9 @@ def train_worker(
     _start_process(config, device)
     group = Group.current(device, config.cluster.collective_timeout_s)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    config, model, base = _build_for_device(config, plan, checkpoint, group, driver)
+    config, built, base = _build_for_device(config, plan, checkpoint, group, driver)
     context = replace(context, config=config)
-    model = _prepare_model(context, group, model, driver)
+    model = _prepare_model(context, group, built, driver)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     context = replace(context, batch_shape=batch_shape)
@@ -231,7 +231,7 @@ def _build_for_device(
     checkpoint: AnyPath | None,
     group: Group,
     driver: DriverHandle,
-) -> tuple[Config, nn.Module, FrozenBase | None]:
+) -> tuple[Config, Model, FrozenBase | None]:
     """Build the model; return it with the config in which no setting of `train` is `auto`, and the
     frozen weights that checkpoints leave out.
     """
@@ -244,7 +244,7 @@ def _build_for_device(
     if reads_weights and lora.leaves_out_base(config.model):
         settings: Any = config.model
         base = _frozen_base(model, settings.weights, group, saved_base)
-    for note in getattr(model, "build_notes", ()):
+    for note in model.build_notes:
         driver.notify("model", note)
     if config.train.compile == "auto":
         earns = _earns_compile(config, model, group.device, plan.rank_rows, plan.steps)
@@ -377,26 +377,23 @@ def _earns_compile(
 
 
 def _prepare_model(
-    context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
+    context: WorkerContext, group: Group, model: Model, driver: DriverHandle
 ) -> nn.Module:
     """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
     yet.
     """
     config = context.config
     train = context.config.train
-    use_tokenizer: Any = getattr(model, "use_tokenizer", None)
-    if use_tokenizer is not None:
-        use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
-    model = apply_transforms(model, train, config.optimizer, group, driver.notify)
+    if not config.model.generates_text:
+        model.use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
+    transformed = apply_transforms(model, train, config.optimizer, group, driver.notify)
     if context.eval_sets:
-        check_evaluable(config, model)
+        check_evaluable(config, transformed)
     strategy = strategy_class(train)(group, precision.DTYPES[train.precision])
-    return strategy.wrap(model) if strategy.is_sharded else model
+    return strategy.wrap(transformed) if strategy.is_sharded else transformed
 
 
-def build_model(
-    config: Config, group: Group, architecture: Architecture, resumes: bool
-) -> nn.Module:
+def build_model(config: Config, group: Group, architecture: Architecture, resumes: bool) -> Model:
     """Build the model on this rank.
 
     A model that will be sharded has weights on rank 0 only, or on no rank if a checkpoint will be
@@ -423,27 +420,18 @@ def build_model(
         # A user's class may compute on the CPU with its weights.
         on_cpu = sharded or may_read_weights or spec.kind not in KINDS
         return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, architecture)
-    model: nn.Module | None = None
+    model: Model | None = None
     outcome: Architecture | UsageError = architecture
     if group.rank == 0 and not resumes:
         try:
             model = build(spec, spec.vocab_size, None)
-            outcome = _architecture(model)
+            outcome = model.architecture()
         except UsageError as error:
             outcome = error
     outcome = group.broadcast_object(outcome)
     if isinstance(outcome, UsageError):
         raise outcome
     return build_on("meta", spec, spec.vocab_size, outcome) if model is None else model
-
-
-def _architecture(model: nn.Module) -> Architecture:
-    """Return what builds the model without its pretrained files;
-
-    None for a user's model without the method.
-    """
-    describe: Any = getattr(model, "architecture", None)
-    return None if describe is None else describe()
 
 
 def _load_fn(
@@ -526,7 +514,7 @@ def _checkpoint_manager(
         context.fencing_token if group.rank == 0 else None,
         meta={
             "world": group.world_size,
-            "architecture": _architecture(model),
+            "architecture": as_model(model).architecture(),
             "config": config.to_json(),
             "base": None if base is None else base.identity,
         },

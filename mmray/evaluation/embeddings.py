@@ -22,7 +22,7 @@ from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
-from mmray.models.protocol import is_sharded
+from mmray.models.protocol import as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -136,7 +136,7 @@ def embed_dataset(
         synthetic = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=group.device)
         outputs = model(synthetic)
         width = model.embed_image(synthetic["image"]).shape[1]
-        heads = model.head_scores(synthetic) if hasattr(model, "head_scores") else {}
+        heads = as_model(model).head_scores(synthetic)
         hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
         images = RowFile(width)
         texts = RowFile(width)
@@ -226,14 +226,12 @@ def _head_scores(
     model: Any, batch: Batch | None, synthetic: Batch, device: torch.device
 ) -> dict[str, Any]:
     """Scores of the heads for a batch, each image with its first caption."""
-    if not hasattr(model, "head_scores"):
-        return {}
     if batch is None:
-        return model.head_scores(synthetic)
+        return as_model(model).head_scores(synthetic)
     first = torch.searchsorted(batch["caption_row"], batch["row"])
     captions = {name: batch[name][first] for name in ("input_ids", "attention_mask")}
     on_device = {name: column.to(device) for name, column in (batch | captions).items()}
-    return model.head_scores(on_device)
+    return as_model(model).head_scores(on_device)
 
 
 @torch.no_grad()

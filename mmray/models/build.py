@@ -15,14 +15,14 @@ from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.attention import fuse_projections
 from mmray.models.pixels import use_patch_products
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, Model, as_model
 from mmray.models.weights import parameters_on
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
 
 
-def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
+def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> Model:
     """Build the model of a `model` section, with random or pretrained weights and LoRA adapters.
 
     Args:
@@ -51,18 +51,19 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
         if architecture is None and (reasons := spec.unsupported_reasons()):
             raise UsageError("\n".join(reasons))
         model_class = plugins.load_class(KINDS[spec.kind].model, "model.kind")
-        model: nn.Module = model_class(spec, rows, architecture)
+        model: Model = model_class(spec, rows, architecture)
         use_patch_products(model)
     else:
-        model = plugins.load_class(spec.kind, "model.kind", tuple(KINDS))(spec, rows)
-        if not isinstance(model, nn.Module):
+        own = plugins.load_class(spec.kind, "model.kind", tuple(KINDS))(spec, rows)
+        if not isinstance(own, nn.Module):
             raise UsageError(
-                f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module"
+                f"model.kind: `{spec.kind}` built a {type(own).__name__}, not a torch.nn.Module"
             )
-        if type(model).forward is nn.Module.forward:
+        if type(own).forward in (nn.Module.forward, Model.forward):
             raise UsageError(
                 f"model.kind: `{spec.kind}` has no forward(batch); see mmray/models/protocol.py"
             )
+        model = as_model(own)
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
     fuse_projections(model)
@@ -74,7 +75,7 @@ def build_on(
     spec: ModelConfig,
     vocab_size: int,
     architecture: Architecture = None,
-) -> nn.Module:
+) -> Model:
     """Build the model of a `model` section with its parameters on a device: on a GPU, which draws
     random weights faster, or on the meta device, without memory.
 

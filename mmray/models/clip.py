@@ -21,7 +21,7 @@ from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import PatchEmbeddings, residual_stream
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, Model
 from mmray.models.weights import (
     WEIGHTS_SETTING,
     add_language_rows,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(Model):
     """An image and a text branch with one embedding space and a learned temperature. The branches
     pool, project and normalize.
 
@@ -167,7 +167,6 @@ class PretrainedDualEncoder(DualEncoder):
     hf_class: ClassVar[str]
     hf_names: ClassVar[tuple[tuple[str, str], ...]]
     default_hf_config: ClassVar[Callable[..., Any]]
-    build_notes: tuple[str, ...] = ()
     _hf_config: Any
 
     def architecture(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mmray.data.vlm.families import has_weights
 from mmray.errors import UsageError, suggest
+from mmray.models.protocol import as_model
 from mmray.models.weights import save_weights
 from mmray.plugins import check_installed
 from mmray.storage.requests import iter_parallel
@@ -170,7 +171,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    parts = model.parameter_parts() if hasattr(model, "parameter_parts") else {}  # type: ignore[operator]
+    parts = as_model(model).parameter_parts()
     adaptable = set(parts["language"]) if parts else None
     # The loss reads its weight without calling it.
     output_layer = model.net.get_output_embeddings() if parts else None  # type: ignore[union-attr,operator]

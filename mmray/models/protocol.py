@@ -8,7 +8,7 @@ is required.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,15 +35,22 @@ class HeadScores(NamedTuple):
     unit: str = "rows"
 
 
-class Model(Protocol):
-    """Interface of a model: a torch module whose methods training and evaluation call.
+class Model(nn.Module):
+    """Base class of the built-in models: the methods that training and evaluation call.
 
-    A class implements `forward(batch)`, from a dict of tensors by column to a dict of outputs by
-    name, such as `image_embed` and `text_embed` [B, D]. The other methods are optional:
-    `embed_image` and `embed_text` for evaluation and `mmray.load`, `head_scores` for the evaluation
-    of other heads, `use_tokenizer` for texts that the model holds, `branches` for FSDP, compile and
-    activation checkpointing by part, and `clamp_parameters` after each optimizer step.
+    A class of your own may derive from it or from nn.Module, and implements `forward(batch)`, from
+    a dict of tensors by column to a dict of outputs by name, such as `image_embed` and `text_embed`
+    [B, D]. Evaluation and `mmray.load` also need `embed_image(image)` and `embed_text(input_ids,
+    attention_mask)`, which return L2-normalized embeddings [B, D] of pixels uint8 [B, 3, S, S], and
+    of token ids and their mask int64 [B, T], right-padded. The other methods are optional.
+
+    Attributes:
+        build_notes: Lines for the console about how the model was built.
+        shards_branches: Whether FSDP shards each branch as a whole besides its blocks.
     """
+
+    build_notes: tuple[str, ...] = ()
+    shards_branches: bool = True
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs that the objective reads.
@@ -64,27 +71,10 @@ class Model(Protocol):
             L2-normalized, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
             `class_logits` [B, C].
         """
-
-    def embed_image(self, image: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S].
-
-        Optional; evaluation and `mmray.load` need it.
-        """
-
-    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of captions.
-
-        Optional; evaluation and `mmray.load` need it.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-        """
+        raise NotImplementedError
 
     def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
         """Return the scores of heads other than the embeddings, for the evaluation.
-
-        Optional.
 
         Args:
             batch: The columns of `forward`, such as `image` uint8 [B, 3, S, S] and `label` int64
@@ -94,11 +84,11 @@ class Model(Protocol):
             For each head, by the name that its metrics get, such as `classification`, a HeadScores:
             `scores` [N, C], `label` int64 [N], `num_classes` and `unit` (`rows` or `boxes`).
         """
+        return {}
 
     def use_tokenizer(self, encoder: TextEncoder) -> None:
-        """Tokenize texts that the model holds, such as label names.
-
-        Optional; called once before the first forward.
+        """Tokenize texts that the model holds, such as label names; called once before the first
+        forward.
 
         Args:
             encoder: Its `encode(texts)` returns ids int32 [N, T] and numbers of tokens int32 [N].
@@ -107,17 +97,49 @@ class Model(Protocol):
     def branches(self) -> dict[str, nn.Module]:
         """Return parts of the model by name, such as {"image": ..., "text": ...}.
 
-        Optional. Activation checkpointing, torch.compile and FSDP are applied to each part
-        separately, and `train.parallel` `branches` puts the image and the text part on different
-        GPUs.
+        Activation checkpointing, torch.compile and FSDP are applied to each part separately, and
+        `train.parallel` `branches` puts the image and the text part on different GPUs.
         """
+        return {}
+
+    def parameter_parts(self) -> dict[str, list[str]]:
+        """Return the names of the parameters of each part that settings may name."""
+        return {}
 
     def clamp_parameters(self) -> None:
         """Clamp weights after each optimizer step, such as the temperature; decorate it with
         torch.no_grad.
-
-        Optional.
         """
+
+    def architecture(self) -> Architecture:
+        """Return JSON values with which the same layers are built without pretrained files; None
+        if the settings are enough.
+        """
+        return None
+
+    def synthetic_batch(self, rows: int) -> Batch | None:
+        """Return a batch for dry runs; None: one of random pixels and captions fits."""
+        return None
+
+    @property
+    def padding_length_and_id(self) -> tuple[int, int] | None:
+        """Number of tokens to which each caption is padded, and id of the padding token, for a
+        model that attends to its padding; None for others.
+        """
+        return None
+
+
+def as_model(module: nn.Module) -> Model:
+    """Return a module as a Model: a user's nn.Module gets the defaults of the methods it lacks.
+
+    Its class is replaced in place by a subclass of both, as FSDP2 does, so its weights keep their
+    names.
+    """
+    if not isinstance(module, Model):
+        own = type(module)
+        module.__class__ = type(own.__name__, (own, Model), {"__module__": own.__module__})
+    assert isinstance(module, Model)
+    return module
 
 
 # Argument of the builders. None: read pretrained weights, if the settings name any;

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.columns import ExtraColumns, extra_columns
+from mmray.models.protocol import as_model
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -22,8 +23,8 @@ def synthetic_rows(
 ) -> dict[str, Tensor]:
     """Return a synthetic batch for a model.
 
-    It comes from the model's own `synthetic_batch(rows)` if it has this method. Otherwise it has
-    random pixels and random captions of the maximum length.
+    It comes from the model's own `synthetic_batch(rows)`; if that returns None, it has random
+    pixels and random captions of the maximum length.
 
     Args:
         seed: Seed of the random numbers; a model's own method does not get it.
@@ -33,10 +34,10 @@ def synthetic_rows(
         `synthetic_batch`, such as `image` uint8 [rows, 3, S, S] and `input_ids` int64 [rows, T], or
         those that the model's own method returns.
     """
-    own = getattr(model, "synthetic_batch", None)
+    own = as_model(model).synthetic_batch(rows)
     if own is None:
         return synthetic_batch(spec.inputs, spec.vocab_size, rows, device, seed)
-    return {name: column.to(device) for name, column in own(rows).items()}
+    return {name: column.to(device) for name, column in own.items()}
 
 
 def synthetic_batch(

@@ -19,14 +19,14 @@ from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, Model
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import Towers as TowersConfig
 
 
-class Towers(PairHeads, nn.Module):
+class Towers(PairHeads, Model):
     """Text, audio and video branches, a learned temperature, and the configured heads on
     cross-attention from texts to audio and video.
 

@@ -111,9 +111,8 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
         model = build(config.model, config.model.vocab_size, architecture={})
         report({"note": f"random weights in the shape of the settings: {reason}"})
     assert model is not None
-    use_tokenizer: Any = getattr(model, "use_tokenizer", None)
-    if use_tokenizer is not None:
-        use_tokenizer(SimpleNamespace(encode=_encode_label_names))
+    tokenizer: Any = SimpleNamespace(encode=_encode_label_names)
+    model.use_tokenizer(tokenizer)
     return apply_transforms(model, config.train, config.optimizer, group).train()
 
 

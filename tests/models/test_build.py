@@ -6,6 +6,7 @@ Also what all dual encoders share: pixels, temperature and precision.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
@@ -26,6 +27,7 @@ from mmray.config import (
     model_section,
 )
 from mmray.errors import UsageError
+from mmray.models import protocol
 from mmray.models.build import build, build_on
 from mmray.models.synthetic import synthetic_batch
 from tests.engine.fake_cuda import DEVICES, fake_gpus
@@ -285,6 +287,9 @@ def test_custom_kind(kind: str, message: str | None) -> None:
     if message is None:
         model: Any = build(model_section(kind)(kind=kind), VOCAB)
         assert model.seen == (kind, VOCAB)
+        assert isinstance(model, Custom) and type(model).__name__ == "Custom"
+        assert isinstance(copy.deepcopy(model), protocol.Model), "with the optional methods"
+        assert (model.branches(), model.architecture(), model.build_notes) == ({}, None, ())
         return
     with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
         build(model_section(kind)(kind=kind), VOCAB)

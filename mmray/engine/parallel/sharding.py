@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmray.engine.collectives import Group, is_dtensor
 from mmray.errors import UsageError
-from mmray.models.protocol import EMBEDDING_METHODS, find_blocks, is_sharded
+from mmray.models.protocol import EMBEDDING_METHODS, as_model, find_blocks, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,11 +62,8 @@ def shard(
     # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their
     # own.
     blocks = [block for block in find_blocks(module) if next(block.children(), None) is not None]
-    branches = (
-        module.branches().values()  # type: ignore[operator]
-        if hasattr(module, "branches") and getattr(module, "shards_branches", True)
-        else ()
-    )
+    model = as_model(module)
+    branches = model.branches().values() if model.shards_branches else ()
     # inner ones first: fully_shard skips sharded weights
     for part in [*reversed(blocks), *branches, module]:
         full = {

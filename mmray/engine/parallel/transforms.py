@@ -29,7 +29,7 @@ from mmray.engine.parallel.float8 import convert_branches
 from mmray.engine.parallel.strategy import strategy_class
 from mmray.errors import UsageError
 from mmray.models.pixels import NormalizePixels
-from mmray.models.protocol import find_blocks
+from mmray.models.protocol import as_model, find_blocks
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
@@ -95,7 +95,7 @@ def branches_of(model: nn.Module) -> dict[str, nn.Module]:
     Returns:
         Modules by name, such as `image` and `text`, from its method `branches`; {} if it has none.
     """
-    return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
+    return as_model(model).branches()
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:

@@ -24,6 +24,7 @@ from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.open_clip import rename_from_hf
+from mmray.models.protocol import as_model
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
 from mmray.version import VERSION
@@ -126,7 +127,7 @@ def export(
             weights that peft cannot save, or open_clip has no such model.
     """
     out = to_path(out)
-    architecture = model.architecture() if hasattr(model, "architecture") else None
+    architecture = as_model(model).architecture()
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
@@ -307,15 +308,15 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
         `model_input_names`.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
-    length, pad_id = getattr(model, "padding_length_and_id", default)
+    padding = as_model(model).padding_length_and_id
+    length, pad_id = padding or (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
     pad = tokenizer.id_to_token(pad_id)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length,
         "pad_token": pad,
     }
-    if hasattr(model, "padding_length_and_id"):
+    if padding is not None:
         # The model attends to its padding, so transformers must not pass it a mask.
         settings |= {"model_input_names": ["input_ids"]}
         tokenizer.enable_padding(length=length, pad_id=pad_id, pad_token=pad)

@@ -28,7 +28,7 @@ from mmray.data.vlm.collate import (
 from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, Model
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy
 from mmray.models.weights import load_config, load_pretrained
@@ -47,7 +47,7 @@ HALF_PRECISION_FACTOR = 50
 OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index", "target_weights")
 
 
-class Vlm(nn.Module):
+class Vlm(Model):
     """A vision-language model of transformers (AutoModelForMultimodalLM) with its next-token loss.
 
     Forward takes a micro-batch that `collator` built, a dict with `input_ids` int64 ([1, T] if rows
