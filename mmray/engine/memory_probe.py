@@ -28,7 +28,7 @@ from mmray.engine.step import accumulate_gradients, forward_micro_batch
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.models.synthetic import synthetic_rows
-from mmray.objectives.protocol import Batch
+from mmray.objectives.protocol import Batch, Objective
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -51,7 +51,7 @@ MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the tra
 def dry_run(
     config: Config,
     model: nn.Module,
-    objective: Any,
+    objective: Objective,
     group: Group,
     batch_shape: BatchShape,
     steps: int,

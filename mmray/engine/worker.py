@@ -551,7 +551,7 @@ def _save_fn(
 def _evaluate_fn(
     context: WorkerContext,
     group: Group,
-    objective: Any,
+    objective: Objective,
     global_batch_size: int,
     driver: DriverHandle,
     log: MetricsLog | None,

@@ -11,10 +11,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
@@ -33,6 +34,20 @@ from mmray.storage.requests import iter_parallel
 if TYPE_CHECKING:
     from mmray.config import Inputs
     from mmray.config.training import EvalSettings
+
+
+class Group(Protocol):
+    """The ranks of an evaluation; `Group` of mmray/engine/collectives.py implements it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def all_gather_variable(self, rows: Tensor) -> Tensor: ...
+    def all_gather_objects(self, value: Any) -> list[Any]: ...
+    def broadcast_object(self, value: Any) -> Any: ...
 
 
 class EvalReader:
@@ -71,7 +86,7 @@ class EvalReader:
         }
 
     def add_own_metrics(
-        self, metrics: dict[str, float], group: Any, *inputs: Any
+        self, metrics: dict[str, float], group: Group, *inputs: Any
     ) -> dict[str, float]:
         """Return metrics, and those of the functions that `evaluate.metrics` names; a collective
         call.
@@ -139,7 +154,7 @@ class EvalReader:
         if len(self.skipped) % 1000 == 1:
             logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
 
-    def count_bad_rows(self, num_rows: int, group: Any) -> int:
+    def count_bad_rows(self, num_rows: int, group: Group) -> int:
         """Return the number of rows in `skipped` on all ranks, the unreadable ones; a collective
         call.
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from mmray.config import Config
     from mmray.config.data import EvalSet
+    from mmray.evaluation.batches import Group
+    from mmray.objectives.protocol import Objective
 
 
 # a name of digits, maybe with a prefix, and without a word
@@ -42,8 +44,8 @@ class SetsEvaluator:
     def score(
         self,
         model: nn.Module,
-        group: Any,
-        objective: Any,
+        group: Group,
+        objective: Objective,
         global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:

@@ -15,10 +15,9 @@ from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset
+from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.embeddings import (
     TOP_K,
-    Group,
     RowFile,
     eval_mode,
     gather_rows,
@@ -29,6 +28,7 @@ from mmray.evaluation.evaluator import compute_ranks_in_parallel, topk_accuracy
 from mmray.evaluation.examples import RankedDirection, RetrievalExamples, RetrievalItems
 from mmray.evaluation.retrieval import first_index
 from mmray.models.synthetic import synthetic_batch
+from mmray.objectives.protocol import Objective
 
 
 class _Clip(NamedTuple):
@@ -54,7 +54,7 @@ class ClipEvaluator(EvalDataset):
         self,
         model: Any,
         group: Group,
-        objective: Any,
+        objective: Objective | None,
         global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:

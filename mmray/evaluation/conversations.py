@@ -34,8 +34,9 @@ from mmray.evaluation.answers import (
     exact_match,
     vqa_accuracy,
 )
-from mmray.evaluation.batches import EvalReader
-from mmray.evaluation.embeddings import Group, eval_mode, in_lockstep, steps_in_lockstep
+from mmray.evaluation.batches import EvalReader, Group
+from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
+from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -89,7 +90,7 @@ class ConversationEvaluator(EvalReader):
         self,
         model: nn.Module,
         group: Group,
-        objective: Any,
+        objective: Objective | None,
         global_batch_size: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:

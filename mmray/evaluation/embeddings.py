@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset
+from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
 from mmray.models.protocol import as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
@@ -29,7 +29,6 @@ from mmray.objectives.protocol import Objective
 TOP_K = (1, 5)
 ROW_COLUMNS = ("row", "label", "image_hash")
 CAPTION_COLUMNS = ("caption_row", "text_hash")
-Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
 class RowFile:

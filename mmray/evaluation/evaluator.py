@@ -18,10 +18,9 @@ from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset
+from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.embeddings import (
     TOP_K,
-    Group,
     classes_before,
     count_hits,
     embed_dataset,

@@ -261,7 +261,7 @@ class ObjectiveParts:
         )
 
 
-def split_objective(objective: Any) -> ObjectiveParts:
+def split_objective(objective: Objective) -> ObjectiveParts:
     """Split an objective into its global loss (over pairs of rows of all ranks) and its local loss
     (a sum over rows).
 

@@ -151,9 +151,12 @@ class IdleTimer:
     def __init__(self, device: torch.device):
         self._device = device
         self._total_s = dict.fromkeys(IDLE, 0.0)
-        self._update_end: Any = None
-        self._step: tuple[Any, Any, float] | None = None  # end of the last update, start, wait_s
-        self._launched: Any = None  # end of the backward, if the step is launch-bound
+        self._update_end: torch.cuda.Event | None = None
+        # end of the last update, start, wait_s
+        self._step: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None
+        self._launched: torch.cuda.Event | None = (
+            None  # end of the backward, if the step is launch-bound
+        )
 
     def start_step(self, wait_s: float, rows_cpu_s: float) -> None:
         """End the idle time, before the first kernel of a step is launched.
@@ -166,7 +169,7 @@ class IdleTimer:
             self._total_s["rows_cpu"] += rows_cpu_s
             self._step = self._update_end, record_event(self._device), wait_s
 
-    def end_launches(self, backward_end: Any) -> None:
+    def end_launches(self, backward_end: torch.cuda.Event) -> None:
         """Record whether the step is launch-bound: whether the GPU has finished the backward
         although the host launches the norm and the update only now. Call it when the host is about
         to wait for the GPU.
