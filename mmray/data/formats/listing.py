@@ -448,7 +448,8 @@ class CocoSource(ListingSource):
                     if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
                         sizes[_id_text(image["id"])] = (image["width"], image["height"])
                 for item in document.get("categories", []):
-                    label, named = str(item["id"]), str(item["name"])
+                    label = str(item["id"])
+                    named = str(item["name"])
                     if categories.setdefault(label, named) != named:
                         raise DataError(
                             f"{path}: category {label} is `{named}`, and in another document or "

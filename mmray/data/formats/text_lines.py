@@ -213,8 +213,8 @@ class JsonlSource(Source):
                 num_lines = lines.num_lines
                 if num_lines > first_of_record:
                     self.num_multi_line += 1
-                    first, last = lines_before + first_of_record, lines_before + num_lines
-                    location = f"{name}, lines {first} to {last}"
+                    first = lines_before + first_of_record
+                    location = f"{name}, lines {first} to {lines_before + num_lines}"
                     self.longest = max(self.longest, (num_lines - first_of_record + 1, location))
                 if records == limit or lines.offset in previous_chunk_ends:
                     yield chunk()

@@ -130,7 +130,9 @@ def _with_reasons(packed: PackedRows, dedup: DedupResult, dropped: pa.Table) -> 
     keys = originals["key"]
     shards = np.asarray(originals["shard"])
     index = np.searchsorted(original_rows, dedup.originals)
-    stages, reasons, details = [], [], []
+    stages = []
+    reasons = []
+    details = []
     own_shards = np.asarray(dropped["shard"])
     for row, number, reason, shard in zip(
         dedup.rows.tolist(), index.tolist(), dedup.reasons.tolist(), own_shards, strict=True

@@ -256,7 +256,8 @@ def _keep_first(
     firsts: list[dict[int, int]] = []
     is_later: dict[int, bool] = {}  # also of the rows that are first
     for each in (contents, texts):
-        rows, first = each["rows"].tolist(), each["first"].tolist()
+        rows = each["rows"].tolist()
+        first = each["first"].tolist()
         firsts.append(dict(zip(rows, first, strict=True)))
         is_later |= zip(rows, each["is_later"].tolist(), strict=True)
         is_later |= zip(first, each["is_first_later"].tolist(), strict=True)

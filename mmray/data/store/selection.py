@@ -63,8 +63,8 @@ class Ranges:
     highs: dict[str, pa.Array]
 
     def __getitem__(self, name: str) -> pa.Array:
-        low, high = self.lows[name], self.highs[name]
-        return pc.if_else(pc.equal(low, high), low, pa.scalar(None, low.type))
+        low = self.lows[name]
+        return pc.if_else(pc.equal(low, self.highs[name]), low, pa.scalar(None, low.type))
 
 
 Columns = Mapping[str, pa.Array] | Ranges
