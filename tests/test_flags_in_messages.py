@@ -25,6 +25,8 @@ OTHER = {
         "--generate",
         "--others",
         "--exclude-standard",
+        "--ignored",
+        "--directory",
         "--cached",
     ),
     # handled before tyro

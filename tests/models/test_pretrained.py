@@ -24,6 +24,7 @@ from mmray.console.reporter import ConsoleReporter
 from mmray.data.text.languages import add_language_tokens, build_encoder
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.models import open_clip, pretrained
 from mmray.models.build import build
@@ -653,7 +654,12 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     assert logged == [] and config.model.vocab_size == ROWS
     loads = [partial(evaluate_export.load_model, config, None)]
     [scores] = evaluate_export._score(
-        config, tokenizer_json, {"": held_out}, loads, progress.append, torch.device("cpu")
+        config,
+        Group(),
+        lambda message: progress.append(message["rows"]),
+        tokenizer_json,
+        {"": held_out},
+        loads,
     )
     assert (
         sum(progress) == 7 == scores["rows"]
