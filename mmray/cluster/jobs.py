@@ -88,8 +88,6 @@ def submit(client: JobSubmissionClient, words: Sequence[str], folder: Path) -> s
     Raises:
         UsageError: The files are over 50 MiB.
     """
-    # All of the files in the upload were chosen, also those that a `.gitignore` of theirs excludes.
-    os.environ[GITIGNORE_VARIABLE] = "1"
     name = f"{words[0]}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() % 1000:03}"
     with _upload_folder(folder, words) as upload:
         return client.submit_job(
@@ -102,14 +100,21 @@ def submit(client: JobSubmissionClient, words: Sequence[str], folder: Path) -> s
 
 @contextmanager
 def _upload_folder(folder: Path, words: Sequence[str]) -> Iterator[Path]:
-    """Yield a temporary folder with copies of the files to upload."""
+    """Yield a temporary folder with copies of the files to upload, all of which Ray uploads, also
+    those that a `.gitignore` of theirs excludes.
+    """
     files = files_to_upload(folder, words)
     check_upload_size(folder, files)
     with temp_dir() as upload:
         for file in files:
             (upload / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / file, upload / file)
-        yield upload
+        before = os.environ.get(GITIGNORE_VARIABLE, "0")
+        os.environ[GITIGNORE_VARIABLE] = "1"
+        try:
+            yield upload
+        finally:
+            os.environ[GITIGNORE_VARIABLE] = before
 
 
 def files_to_upload(folder: Path, words: Sequence[str]) -> list[str]:
