@@ -178,10 +178,8 @@ def rename_from_hf(hf: dict[str, Tensor]) -> dict[str, Tensor]:
             packed[name] = tensor.reshape(()) if name.startswith("logit_") else tensor
     if _PROBE in hf:
         return _from_siglip(packed)
-    theirs = {
-        _replaced(name, _inverted(_IMAGE_NAMES | _TEXT_NAMES)): each
-        for name, each in packed.items()
-    }
+    names = _inverted(_IMAGE_NAMES | _TEXT_NAMES)
+    theirs = {_replaced(name, names): each for name, each in packed.items()}
     for name, projection in _PROJECTIONS.items():
         theirs[name] = theirs.pop(projection).T.contiguous()
     return theirs
@@ -193,6 +191,8 @@ def _inverted(names: dict[str, str]) -> dict[str, str]:
 
 def _from_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename and reshape the tensors of a SigLIP model, whose text encoder is a module `text`."""
+    text_names = _inverted(_TEXT_NAMES)
+    timm_names = _inverted(_TIMM_NAMES)
     out: dict[str, Tensor] = {}
     for name, tensor in hf.items():
         if name == _IMAGE_POSITIONS:
@@ -205,9 +205,9 @@ def _from_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name.startswith("text_model.head."):
             out[name.replace("text_model.head.", "text.text_projection.")] = tensor
         elif name.startswith("text_model."):
-            out["text." + _replaced(name, _inverted(_TEXT_NAMES))] = tensor
+            out["text." + _replaced(name, text_names)] = tensor
         else:
-            out[_replaced(name, _inverted(_TIMM_NAMES))] = tensor
+            out[_replaced(name, timm_names)] = tensor
     return out
 
 

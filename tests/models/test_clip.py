@@ -22,6 +22,7 @@ from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, train_tokeni
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import export
 from mmray.models.pretrained import pretrained_settings
 from mmray.models.synthetic import synthetic_batch
@@ -141,6 +142,21 @@ def test_models_that_open_clip_lacks_are_not_exported_to_it(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"open_clip has no model like this one of kind fusion"):
         export(model, values | {"kind": "fusion"}, TOKENIZER, tmp_path / "m", format="open_clip")
     assert not list(tmp_path.iterdir())
+
+
+def test_quick_gelu_of_siglip_texts_is_in_the_config_of_open_clip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_clip_files, "_timm_name", lambda _: "vit")
+    model = model_of(SPECS["siglip"])
+    hf = model.export_hf_config(None, 0)
+    values = SPECS["siglip"].model_dump(mode="json")
+    hf["text_config"]["hidden_act"] = "quick_gelu"
+    config = open_clip_files.model_config(values, hf, TOKENIZER)
+    assert config["model_cfg"]["quick_gelu"]
+    hf["text_config"]["hidden_act"] = "relu"
+    with pytest.raises(UsageError, match="gelu_pytorch_tanh of images and relu of texts"):
+        open_clip_files.model_config(values, hf, TOKENIZER)
 
 
 def tokenizer_adding(*added: str) -> str:

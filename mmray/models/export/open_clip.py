@@ -75,22 +75,28 @@ def model_config(
     tokenizer = Tokenizer.from_str(tokenizer_json)
     if not (is_clip_bpe(tokenizer) and tokenizer.get_vocab_size() == _CLIP_VOCABULARY):
         text_cfg["hf_tokenizer_name"] = "."  # the files in the folder
+    activation = text["hidden_act"]
     if spec["kind"] == "clip":
+        # The setting quick_gelu is of both encoders.
+        supported = activation in ("gelu", "quick_gelu") and image["hidden_act"] == activation
         model = _clip(image, hf["projection_dim"])
         text_cfg |= {"pool_type": "eos", "eos_id": text["eos_token_id"]}
     else:
+        supported = activation in ("gelu", "gelu_pytorch_tanh", "quick_gelu")
         model = _siglip(image, text)
         text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
-        if text["hidden_act"] == "gelu_pytorch_tanh":
+        if activation == "gelu_pytorch_tanh":
             text_cfg["act_kwargs"] = {"approximate": "tanh"}
-    activations = {image["hidden_act"], text["hidden_act"]}
-    if spec["kind"] == "clip" and activations not in ({"gelu"}, {"quick_gelu"}):
-        raise UsageError(f"{_OPTION}: open_clip has no CLIP with the activations {activations}")
+    if not supported:
+        raise UsageError(
+            f"{_OPTION}: open_clip has no {spec['kind']} with the activations "
+            f"{image['hidden_act']} of images and {activation} of texts"
+        )
     inputs = spec["inputs"]
     fit = {ours: theirs for theirs, ours in open_clip.FIT.items()}[inputs["fit"]]
     preprocess = {name: inputs[name] for name in ("mean", "std", "interpolation")}
     return {
-        "model_cfg": model | {"text_cfg": text_cfg, "quick_gelu": activations == {"quick_gelu"}},
+        "model_cfg": model | {"text_cfg": text_cfg, "quick_gelu": activation == "quick_gelu"},
         "preprocess_cfg": preprocess | {"resize_mode": fit, "fill_color": 255},
     }
 
