@@ -35,7 +35,8 @@ _WEIGHT_FIELDS = ("weight", "loss", "train")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 # Fields that chat templates read, with their types.
 _TEMPLATE_FIELDS = {"reasoning_content": str, "tool_calls": list, "tool_call_id": str, "name": str}
-_USED_FIELDS = {"role", "from", "content", "value", "function_call", *_TEMPLATE_FIELDS}
+_BASIC_FIELDS = frozenset(("role", "from", "content", "value"))  # most messages have no others
+_USED_FIELDS = {*_BASIC_FIELDS, "function_call", *_TEMPLATE_FIELDS}
 _USED_FIELDS |= {*_WEIGHT_FIELDS, *_REASONING_FIELDS}
 # Control characters but tab, line feed and carriage return, and the byte order mark
 _REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
@@ -349,6 +350,8 @@ def _parse_message(item: Any, places: _Places) -> Message:
 
 def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:
     """Return the fields of a message besides role and content. Raises ValueError."""
+    if item.keys() <= _BASIC_FIELDS:
+        return {}
     weight = 1.0
     for name in _WEIGHT_FIELDS:
         if (value := item.get(name)) is not None:
@@ -386,6 +389,8 @@ def _field_notices(items: list[dict[str, Any]], messages: list[Message]) -> list
     """
     notices = set()
     for item, message in zip(items, messages, strict=True):
+        if item.keys() <= _BASIC_FIELDS:
+            continue
         given = {name for name, value in item.items() if value is not None}
         notices |= {f"`{str(name)[:40]}` of a message is not used" for name in given - _USED_FIELDS}
         for name in message.keys() & {"name", "tool_call_id"}:
