@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ from mmray.data.prepare.records import (
     write_records,
 )
 from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
+from mmray.data.prepare.tasks import RESUME_HINT, Result, run_with_crash_limit
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row, to_utf8
 from mmray.data.store.manifest import SHARDS, text_columns
 from mmray.data.store.row_columns import KEPT, caption_flag
@@ -66,8 +67,9 @@ from mmray.data.store.row_values import COLUMNS_DIR
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
+from mmray.errors import ResourceError
 from mmray.plugins import load_class, source_digest
-from mmray.storage.paths import AnyPath, RemotePath, file_size, to_path
+from mmray.storage.paths import AnyPath, RemotePath, file_size, retry_if_remote, to_path
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -186,6 +188,26 @@ class PrepareJob:
             bad.key = row.key
             raise
         return row
+
+
+def pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
+    """Ray task: pack one chunk.
+
+    Ray retries it if its worker dies; the retry decodes images in a child process.
+    """
+    chunk = SourceChunk(**{name: item[name] for name in SourceChunk.__dataclass_fields__})
+    out = to_path(job.out)
+    name = record_path(chunk.index)
+    item_name = f"{chunk.file} from row {chunk.first_line}"
+
+    def pack(decoder: SubprocessDecoder | None) -> Record:
+        # An upload that failed cannot be resumed, so the chunk is packed again.
+        return retry_if_remote(out, partial(pack_chunk, job, chunk, decoder, item["labels"]))
+
+    try:
+        return {"record": run_with_crash_limit(pack, out, name, item_name)}
+    except OSError as error:
+        raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
 
 
 _MAX_NOTICES = 200  # of a chunk, whose rows may have a column each

@@ -23,12 +23,11 @@ import numpy as np
 from mmray.builtin import SAMPLE_AV, SAMPLE_VLM
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
-from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, duplicates, preview, sample
 from mmray.data.prepare.contamination import is_enabled
 from mmray.data.prepare.kept_columns import merge_types
-from mmray.data.prepare.pack import PrepareJob, changed_chunks, is_current, pack_chunk
+from mmray.data.prepare.pack import PrepareJob, changed_chunks, is_current, pack_task
 from mmray.data.prepare.records import (
     Labels,
     PackedRows,
@@ -36,14 +35,11 @@ from mmray.data.prepare.records import (
     fold,
     plan_folds,
     read_records,
-    record_path,
 )
 from mmray.data.prepare.tasks import (
     ATTEMPT_SUFFIX,
     RESUME_HINT,
-    Result,
     map_tasks,
-    run_with_crash_limit,
 )
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -70,7 +66,6 @@ from mmray.storage.paths import (
     check_kept,
     list_names,
     list_sizes,
-    retry_if_remote,
     to_path,
 )
 from mmray.storage.requests import parallel_map
@@ -494,7 +489,7 @@ def _pack(
     ]
     rows = sum(record.num_rows for record in done.values())
     bad = sum(record.num_bad for record in done.values())
-    tasks = map_tasks(partial(_pack_task, job=job), todo)
+    tasks = map_tasks(partial(pack_task, job=job), todo)
     with closing(tasks):  # an error in `progress` also stops the job
         for result in chain([None], tasks):
             if result is not None:
@@ -538,26 +533,6 @@ def _current_records(
         for index in result["chunks"]:
             del done[index]
     return done
-
-
-def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
-    """Ray task: pack one chunk.
-
-    Ray retries it if its worker dies; the retry decodes images in a child process.
-    """
-    chunk = SourceChunk(**{name: item[name] for name in SourceChunk.__dataclass_fields__})
-    out = to_path(job.out)
-    name = record_path(chunk.index)
-    item_name = f"{chunk.file} from row {chunk.first_line}"
-
-    def pack(decoder: SubprocessDecoder | None) -> Record:
-        # An upload that failed cannot be resumed, so the chunk is packed again.
-        return retry_if_remote(out, partial(pack_chunk, job, chunk, decoder, item["labels"]))
-
-    try:
-        return {"record": run_with_crash_limit(pack, out, name, item_name)}
-    except OSError as error:
-        raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mmray.data.store.row_columns import TYPES, Columns
 from mmray.errors import DataError
@@ -80,6 +79,8 @@ def write_values(
 
 
 def _range(values: pa.Array) -> Range:
+    from pyarrow import compute as pc  # 0.1 s, which processes that write no columns need not spend
+
     missing = [values.null_count]
     if values.type not in TYPES.values() or values.null_count == len(values):
         return missing

@@ -34,7 +34,7 @@ from mmray.data.text.tokenizer import train_tokenizer
 from tests.data.images.crashing_images import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
-_pack_task, _hash_rows = prepare_module._pack_task, contamination._hash_rows
+_pack_task, _hash_rows = prepare_module.pack_task, contamination._hash_rows
 
 
 def pack_task(decoder, item, job):
@@ -134,7 +134,7 @@ def test_rows_of_oom_task_are_retried_one_by_one_and_kept(tmp_path, monkeypatch,
     source = make_source(tmp_path / "raw", 12, ())
     with (tmp_path / "raw" / "5.png").open("ab") as file:
         file.write(NEED)
-    monkeypatch.setattr(prepare_module, "_pack_task", partial(pack_task, decoder_finds_no_memory))
+    monkeypatch.setattr(prepare_module, "pack_task", partial(pack_task, decoder_finds_no_memory))
     manifest = prepare(str(source), str(tmp_path / "out"), Prepare(rows_per_shard=4, vocab_size=60))
     assert (manifest.num_rows, manifest.reasons) == (12, {})
 
@@ -149,7 +149,7 @@ def test_prepare_quarantines_crashing_image_and_packs_the_rest(
     settings = Prepare(
         max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side
     )
-    monkeypatch.setattr(prepare_module, "_pack_task", partial(pack_task, decoder_dies))
+    monkeypatch.setattr(prepare_module, "pack_task", partial(pack_task, decoder_dies))
     manifest = prepare(str(source), out, settings)
     assert (manifest.num_rows, manifest.reasons) == (29, {"decoder-crash": 3})
     faults = [

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from mmray.data.images import subprocess_decoder
 from mmray.data.media import decode
-from mmray.data.prepare.pipeline import _pack_task
+from mmray.data.prepare.pack import pack_task as _pack_task
 
 MARK = b"this ends its decoder"
 _open = decode._open

@@ -115,7 +115,7 @@ def test_a_crash_at_a_header_costs_one_row(
         (tmp_path / f"{number}.flac").write_bytes(data)
         rows.append({"id": str(number), "audio": f"{number}.flac", "text": f"text {number}"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(pipeline, "_pack_task", crashing_media.pack_task)
+    monkeypatch.setattr(pipeline, "pack_task", crashing_media.pack_task)
     settings = Prepare(check="header", max_bad_fraction=0.5, vocab_size=0, duplicates="keep")
     manifest = pipeline.prepare(str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), settings)
     assert (manifest.num_rows, manifest.reasons) == (5, {"decoder-crash": 1})

@@ -575,12 +575,12 @@ def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray, run):
     assert run().num_rows == 3
 
 
-_pack_task = prepare_module._pack_task
+_pack_task = prepare_module.pack_task
 
 
 def task_with(pack, item, job):
     """The prepare task with another `pack_chunk`, on its worker."""
-    with mock.patch.object(prepare_module, "pack_chunk", pack):
+    with mock.patch("mmray.data.prepare.pack.pack_chunk", pack):
         return _pack_task(item, job)
 
 
@@ -597,7 +597,7 @@ def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(
     tmp_path, monkeypatch, local_ray, run
 ):
     make_source(tmp_path / "raw", 12)
-    monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, dies_at_1))
+    monkeypatch.setattr(prepare_module, "pack_task", partial(task_with, dies_at_1))
     with pytest.raises(
         ResourceError, match=r"died 3 times at rows\.jsonl from row 5\..*rerun the same"
     ):
@@ -616,7 +616,7 @@ def has_a_bug(job, *_):
 def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, local_ray, run):
     """Not retried, and not attributed to images or memory."""
     make_source(tmp_path / "raw", 4)
-    monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
+    monkeypatch.setattr(prepare_module, "pack_task", partial(task_with, has_a_bug))
     with pytest.raises(
         MmrayError, match=r"(?s)KeyError: 'absent'.*test_pipeline\.py.*in has_a_bug"
     ):
