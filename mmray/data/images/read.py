@@ -313,7 +313,10 @@ def _find_normalized(folder: Path, name: str) -> str:
 
 def _check_regular_file(folder: Path, name: str, roots: Roots) -> None:
     """Raise BadRow if a local file is a link that is not followed, or no regular file."""
-    real = os.path.realpath(f"{folder}/{name}")
+    parent, _, base = f"{folder}/{name}".rpartition("/")
+    real = f"{_real_path(parent)}/{base}"
+    if os.path.islink(real):  # noqa: PTH114 - for each image
+        real = os.path.realpath(real)
     if not real.startswith(_prefixes(folder)[-1]) and not any(
         real.startswith(_prefixes(to_path(root))[-1]) for root in roots
     ):
