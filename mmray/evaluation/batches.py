@@ -302,6 +302,7 @@ class EvalDataset(EvalReader):
             "label": torch.tensor([row.label for row in items]),
             "image_hash": torch.tensor([row.image_hash for row in items]),
             "caption_row": torch.tensor([row.number for row in items for _ in row.texts]),
+            "caption_number": torch.tensor([n for row in items for n in range(len(row.texts))]),
             "text_hash": torch.tensor([hash_key(text) for text in texts]),
         }
 

@@ -64,22 +64,18 @@ class SetsEvaluator:
             Equal on all ranks: the metrics of each evaluator, of a set with a name under
             `NAME/METRIC`; and `rows_in_set` if `evaluate.limit` leaves out rows.
         """
-        is_saved: list[bool] = []
-
-        def save_first(examples: dict[str, Any]) -> None:
-            if save_examples is not None and not is_saved:
-                is_saved.append(True)
-                save_examples(examples)
-
+        examples: list[dict[str, Any]] = []
+        save = None if save_examples is None else examples.append
         metrics: dict[str, float] = {}
         for name, evaluator in self.evaluators.items():
-            save = None if save_examples is None else save_first
             scores = evaluator.score(model, group, objective, global_batch_size, save)
             in_set = evaluator.prepared.num_rows
             if in_set > (evaluator.settings.limit or in_set):
                 scores = {ROWS_IN_SET: float(in_set)} | scores
             prefix = f"{name}/" if name else ""
             metrics |= {f"{prefix}{metric}": value for metric, value in scores.items()}
+        if save_examples is not None and examples:
+            save_examples(examples[0])
         return metrics
 
 

@@ -16,17 +16,11 @@ from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group
-from mmray.evaluation.embeddings import (
-    TOP_K,
-    RowFile,
-    eval_mode,
-    gather_rows,
-    steps_in_lockstep,
-    topk_hits,
-)
-from mmray.evaluation.evaluator import compute_ranks_in_parallel, topk_accuracy
-from mmray.evaluation.examples import RankedDirection, RetrievalExamples, RetrievalItems
-from mmray.evaluation.retrieval import first_index
+from mmray.evaluation.classification import HeadHits
+from mmray.evaluation.embeddings import RowFile, eval_mode, gather_rows, steps_in_lockstep
+from mmray.evaluation.examples import RetrievalExamples
+from mmray.evaluation.retrieval import RetrievalItems, number_equal, rank_direction
+from mmray.models.protocol import HeadScores
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -86,44 +80,40 @@ class ClipEvaluator(EvalDataset):
         embeds = {name: gather_rows(file, group) for name, file in files.items()}
         identity = gather_rows(identities, group)
         bad_rows = self.count_bad_rows(len(identity), group)
-        metrics: dict[str, float] = {}
-        if hits is not None:
-            classes = model.class_head.out_features
-            total = group.all_gather_variable(hits[None]).sum(0).cpu()
-            metrics |= topk_accuracy(total, "classification", classes)
+        metrics = hits.metrics(group)
         inputs: Any = self.inputs
         examples = RetrievalExamples(self.prepared, group.device, self.max_pixels, inputs.clip_s)
         present = {name: embed.any(dim=1) for name, embed in embeds.items()}
         for query, gallery in permutations(embeds, 2):
+            clips = (present[query] & present[gallery]).nonzero().flatten()
+            if not len(clips):
+                continue
             direction = f"{query}_to_{gallery}"
-            numbers = (present[query] & present[gallery]).nonzero().flatten()
-            ranked = _ranks(embeds, query, gallery, numbers, identity, group)
-            if len(ranked.ranks):
-                metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
-                if save_examples is not None:
-                    examples.add(direction, ranked)
-        recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
-        if not recalls:
+            queries = _items(query, embeds[query][clips], identity[clips])
+            results = _items(gallery, embeds[gallery][clips], identity[clips])
+            positives = torch.stack([queries.index, results.index])
+            ranked = rank_direction(queries, results, positives, group)
+            metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
+            if save_examples is not None:
+                examples.add(direction, ranked)
+        if not any(name.startswith("recall_at_1/") for name in metrics):
             raise DataError(
                 f"no clip of {self.prepared.folder} has two of {', '.join(embeds)}, which are "
                 "to be compared"
             )
         if save_examples is not None:
             save_examples(examples.values(len(identity)))
-        metrics |= {
-            "recall_at_1/mean": sum(recalls) / len(recalls),
-            "rows": float(len(identity)),
-            "bad_rows": float(bad_rows),
-        }
+        counts = {"rows": float(len(identity)), "bad_rows": float(bad_rows)}
+        metrics |= retrieval.mean_recall(metrics) | counts
         return self.add_own_metrics(metrics, group, embeds, identity[:, 3])
 
     def _embed(
         self, model: nn.Module, group: Group
-    ) -> tuple[dict[str, RowFile], RowFile, Tensor | None]:
+    ) -> tuple[dict[str, RowFile], RowFile, HeadHits]:
         """Embed the clips of this rank's rows.
 
-        Returns the embeddings by modality; the hash of the text, the row and the number of the text
-        of each clip; and the counts of `topk_hits` of the classification head, None without one.
+        Returns the embeddings by modality; the hash of the text, the row, the number of the text
+        and the label of each clip; and the correct predictions of the classification head.
         """
         with eval_mode(model):
             # A rank without rows needs the names and the widths, too.
@@ -135,20 +125,17 @@ class ClipEvaluator(EvalDataset):
                 if name.endswith("_embed")
             }
             identities = RowFile(4, np.int64)
-            classifies = "class_logits" in outputs
-            hits = torch.zeros(len(TOP_K) + 1, dtype=torch.int64) if classifies else None
+            hits = HeadHits(_head_scores(outputs, synthetic))
             batches = self.batches(group.rank, group.world_size, self.settings.limit)
-            for batch, _ in steps_in_lockstep(model, batches, group):
-                if batch is None:
-                    model(synthetic)
+            for own in steps_in_lockstep(model, batches, group):
+                batch = synthetic if own is None else own
+                outputs = model({name: column.to(group.device) for name, column in batch.items()})
+                if own is None:
                     continue
-                on_device = {name: column.to(group.device) for name, column in batch.items()}
-                outputs = model(on_device)
                 for name, file in files.items():
                     file.write(outputs[f"{name}_embed"].float().cpu())
-                identities.write(batch["identity"])
-                if hits is not None:
-                    hits += topk_hits(outputs["class_logits"].float().cpu(), batch["label"])
+                identities.write(own["identity"])
+                hits.add(_head_scores(outputs, own))
         return files, identities, hits
 
     def _convert(self, number: int, row: Row) -> list[Any]:
@@ -170,41 +157,17 @@ class ClipEvaluator(EvalDataset):
         }
 
 
-def _ranks(
-    embeds: dict[str, Tensor],
-    query: str,
-    gallery: str,
-    numbers: Tensor,
-    identity: Tensor,
-    group: Group,
-) -> RankedDirection:
-    """Return the ranks of a direction, of the clips `numbers`, which have both modalities."""
+def _head_scores(outputs: dict[str, Tensor], batch: Batch) -> dict[str, HeadScores]:
+    logits = outputs.get("class_logits")
+    if logits is None:
+        return {}
+    return {"classification": HeadScores(logits, batch["label"], logits.shape[1])}
 
-    def items(modality: str, clips: Tensor) -> RetrievalItems:
-        return RetrievalItems(embeds[modality], clips, identity[clips, 1:3])
 
-    queries = embeds[query][numbers]
-    results = embeds[gallery][numbers]
-    index = torch.arange(len(numbers))
-    gallery_items = items(gallery, numbers)
-    query_ids = gallery_ids = index
-    if "text" not in (query, gallery):
-        pairs = torch.stack([index, index])
-        ranks = compute_ranks_in_parallel(queries, results, pairs, group)
-    else:
-        # Equal texts are one item, which is correct for all their clips.
-        _, text_id = identity[numbers, 0].unique(return_inverse=True)
-        first = first_index(text_id)
-        query_ids = gallery_ids = text_id
-        if gallery == "text":
-            pairs = torch.stack([index, text_id])
-            counts = text_id.bincount()
-            ranks = compute_ranks_in_parallel(queries, results[first], pairs, group, counts)
-            gallery_items = items(gallery, numbers[first])
-            gallery_ids = torch.arange(len(first))
-        else:
-            pairs = torch.stack([text_id, index])
-            ranks = compute_ranks_in_parallel(queries[first], results, pairs, group)[text_id]
-    return RankedDirection(
-        ranks, items(query, numbers), gallery_items, lambda number: query_ids[number] == gallery_ids
-    )
+def _items(modality: str, embeds: Tensor, identity: Tensor) -> RetrievalItems:
+    """Return the items of a modality: equal texts are one, which is correct for all their clips."""
+    locations = identity[:, 1:3]
+    if modality != "text":
+        return RetrievalItems(embeds, torch.arange(len(embeds)), locations)
+    text_id, first = number_equal(identity[:, 0])
+    return RetrievalItems(embeds[first], text_id, locations)

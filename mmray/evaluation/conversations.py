@@ -123,7 +123,7 @@ class ConversationEvaluator(EvalReader):
         sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, correct tokens, rows
         with eval_mode(model):
             batches = self.batches(group.rank, group.world_size, self.settings.limit)
-            for part, _ in steps_in_lockstep(model, batches, group):
+            for part in steps_in_lockstep(model, batches, group):
                 encoded: list[EncodedRow] = []
                 for number, held_out in part or ():
                     row = self._try(number, held_out, self._encode)
@@ -181,7 +181,7 @@ class ConversationEvaluator(EvalReader):
         limit = min(settings.num_generations, settings.limit or settings.num_generations)
         own_answers: list[Answer] = []
         batches = self.batches(group.rank, group.world_size, limit)
-        for part, _ in steps_in_lockstep(vlm, batches, group):
+        for part in steps_in_lockstep(vlm, batches, group):
             prompts = []
             media = []
             references = []

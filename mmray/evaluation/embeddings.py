@@ -8,10 +8,11 @@ each rank, and 0.2 GB of memory to find equal images and captions.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +22,58 @@ from mmray.data.stream.collate import Batch
 from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group
-from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
+from mmray.evaluation.classification import HeadHits
+from mmray.evaluation.retrieval import RankedDirection, RetrievalItems, number_equal, rank_direction
 from mmray.models.protocol import as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
-TOP_K = (1, 5)
 ROW_COLUMNS = ("row", "label", "image_hash")
-CAPTION_COLUMNS = ("caption_row", "text_hash")
+CAPTION_COLUMNS = ("caption_row", "caption_number", "text_hash")
+
+
+@dataclass(frozen=True)
+class EmbeddingSet:
+    """Embeddings of N distinct images and C captions on the CPU, sorted by row, as `embed_dataset`
+    returns them.
+
+    Rows with the same image are one image with the captions of all. Equal captions are one text
+    and are correct for all their images.
+
+    Attributes:
+        row: int64 [N], the first row of the set with the image.
+        image: Embeddings of the images, float32 [N, D].
+        label: Class of each image, int64 [N]; -1: none.
+        image_index: Index in `image` of the image of each caption, int64 [C].
+        text: Embeddings of the U distinct texts of captions, float32 [U, D].
+        text_id: int64 [C], index in `text` of each caption.
+        locations: Row that has the caption, and its number within the row, int64 [C, 2].
+        head_metrics: Accuracy of the classification heads.
+        scalar_outputs: Outputs of the model that belong to no row, scalars by name, such as
+            `logit_scale`.
+    """
+
+    row: Tensor
+    image: Tensor
+    label: Tensor
+    image_index: Tensor
+    text: Tensor
+    text_id: Tensor
+    locations: Tensor
+    head_metrics: dict[str, float]
+    scalar_outputs: dict[str, Tensor]
+
+    def rank(self, group: Group) -> dict[str, RankedDirection]:
+        """Return the ranks of `image_to_text` and `text_to_image`; a collective call."""
+        index = torch.arange(len(self.row))
+        first_captions = torch.stack([self.row, torch.zeros_like(self.row)], dim=1)
+        images = RetrievalItems(self.image, index, first_captions)
+        texts = RetrievalItems(self.text, self.text_id, self.locations)
+        positives = torch.stack([self.image_index, self.text_id])
+        return {
+            "image_to_text": rank_direction(images, texts, positives, group),
+            "text_to_image": rank_direction(texts, images, positives.flip(0), group),
+        }
 
 
 class RowFile:
@@ -86,20 +131,6 @@ class RowFile:
         return torch.from_numpy(np.memmap(self._file, self._dtype, "r+", shape=shape))
 
 
-class Step(NamedTuple):
-    """One of the steps that all ranks take together to embed their batches.
-
-    Attributes:
-        batch: Rows of this rank, as its iterator of batches yields them; None: this rank has no
-            rows left, but another rank has.
-        num_calls: Number of calls of the model in which every rank embeds its captions; None: as
-            many as the batch needs.
-    """
-
-    batch: Any
-    num_calls: int | None
-
-
 @torch.no_grad()
 def embed_dataset(
     model: Any, data: EvalDataset, group: Group, objective: Objective, with_texts: bool = True
@@ -110,69 +141,58 @@ def embed_dataset(
         model: The unwrapped model, with the methods `embed_image` and `embed_text`. It may be
             sharded by FSDP, whose ranks must make the same calls; ranks with fewer rows then embed
             synthetic ones.
-        data: The held-out rows, of which each rank reads a part.
-        group: The ranks, which exchange their embeddings.
-        objective: The objective of the run; names the scalar outputs to keep, such as the
-            temperature.
+        objective: Names the scalar outputs to keep, such as the temperature.
         with_texts: Embed the captions; False: the result has no captions.
-
-    Returns:
-        An EmbeddingSet with the rows of all ranks, on each rank, on the CPU: `image` float32 [N,
-        D], `text` float32 [U, D], `caption_row` and `text_id` int64 [C], `label` int64 [N] and
-        others.
     """
-    text_rows = data.settings.batch
-
-    def text_calls(batch: Batch) -> int:
-        return -(-len(batch["input_ids"]) // text_rows) if with_texts else 0
-
     # In files too: small tensors between large ones would keep freed memory from being returned.
     columns = {name: RowFile(1, np.int64) for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)}
-    hits: dict[str, Tensor] = {}
     with eval_mode(model):
-        # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
-        # because torch.compile makes separate graphs for one.
-        synthetic = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=group.device)
+        synthetic = _synthetic_batch(data, group.device)
         outputs = model(synthetic)
-        width = model.embed_image(synthetic["image"]).shape[1]
-        heads = as_model(model).head_scores(synthetic)
-        hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
-        images = RowFile(width)
-        texts = RowFile(width)
+        images = RowFile(model.embed_image(synthetic["image"]).shape[1])
+        texts = images.empty()
+        hits = HeadHits(as_model(model).head_scores(synthetic))
         batches = data.batches(group.rank, group.world_size, data.settings.limit)
-        for batch, num_calls in steps_in_lockstep(model, batches, group, text_calls):
-            pixels = (synthetic if batch is None else batch)["image"].to(group.device)
-            image = model.embed_image(pixels).float().cpu()
-            if with_texts:
-                tokens = _no_captions(synthetic) if batch is None else batch
-                text = embed_texts(model, tokens, text_rows, group.device, num_calls)
-            for name, head in _head_scores(model, batch, synthetic, group.device).items():
-                if batch is not None:
-                    hits[name] += topk_hits(head.scores.float().cpu(), head.label.cpu())
-            if batch is None:
+        for own in steps_in_lockstep(model, batches, group):
+            batch = synthetic if own is None else own
+            image = model.embed_image(batch["image"].to(group.device)).float().cpu()
+            text = embed_texts(model, batch, data.settings.batch, group) if with_texts else None
+            heads = as_model(model).head_scores(_with_first_captions(batch, group.device))
+            if own is None:
                 continue
+            hits.add(heads)
             images.write(image)
             for name in ROW_COLUMNS:
-                columns[name].write(batch[name])
-            if with_texts:
+                columns[name].write(own[name])
+            if text is not None:
                 texts.write(text)
                 for name in CAPTION_COLUMNS:
-                    columns[name].write(batch[name])
+                    columns[name].write(own[name])
     gathered = {name: gather_rows(column, group).flatten() for name, column in columns.items()}
     return _merge_equal(
         gathered,
         gather_rows(images, group),
         gather_rows(texts, group),
-        heads={
-            name: HeadHits(
-                group.all_gather_variable(hits[name][None]).sum(0).cpu(),
-                head.num_classes,
-                head.unit,
-            )
-            for name, head in heads.items()
-        },
+        head_metrics=hits.metrics(group),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
+
+
+def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
+    """Return a batch for a rank without rows, which needs the widths and the scalar outputs too.
+
+    It has two rows, because torch.compile makes separate graphs for one.
+    """
+    row = torch.arange(2)
+    batch = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=device)
+    return batch | {"row": row, "caption_row": row}
+
+
+def _with_first_captions(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device with the first caption of each image, for the heads."""
+    first = torch.searchsorted(batch["caption_row"], batch["row"])
+    captions = {name: batch[name].to(device)[first] for name in ("input_ids", "attention_mask")}
+    return {name: column.to(device) for name, column in batch.items()} | captions
 
 
 def in_lockstep(model: nn.Module, group: Group) -> bool:
@@ -182,86 +202,45 @@ def in_lockstep(model: nn.Module, group: Group) -> bool:
     return group.world_size > 1 and is_sharded(model)
 
 
-def steps_in_lockstep(
-    model: nn.Module,
-    batches: Iterable[Any],
-    group: Group,
-    calls_of: Callable[[Any], int] = lambda _: 1,
-) -> Iterator[Step]:
-    """Yield the batches of this rank, as many steps on every rank if the model is sharded.
-
-    A rank that has fewer batches than another one then gets None in the last steps.
-
-    Args:
-        group: The process group of the ranks (a Group of mmray; of one rank for a single process),
-            which make this call together.
-        calls_of: Called with a batch; returns how many calls of the model it needs, such as to
-            embed its captions.
-
-    Yields:
-        A Step: `batch`, or None for a rank that has no batches left, and `num_calls`, the number of
-        calls that every rank makes in this step: the largest one that a rank needs; None if the
-        model is not sharded.
+def steps_in_lockstep(model: nn.Module, batches: Iterable[Any], group: Group) -> Iterator[Any]:
+    """Yield the batches of this rank; if the model is sharded, as many on every rank: a rank that
+    has fewer than another one then gets None in the last steps.
     """
     if not in_lockstep(model, group):
-        for batch in batches:
-            yield Step(batch, None)
+        yield from batches
         return
     remaining = iter(batches)
     while True:
-        local = next(remaining, None)
-        counts = torch.tensor([[int(local is not None), 0 if local is None else calls_of(local)]])
-        has_rows, num_calls = group.all_gather_variable(counts).amax(dim=0).tolist()
-        if not has_rows:
+        own = next(remaining, None)
+        has_batch = torch.tensor([own is not None])
+        if not group.all_gather_variable(has_batch).any():
             return
-        yield Step(local, num_calls)
-
-
-def _no_captions(synthetic: Batch) -> Batch:
-    return {name: synthetic[name][:0] for name in ("input_ids", "attention_mask")}
-
-
-def _head_scores(
-    model: Any, batch: Batch | None, synthetic: Batch, device: torch.device
-) -> dict[str, Any]:
-    """Scores of the heads for a batch, each image with its first caption."""
-    if batch is None:
-        return as_model(model).head_scores(synthetic)
-    first = torch.searchsorted(batch["caption_row"], batch["row"])
-    captions = {name: batch[name][first] for name in ("input_ids", "attention_mask")}
-    on_device = {name: column.to(device) for name, column in (batch | captions).items()}
-    return as_model(model).head_scores(on_device)
+        yield own
 
 
 @torch.no_grad()
-def embed_texts(
-    model: Any, tokens: Batch, rows: int, device: torch.device, num_calls: int | None = None
-) -> Tensor:
-    """Embed captions, some at a time.
+def embed_texts(model: Any, tokens: Batch, rows: int, group: Group) -> Tensor:
+    """Embed captions, some at a time; a collective call if the model is sharded.
 
     Args:
         model: The model; its `embed_text(input_ids, attention_mask)` returns embeddings [B, D].
         tokens: `input_ids` and `attention_mask` int64 [C, T].
         rows: Captions per call.
-        num_calls: Number of calls, at least as many as needed; the others embed one token, because
-            ranks of a sharded model must make the same calls. None: as many as needed.
 
     Returns:
         Float32 [C, D] on the CPU; without captions [0, 0].
     """
-    ids = tokens["input_ids"]
-    starts = range(0, len(ids), rows)
-    parts = [
-        model.embed_text(
-            ids[start : start + rows].to(device),
-            tokens["attention_mask"][start : start + rows].to(device),
-        )
-        for start in starts
-    ]
-    for _ in range((num_calls or 0) - len(starts)):
-        token = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        parts.append(model.embed_text(token, torch.ones_like(token))[:0])
-    return torch.cat([part.float().cpu() for part in parts]) if parts else torch.zeros(0, 0)
+    parts = []
+    for start in range(0, len(tokens["input_ids"]), rows):
+        ids = tokens["input_ids"][start : start + rows].to(group.device)
+        mask = tokens["attention_mask"][start : start + rows].to(group.device)
+        parts.append(model.embed_text(ids, mask).float().cpu())
+    if in_lockstep(model, group):
+        most = int(group.all_gather_variable(torch.tensor([len(parts)])).max())
+        token = torch.zeros(2, 1, dtype=torch.int64, device=group.device)
+        for _ in range(most - len(parts)):
+            model.embed_text(token, torch.ones_like(token))
+    return torch.cat(parts) if parts else torch.zeros(0, 0)
 
 
 def gather_rows(local: RowFile, group: Group) -> Tensor:
@@ -293,7 +272,7 @@ def _merge_equal(
     columns: dict[str, Tensor],
     image: Tensor,
     text: Tensor,
-    heads: dict[str, HeadHits],
+    head_metrics: dict[str, float],
     scalar_outputs: dict[str, Tensor],
 ) -> EmbeddingSet:
     """Merge rows with equal images, which get the captions of all, and equal captions.
@@ -304,35 +283,25 @@ def _merge_equal(
         columns: ROW_COLUMNS int64 [N] and CAPTION_COLUMNS int64 [C], by row.
         image: Float32 [N, D].
         text: Float32 [C, D].
-        heads: Of the result.
-        scalar_outputs: Of the result.
     """
+    image_id, first_of_image = number_equal(columns["image_hash"])
     row = columns["row"]
-    first_of_image = first_index(_dense_ids(columns["image_hash"]))
-    first_row = first_of_image[_dense_ids(columns["image_hash"])]
-    own_row = columns["caption_row"]
-    caption_row = row[first_row[torch.searchsorted(row, own_row)]]
+    caption_row = columns["caption_row"]
+    image_index = image_id[torch.searchsorted(row, caption_row)]
     # captions of one row keep their order
-    by_caption = caption_row.argsort(stable=True)
-    text_id = _dense_ids(columns["text_hash"][by_caption])
+    order = image_index.argsort(stable=True)
+    text_id, first_of_text = number_equal(columns["text_hash"][order])
     return EmbeddingSet(
         row=row[first_of_image],
         image=_select(image, first_of_image),
         label=columns["label"][first_of_image],
-        caption_row=caption_row[by_caption],
-        own_row=own_row[by_caption],
-        text=_select(text, by_caption[first_index(text_id)]),
+        image_index=image_index[order],
+        text=_select(text, order[first_of_text]),
         text_id=text_id,
-        heads=heads,
+        locations=torch.stack([caption_row, columns["caption_number"]], dim=1)[order],
+        head_metrics=head_metrics,
         scalar_outputs=scalar_outputs,
     )
-
-
-def _dense_ids(values: Tensor) -> Tensor:
-    """Number equal values 0, 1, ... in the order in which they first occur."""
-    _, by_value = values.unique(return_inverse=True)
-    order = first_index(by_value).argsort()
-    return order.argsort()[by_value]
 
 
 def _select(rows: Tensor, index: Tensor) -> Tensor:
@@ -356,45 +325,3 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def topk_hits(scores: Tensor, label: Tensor) -> Tensor:
-    """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
-
-    Args:
-        scores: Score of each class, float [N, C].
-        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
-
-    Returns:
-        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
-    """
-    return count_hits(classes_before(scores, label))
-
-
-def count_hits(before: Tensor) -> Tensor:
-    """Return the number of rows in the top 1, in the top 5, and of all, int64 [3].
-
-    Args:
-        before: Number of classes that rank before the correct one, int64 [N].
-    """
-    return torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
-
-
-def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Return for each row with a valid label how many classes rank before the correct one.
-
-    Args:
-        scores: Score of each class, float [N, C].
-        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are omitted.
-        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
-            of a class ranks before it too; with NaN of the correct class all classes do.
-
-    Returns:
-        int64 [M] for the M rows with a valid label; 0: the correct class has the highest score.
-    """
-    num_classes = scores.shape[1]
-    labeled = (label >= 0) & (label < num_classes)
-    scores = scores[labeled]
-    target = scores.gather(1, label[labeled][:, None])
-    before = (~(scores < target - tie)).sum(dim=1) - 1
-    return before + target.isnan().squeeze(1) * num_classes

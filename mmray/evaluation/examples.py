@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from mmray.data.media.excerpt import make_excerpt
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.evaluation import retrieval
-from mmray.evaluation.retrieval import TIE, EmbeddingSet, full_precision
+from mmray.evaluation.retrieval import TIE, RankedDirection, full_precision
 
 NUM_SHOWN = 6  # hits, and misses, per direction
 NUM_RETRIEVED = 5
@@ -85,38 +84,6 @@ def top_k(
     return order, scores.gather(1, order)
 
 
-class RetrievalItems(NamedTuple):
-    """The queries or the results of a direction of retrieval, N items with E embeddings.
-
-    Attributes:
-        embeds: L2-normalized embeddings [E, D].
-        embed_index: The embedding of each item, int64 [N].
-        locations: Row in the set, and number of the text within the row, of each item, int64
-            [N, 2].
-    """
-
-    embeds: Tensor
-    embed_index: Tensor
-    locations: Tensor
-
-
-class RankedDirection(NamedTuple):
-    """Ranks of a direction of retrieval, such as `audio_to_text`.
-
-    Attributes:
-        ranks: Rank of the correct result of each of Q queries, int64 [Q]; 1 is the top.
-        queries: The Q queries.
-        gallery: The G items that are searched.
-        is_correct: Called with the index of a query; returns which items are correct results, bool
-            [G].
-    """
-
-    ranks: Tensor
-    queries: RetrievalItems
-    gallery: RetrievalItems
-    is_correct: Callable[[int], Tensor]
-
-
 class RetrievalExamples:
     """Collects hits and misses of directions of retrieval, with their images, frames and sound.
 
@@ -151,7 +118,7 @@ class RetrievalExamples:
         Args:
             direction: Name of the direction, a key of the examples, such as `audio_to_text` or
                 `image_to_text`.
-            ranked: Its ranks: `ranks` int64 [Q], `queries`, `gallery` and `is_correct`.
+            ranked: Its ranks, queries and results.
         """
         queries = ranked.queries
         gallery = ranked.gallery
@@ -159,10 +126,8 @@ class RetrievalExamples:
         shown_queries = select_queries(ranked.ranks, NUM_SHOWN if has_images else NUM_CLIPS)
         k = NUM_RETRIEVED if has_images else NUM_RETRIEVED_CLIPS
         is_correct = torch.stack([ranked.is_correct(query) for query in shown_queries.tolist()])
-        embeds = queries.embeds[queries.embed_index[shown_queries]]
-        best, scores = top_k(
-            embeds, gallery.embeds, is_correct, k, self._device, gallery.embed_index
-        )
+        embeds = queries.embeds[queries.index[shown_queries]]
+        best, scores = top_k(embeds, gallery.embeds, is_correct, k, self._device, gallery.index)
         columns = (
             shown_queries,
             ranked.ranks[shown_queries],
@@ -218,42 +183,3 @@ class RetrievalExamples:
         self._clips[name] = excerpt
         if frames := excerpt["frames"]:
             self._images[name] = frames[len(frames) // 2]["image"]
-
-
-def image_examples(
-    embedded: EmbeddingSet, ranks: dict[str, Tensor], examples: RetrievalExamples
-) -> dict[str, Any]:
-    """Return the content of examples.json of a model of images and texts.
-
-    Args:
-        embedded: The embeddings of all rows: `image` [N, D] of N images, `text` of their captions,
-            and others.
-        ranks: Rank of each image among the captions, `image_to_text` int64 [N], and of each caption
-            among the images, `text_to_image` int64 [C]; 1 is the top.
-        examples: Receives both directions. An image is represented by its first caption.
-
-    Returns:
-        JSON values as RetrievalExamples.values returns them: lists of queries under `image_to_text`
-        and `text_to_image`, thumbnails under `images`, and `rows`.
-    """
-    row = embedded.row
-    own_row = embedded.own_row
-    images = RetrievalItems(
-        embedded.image, torch.arange(len(row)), torch.stack([row, torch.zeros_like(row)], dim=1)
-    )
-    texts = RetrievalItems(
-        embedded.text, embedded.text_id, torch.stack([own_row, _index_in_run(own_row)], dim=1)
-    )
-    for way, queries, gallery, is_correct in (
-        ("image_to_text", images, texts, embedded.matching_captions),
-        ("text_to_image", texts, images, embedded.matching_images),
-    ):
-        examples.add(way, RankedDirection(ranks[way], queries, gallery, is_correct))
-    return examples.values(len(row))
-
-
-def _index_in_run(values: Tensor) -> Tensor:
-    """Return the index of each value in its run of equal values."""
-    _, lengths = values.unique_consecutive(return_counts=True)
-    starts = lengths.cumsum(0) - lengths
-    return torch.arange(len(values)) - starts.repeat_interleave(lengths)

@@ -7,110 +7,92 @@ device or number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mmray.evaluation.batches import Group
 
 TIE = 1e-6  # ten times the rounding error of a float32 dot product of unit vectors
 RECALL_AT = (1, 5, 10)
 CHUNK = 4096  # queries and gallery rows scored at once; memory is CHUNK x CHUNK
 
 
-class HeadHits(NamedTuple):
-    """Number of correct predictions of a classification head.
+class RetrievalItems(NamedTuple):
+    """The queries or the results of a direction of retrieval: N items with E embeddings.
 
     Attributes:
-        hits: Counts in the top 1, in the top 5, and with a valid label, int64 [3].
-        num_classes: Number of classes.
-        unit: What is counted: `rows` or `boxes`.
+        embeds: L2-normalized embeddings [E, D].
+        index: The embedding of each item, int64 [N]; equal texts share one.
+        locations: Row in the set, and number of the text within the row, of each item, int64
+            [N, 2].
     """
 
-    hits: Tensor  # int64 [3], `topk_hits`
-    num_classes: int
-    unit: str  # what is counted, such as rows
+    embeds: Tensor
+    index: Tensor
+    locations: Tensor
 
 
-@dataclass(frozen=True)
-class EmbeddingSet:
-    """Embeddings of N distinct images and C captions on the CPU, sorted by row, as `embed_dataset`
-    returns them.
-
-    Rows with the same image are one image with the captions of all. Equal captions are one text
-    and are correct for all their images.
+class RankedDirection(NamedTuple):
+    """Ranks of a direction of retrieval, such as `audio_to_text`.
 
     Attributes:
-        row: int64 [N], the first row of the set with the image.
-        image: Embeddings of the images, float32 [N, D].
-        caption_row: int64 [C], the `row` of the image of each caption.
-        own_row: int64 [C], the row that has the caption.
-        text: Embeddings of the U distinct texts of captions, float32 [U, D].
-        text_id: int64 [C], index in `text` of each caption.
-        label: Class of each image, int64 [N]; -1: none.
-        heads: Correct predictions of each classification head by its name; empty for a model with
-            embeddings only.
-        scalar_outputs: Outputs of the model that belong to no row, scalars by name, such as
-            `logit_scale`.
+        ranks: Rank of the best correct result of each query, int64 [Q]; 1 is the top.
+        queries: The Q queries.
+        gallery: The G items that are searched.
+        positives: Embeddings of the query and of the gallery of each correct pair, int64 [2, P].
     """
 
-    row: Tensor
-    image: Tensor
-    caption_row: Tensor
-    own_row: Tensor
-    text: Tensor
-    text_id: Tensor
-    label: Tensor
-    heads: dict[str, HeadHits]
-    scalar_outputs: dict[str, Tensor]
+    ranks: Tensor
+    queries: RetrievalItems
+    gallery: RetrievalItems
+    positives: Tensor
 
-    @property
-    def image_index(self) -> Tensor:
-        """Index in `image` (embeddings of the distinct images) of the image of each caption, int64
-        [C].
-        """
-        return torch.searchsorted(self.row, self.caption_row)
-
-    def matching_captions(self, image: int) -> Tensor:
-        """Return which of the C captions are correct for an image: its own, and equal ones of other
-        images.
-
-        Args:
-            image: Index of the image, 0..N-1.
-
-        Returns:
-            bool [C].
-        """
-        return torch.isin(self.text_id, self.text_id[self.image_index == image])
-
-    def matching_images(self, caption: int) -> Tensor:
-        """Return which images have the text of a caption as a caption.
-
-        Args:
-            caption: Index of the caption, 0..C-1.
-
-        Returns:
-            bool [N].
-        """
-        correct = torch.zeros(len(self.row), dtype=torch.bool)
-        correct[self.image_index[self.text_id == self.text_id[caption]]] = True
-        return correct
+    def is_correct(self, query: int) -> Tensor:
+        """Return which items of the gallery are correct results of a query, bool [G]."""
+        is_own = self.positives[0] == self.queries.index[query]
+        return torch.isin(self.gallery.index, self.positives[1, is_own])
 
 
-def first_index(dense_id: Tensor) -> Tensor:
-    """Return the index of the first occurrence of each id in a tensor.
+def rank_direction(
+    queries: RetrievalItems, gallery: RetrievalItems, positives: Tensor, group: Group
+) -> RankedDirection:
+    """Return the ranks of a direction, of which each rank of the group computes a part; a
+    collective call, with equal arguments on all ranks.
 
     Args:
-        dense_id: Ids 0, 1, ..., K-1, each at least once, int64 [N].
+        positives: Embeddings of the query and of the gallery of each correct pair, int64 [2, P]; at
+            least one pair for each query.
+    """
+    first = len(queries.embeds) * group.rank // group.world_size
+    end = len(queries.embeds) * (group.rank + 1) // group.world_size
+    pairs = positives[:, (positives[0] >= first) & (positives[0] < end)]
+    ranks = compute_ranks(
+        queries.embeds[first:end],
+        gallery.embeds,
+        torch.stack([pairs[0] - first, pairs[1]]),
+        group.device,
+        gallery.index.bincount(minlength=len(gallery.embeds)),
+    )
+    ranks = group.all_gather_variable(ranks).cpu()
+    return RankedDirection(ranks[queries.index], queries, gallery, positives)
+
+
+def number_equal(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Number equal values 0, 1, ... in the order in which they first occur.
 
     Returns:
-        int64 [K].
+        The number of each value, int64 [N], and the index at which each of the K distinct values
+        occurs first, int64 [K].
     """
-    index = torch.arange(len(dense_id))
-    first = torch.full((int(dense_id.max()) + 1 if len(dense_id) else 0,), len(dense_id))
-    return first.scatter_reduce_(0, dense_id, index, "amin")
+    _, first, inverse = np.unique(values.numpy(), return_index=True, return_inverse=True)
+    order = first.argsort()
+    return torch.from_numpy(order.argsort()[inverse]), torch.from_numpy(first[order])
 
 
 def compute_ranks(
@@ -137,37 +119,30 @@ def compute_ranks(
     Returns:
         Ranks, int64 [Q] on the CPU; 1 is the top.
     """
-    positives = positives[:, positives[0].argsort(stable=True)]
-    counts = (
-        torch.ones(len(gallery), dtype=torch.int32)
-        if gallery_counts is None
-        else gallery_counts.to(torch.int32)
-    )
+    counts = torch.ones(len(gallery)) if gallery_counts is None else gallery_counts
+    counts = counts.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
     with full_precision(device):
         for first in range(0, len(queries), CHUNK):
             query = queries[first : first + CHUNK].to(device, torch.float32)
-            low, high = torch.searchsorted(
-                positives[0], torch.tensor([first, first + len(query)])
-            ).tolist()
-            pairs = torch.stack([positives[0, low:high] - first, positives[1, low:high]])
+            is_own = (positives[0] >= first) & (positives[0] < first + len(query))
+            pairs = torch.stack([positives[0, is_own] - first, positives[1, is_own]])
             # score of the best positive; NaN if one is NaN
             best = query.new_full((len(query),), -torch.inf)
-            for row, column in zip(*(side.split(CHUNK) for side in pairs), strict=True):
-                scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(
-                    dim=1
-                )
-                best.scatter_reduce_(0, row.to(device), scores, "amax")
+            for part in pairs.split(CHUNK, dim=1):
+                row = part[0].to(device)
+                scores = (query[row] * gallery[part[1]].to(device, torch.float32)).sum(dim=1)
+                best.scatter_reduce_(0, row, scores, "amax")
             threshold = best[:, None] - TIE
             before = torch.zeros(len(query), dtype=torch.int64, device=device)
             for start in range(0, len(gallery), CHUNK):
-                columns = slice(start, start + CHUNK)
-                negative_before = ~(
-                    query @ gallery[columns].to(device, torch.float32).T < threshold
-                )
-                row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + CHUNK)].to(device)
+                results = gallery[start : start + CHUNK].to(device, torch.float32)
+                negative_before = ~(query @ results.T < threshold)
+                is_here = (pairs[1] >= start) & (pairs[1] < start + CHUNK)
+                row, column = pairs[:, is_here].to(device)
                 negative_before[row, column - start] = False
-                before += torch.where(negative_before, counts[columns].to(device), 0).sum(dim=1)
+                copies = counts[start : start + CHUNK].to(device)
+                before += torch.where(negative_before, copies, 0).sum(dim=1)
             out[first : first + CHUNK] += before.cpu()
     return out
 
@@ -182,8 +157,14 @@ def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
         `recall_at_K/DIRECTION` (0 to 1) for K 1, 5 and 10, and `median_rank/DIRECTION`.
     """
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
-    middle = ranks.sort().values[[(len(ranks) - 1) // 2, len(ranks) // 2]]
-    return metrics | {f"median_rank/{direction}": middle.double().mean().item()}
+    metrics[f"median_rank/{direction}"] = float(np.median(ranks.numpy()))
+    return metrics
+
+
+def mean_recall(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `recall_at_1/mean`, over the directions in `metrics`."""
+    recalls = [value for name, value in metrics.items() if name.startswith("recall_at_1/")]
+    return {"recall_at_1/mean": sum(recalls) / len(recalls)}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import KEPT, Columns
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues
 from mmray.engine import precision
+from mmray.engine.collectives import Group
 from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
@@ -286,7 +287,7 @@ def embed_rows(
     with eval_mode(model), autocast:
         for batch in data.batches():
             image = model.embed_image(batch["image"].to(device)).float().cpu()
-            text = embed_texts(model, batch, settings.batch, device)
+            text = embed_texts(model, batch, settings.batch, Group(device=device))
             rows = batch["row"]
             owner = torch.searchsorted(rows, batch["caption_row"])
             cosines = (image[owner] * text.reshape(len(owner), image.shape[1])).sum(dim=1).double()

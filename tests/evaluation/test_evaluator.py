@@ -25,15 +25,10 @@ from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
 from mmray.evaluation import retrieval
 from mmray.evaluation.build import best_metric, build_evaluator, check_classes
-from mmray.evaluation.embeddings import topk_hits
-from mmray.evaluation.evaluator import (
-    Evaluator,
-    compute_retrieval_ranks,
-    retrieval_scores,
-    topk_accuracy,
-    zero_shot_metrics,
-)
-from mmray.evaluation.examples import NUM_SHOWN, EmbeddingSet
+from mmray.evaluation.classification import topk_accuracy, topk_hits, zero_shot_metrics
+from mmray.evaluation.embeddings import EmbeddingSet
+from mmray.evaluation.evaluator import Evaluator, embedding_loss
+from mmray.evaluation.examples import NUM_SHOWN
 from mmray.models.protocol import HeadScores
 from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
@@ -215,18 +210,22 @@ def test_scores_of_a_case_computed_by_hand() -> None:
     embedded = EmbeddingSet(
         row=torch.tensor([10, 11, 12]),
         image=axes,
-        caption_row=torch.tensor([10, 11, 11, 12]),
-        text=axes[[0, 1, 2, 0]],
-        own_row=torch.tensor([10, 11, 11, 12]),
-        text_id=torch.arange(4),
         label=torch.full((3,), -1),
-        heads={},
+        image_index=torch.tensor([0, 1, 1, 2]),
+        text=axes[[0, 1, 2, 0]],
+        text_id=torch.arange(4),
+        locations=torch.tensor([[10, 0], [11, 0], [11, 1], [12, 0]]),
+        head_metrics={},
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
-    ranks = compute_retrieval_ranks
-    (metrics,) = on_ranks(
-        1, lambda g: retrieval_scores(embedded, ranks(embedded, g), g, Contrastive(), 2)
-    )
+
+    def score_embeddings(group: Any) -> dict[str, float]:
+        metrics = embedding_loss(embedded, group, Contrastive(), 2)
+        for direction, ranked in embedded.rank(group).items():
+            metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
+        return metrics | retrieval.mean_recall(metrics)
+
+    (metrics,) = on_ranks(1, score_embeddings)
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0
     # where wrong ones score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at
     # 0), then rank 3 likewise.

@@ -88,10 +88,11 @@ def similarities(address, run):
     group = Group.current(torch.device("cpu"))
     model = load_model(settings, checkpoint)
     found = embed_dataset(model, data, group, objectives.build(settings.objective))
-    image_of = {int(number): index for index, number in enumerate(found.row)}
     by_row = {}
-    for own, image, text in zip(found.own_row, found.caption_row, found.text_id, strict=True):
-        cosine = found.image[image_of[int(image)]] @ found.text[int(text)]
+    for own, image, text in zip(
+        found.locations[:, 0], found.image_index, found.text_id, strict=True
+    ):
+        cosine = found.image[image] @ found.text[text]
         by_row.setdefault(int(own), []).append(float(cosine))
     return {number: np.mean(values) for number, values in by_row.items()}
 

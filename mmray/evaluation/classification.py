@@ -1,0 +1,122 @@
+"""Accuracy of classification, by a head or by the nearest class embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmray.evaluation.batches import Group
+from mmray.models.protocol import HeadScores
+
+TOP_K = (1, 5)
+
+
+class HeadHits:
+    """Counts the correct predictions of classification heads.
+
+    Args:
+        heads: Scores of any rows by the name of the head, for the classes.
+    """
+
+    def __init__(self, heads: Mapping[str, HeadScores]) -> None:
+        self._heads = heads
+        self._hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
+
+    def add(self, heads: Mapping[str, HeadScores]) -> None:
+        """Add the scores of a batch."""
+        for name, head in heads.items():
+            self._hits[name] += topk_hits(head.scores.float().cpu(), head.label.cpu())
+
+    def metrics(self, group: Group) -> dict[str, float]:
+        """Return the accuracy over the rows of all ranks; a collective call."""
+        metrics = {}
+        for name, head in self._heads.items():
+            total = group.all_gather_variable(self._hits[name][None]).sum(0).cpu()
+            metrics |= topk_accuracy(total, name, head.num_classes, head.unit)
+        return metrics
+
+
+def topk_hits(scores: Tensor, label: Tensor) -> Tensor:
+    """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
+
+    Args:
+        scores: Score of each class, float [N, C].
+        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
+
+    Returns:
+        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
+    """
+    return count_hits(classes_before(scores, label))
+
+
+def count_hits(before: Tensor) -> Tensor:
+    """Return the number of rows in the top 1, in the top 5, and of all, int64 [3].
+
+    Args:
+        before: Number of classes that rank before the correct one, int64 [N].
+    """
+    return torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
+
+
+def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
+    """Return for each row with a valid label how many classes rank before the correct one.
+
+    Args:
+        scores: Score of each class, float [N, C].
+        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are omitted.
+        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
+            of a class ranks before it too; with NaN of the correct class all classes do.
+
+    Returns:
+        int64 [M] for the M rows with a valid label; 0: the correct class has the highest score.
+    """
+    num_classes = scores.shape[1]
+    labeled = (label >= 0) & (label < num_classes)
+    scores = scores[labeled]
+    target = scores.gather(1, label[labeled][:, None])
+    before = (~(scores < target - tie)).sum(dim=1) - 1
+    return before + target.isnan().squeeze(1) * num_classes
+
+
+def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[str, float]:
+    """Return the metrics of zero-shot classification.
+
+    Args:
+        before: Number of classes that rank before the correct one, int64 [N]; 0 is a hit.
+        label: The correct classes, int64 [N], 0..num_classes-1.
+        num_classes: Number of classes; with at most 5 there is no top 5.
+
+    Returns:
+        `zero_shot/top_1`, `zero_shot/top_5` and `zero_shot/mean_per_class_recall` (0 to 1; the mean
+        over the classes that occur; missing without rows) and `zero_shot/rows`.
+    """
+    metrics = topk_accuracy(count_hits(before), "zero_shot", num_classes)
+    if len(label):
+        totals = label.bincount(minlength=num_classes)
+        hits_of_class = label[before == 0].bincount(minlength=num_classes).double()
+        mean = (hits_of_class / totals)[totals > 0].mean()
+        metrics["zero_shot/mean_per_class_recall"] = float(mean)
+    return metrics
+
+
+def topk_accuracy(
+    hits: Tensor, name: str, num_classes: int, unit: str = "rows"
+) -> dict[str, float]:
+    """Return the top-1 and top-5 accuracy from numbers of correct predictions.
+
+    Args:
+        hits: Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
+        num_classes: Number of classes; with at most 5 there is no top 5.
+
+    Returns:
+        `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/UNIT` (the
+        count).
+    """
+    *hits_at_k, total = hits.tolist()
+    pairs = zip(TOP_K, hits_at_k, strict=True)
+    metrics = {
+        f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)
+    }
+    return metrics | {f"{name}/{unit}": float(total)}
