@@ -31,7 +31,7 @@ class HeadHits:
 
     def metrics(self, group: Group) -> dict[str, float]:
         """Return the accuracy over the rows of all ranks; a collective call."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, head in self._heads.items():
             total = group.all_gather_variable(self._hits[name][None]).sum(0).cpu()
             metrics |= topk_accuracy(total, name, head.num_classes, head.unit)

@@ -91,7 +91,7 @@ class ClipEvaluator(EvalDataset):
             direction = f"{query}_to_{gallery}"
             queries = _items(query, embeds[query][clips], identity[clips])
             results = _items(gallery, embeds[gallery][clips], identity[clips])
-            positives = torch.stack([queries.index, results.index])
+            positives = torch.stack([queries.embed_index, results.embed_index])
             ranked = rank_direction(queries, results, positives, group)
             metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
             if save_examples is not None:

@@ -126,8 +126,10 @@ class RetrievalExamples:
         shown_queries = select_queries(ranked.ranks, NUM_SHOWN if has_images else NUM_CLIPS)
         k = NUM_RETRIEVED if has_images else NUM_RETRIEVED_CLIPS
         is_correct = torch.stack([ranked.is_correct(query) for query in shown_queries.tolist()])
-        embeds = queries.embeds[queries.index[shown_queries]]
-        best, scores = top_k(embeds, gallery.embeds, is_correct, k, self._device, gallery.index)
+        embeds = queries.embeds[queries.embed_index[shown_queries]]
+        best, scores = top_k(
+            embeds, gallery.embeds, is_correct, k, self._device, gallery.embed_index
+        )
         columns = (
             shown_queries,
             ranked.ranks[shown_queries],

@@ -28,13 +28,13 @@ class RetrievalItems(NamedTuple):
 
     Attributes:
         embeds: L2-normalized embeddings [E, D].
-        index: The embedding of each item, int64 [N]; equal texts share one.
+        embed_index: The embedding of each item, int64 [N]; equal texts share one.
         locations: Row in the set, and number of the text within the row, of each item, int64
             [N, 2].
     """
 
     embeds: Tensor
-    index: Tensor
+    embed_index: Tensor
     locations: Tensor
 
 
@@ -55,8 +55,8 @@ class RankedDirection(NamedTuple):
 
     def is_correct(self, query: int) -> Tensor:
         """Return which items of the gallery are correct results of a query, bool [G]."""
-        is_own = self.positives[0] == self.queries.index[query]
-        return torch.isin(self.gallery.index, self.positives[1, is_own])
+        is_own = self.positives[0] == self.queries.embed_index[query]
+        return torch.isin(self.gallery.embed_index, self.positives[1, is_own])
 
 
 def rank_direction(
@@ -77,10 +77,10 @@ def rank_direction(
         gallery.embeds,
         torch.stack([pairs[0] - first, pairs[1]]),
         group.device,
-        gallery.index.bincount(minlength=len(gallery.embeds)),
+        gallery.embed_index.bincount(minlength=len(gallery.embeds)),
     )
     ranks = group.all_gather_variable(ranks).cpu()
-    return RankedDirection(ranks[queries.index], queries, gallery, positives)
+    return RankedDirection(ranks[queries.embed_index], queries, gallery, positives)
 
 
 def number_equal(values: Tensor) -> tuple[Tensor, Tensor]:
