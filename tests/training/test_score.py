@@ -53,7 +53,7 @@ def tasks(monkeypatch):
         for item in items:
             if len(done) == done.fail_after:
                 raise KeyboardInterrupt
-            done.extend([item] if isinstance(item, dict) else [each["file"] for each in item])
+            done.extend(shard.file for shard in item)
             yield work(item)
 
     monkeypatch.setattr(map_module, "map_tasks", run_here)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from PIL import Image
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.duplicates import NO_ROW
-from mmray.data.prepare.map_shards import MAX_FILES, map_shards
+from mmray.data.prepare.map_shards import MAX_FILES, map_shards, row_batches
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.mixture import read_each
@@ -55,7 +55,6 @@ _STORED_HASH: list[Any] = [
 _STORED_HASH_DTYPE = np.dtype(_STORED_HASH)
 # `image` is the number in the row.
 IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8"), ("image", "<i4")])
-READ_BATCH_ROWS = 64
 QUERIES_PER_COMPARISON = 64  # of a thousand similar frames of a video, a million pairs match
 _COLUMNS = {HASHES: {HASHES: "hashes"}}
 _NumberedShards = tuple[tuple[Shard, int], ...]  # with the number of the first row of each
@@ -65,25 +64,26 @@ class ContaminatedRow(NamedTuple):
     """A contaminated row, and the row that it matches with one of its images.
 
     Attributes:
-        row: Number of the row in the set that is being prepared, from 0, without its duplicates.
-        key: Its key (name).
+        row: Number of the row in the set that is being prepared, without its duplicates.
         image: Index of the matching image in the `media` of the row.
-        other: The set that has the other row; the set that is being prepared for another split.
-        match: Number of the other row in that set, from 0.
-        match_key: Its key.
+        other: Number of the set that has the other row; 0: another split of the set that is being
+            prepared.
+        match: Number of the other row in that set.
         match_image: Index of the image in the `media` of the other row.
         hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT (-1): the
             images have the same bytes.
+        key: Key of the row.
+        match_key: Key of the other row.
     """
 
     row: int
-    key: str
     image: int
-    other: PreparedSet
+    other: int
     match: int
-    match_key: str
     match_image: int
     hamming_distance: int
+    key: str
+    match_key: str
 
 
 def is_enabled(settings: Prepare) -> bool:
@@ -156,31 +156,28 @@ def check_contamination(
         ResourceError: Tasks die.
     """
     out = own.folder
-    others = {address: PreparedSet.open(address) for address in settings.check_contamination}
-    sets = [own, *others.values()]
+    sets = [own, *map(PreparedSet.open, settings.check_contamination)]
+    names = ["splits", *settings.check_contamination]
     update_index(out, HASHES, {shard.key for prepared in sets for shard in prepared.shards})
-    compute = partial(_hash_rows, out=str(out), max_pixels=settings.max_pixels)
+    compute = partial(_hash_rows, out=out, max_pixels=settings.max_pixels)
     for prepared in sets:
         map_shards(prepared, _COLUMNS[HASHES], compute, on_rows, out)
-    contaminated = sorted(_find_contaminated_rows(out, sets))
-    _write_leaks(out, own, contaminated)
-    names = {id(prepared): address for address, prepared in others.items()}
-    by_set = Counter(names.get(id(each.other), "splits") for each in contaminated)
+    contaminated = _find_contaminated_rows(out, sets)
+    _write_leaks(out, sets, contaminated)
+    by_set = Counter(names[each.other] for each in contaminated)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
-    descriptions = {each.row: _describe(each, own) for each in contaminated}
+    descriptions = {each.row: _describe(each, sets) for each in contaminated}
     return descriptions, {
         "exact": exact,
         "near": len(contaminated) - exact,
         "phash_distance": PHASH_DISTANCE,
         "dropped": settings.drop_overlap,
-        "found_in": {name: by_set[name] for name in (*others, "splits")},
+        "found_in": {name: by_set[name] for name in (*names[1:], "splits")},
     }
 
 
-def _find_contaminated_rows(
-    out: AnyPath, sets: Sequence[PreparedSet]
-) -> Generator[ContaminatedRow, None, None]:
-    """Yield the rows of the first set with an image that is in another set or in another split.
+def _find_contaminated_rows(out: AnyPath, sets: Sequence[PreparedSet]) -> list[ContaminatedRow]:
+    """Return the rows of the first set with an image that is in another set or in another split.
 
     A row is reported once, for the first set that has one of its images. Tasks search for the rows
     of a shard each, so only rows that are found come back.
@@ -189,11 +186,10 @@ def _find_contaminated_rows(
         out: Folder with the hashes of the images of these sets.
         sets: The set that is being prepared, and the others.
     """
-    own = sets[0]
     numbered = [_with_first_rows(prepared) for prepared in sets]
     # Held-out splits first, training last: the later row counts as contaminated.
     names = sorted(
-        set(map(_split, own.shards)),
+        {_split(shard) for shard in sets[0].shards},
         key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name),
     )
     references = {}
@@ -206,25 +202,21 @@ def _find_contaminated_rows(
         references=references,
         max_distance=PHASH_DISTANCE,
     )
-    shards = [[dict(vars(shard)), first_row] for shard, first_row in numbered[0]]
-    size = -(-len(shards) // MAX_FILES)
-    items = [shards[start : start + size] for start in range(0, len(shards), size)]
+    size = max(1, -(-len(numbered[0]) // MAX_FILES))
+    items = [numbered[0][start : start + size] for start in range(0, len(numbered[0]), size)]
     with closing(map_tasks(work, items)) as results:
-        for result in results:
-            hits = np.array(result["hits"], np.int64).reshape(-1, 6)
-            for number in np.unique(hits[:, 2]).tolist():
-                rows, images, _, matches, match_images, bits = hits[hits[:, 2] == number].T
-                yield from map(
-                    ContaminatedRow,
-                    rows.tolist(),
-                    own.keys(rows),
-                    images.tolist(),
-                    repeat(sets[number]),
-                    matches.tolist(),
-                    sets[number].keys(matches),
-                    match_images.tolist(),
-                    bits.tolist(),
-                )
+        hits = np.array([hit for result in results for hit in result["hits"]], np.int64)
+    hits = hits.reshape(-1, 6)
+    hits = hits[np.argsort(hits[:, 0])]
+    match_keys = np.empty(len(hits), object)
+    for number, prepared in enumerate(sets):
+        is_in_set = hits[:, 2] == number
+        match_keys[is_in_set] = prepared.keys(hits[is_in_set, 3])
+    keys = sets[0].keys(hits[:, 0])
+    return [
+        ContaminatedRow._make([*hit, key, match_key])
+        for hit, key, match_key in zip(hits.tolist(), keys, match_keys, strict=True)
+    ]
 
 
 def _split(shard: Shard) -> str:
@@ -242,7 +234,7 @@ _INDICES: dict[tuple[_NumberedShards, int], ImageIndex] = {}
 
 
 def _search_task(
-    item: list[tuple[dict[str, Any], int]],
+    shards: _NumberedShards,
     values: RowValues,
     references: dict[str, list[tuple[int, _NumberedShards]]],
     max_distance: int,
@@ -250,14 +242,13 @@ def _search_task(
     """Ray task: search for the images of some shards in other sets and splits.
 
     Args:
-        item: The shards, with the number of the first row of each.
+        shards: The shards, with the number of the first row of each.
         references: By split of a shard, the number of each set to search in, and its shards.
 
     Returns:
         `hits`: row, image, number of the set, row and image in it, and Hamming distance.
     """
     hits: list[list[int]] = []
-    shards = [(Shard.from_json(entry), first_row) for entry, first_row in item]
     for (shard, _), queries in zip(shards, _read_hashes(values, shards), strict=True):
         for number, others in references[_split(shard)]:
             key = (others, max_distance)
@@ -294,8 +285,7 @@ def _read_hashes(
         hashes = np.zeros(counts.sum(), IMAGE_HASH_DTYPE)
         if hashes.size:
             stored = np.frombuffer(of_rows.flatten().buffers()[1], _STORED_HASH_DTYPE, len(hashes))
-            for name in _STORED_HASH_DTYPE.names or ():
-                hashes[name] = stored[name]
+            hashes[[*(_STORED_HASH_DTYPE.names or ())]] = stored
         hashes["row"] = first_row + np.repeat(np.arange(len(kept)), counts)
         hashes["image"] = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
         yield hashes
@@ -398,34 +388,37 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     return np.packbits(signs, bitorder="little").view("<u8"), colors
 
 
-def _describe(row: ContaminatedRow, own: PreparedSet) -> str:
+def _describe(row: ContaminatedRow, sets: Sequence[PreparedSet]) -> str:
     """Return a sentence for the quarantine."""
     how = f"near-duplicate ({row.hamming_distance} of 256 bits differ) of"
     if row.hamming_distance == EXACT:
         how = "same image as"
-    place = "another split of this set" if row.other is own else str(row.other.folder)
+    place = sets[row.other].folder if row.other else "another split of this set"
     return f"{how} row {row.match_key} of {place}"
 
 
-def _write_leaks(out: AnyPath, own: PreparedSet, contaminated: Sequence[ContaminatedRow]) -> None:
+def _write_leaks(
+    out: AnyPath, sets: Sequence[PreparedSet], contaminated: Sequence[ContaminatedRow]
+) -> None:
     """Write leaks.jsonl. Some records, of near and of exact matches, have thumbnails of both
     images.
     """
     exact = [each for each in contaminated if each.hamming_distance == EXACT]
     near = [each for each in contaminated if each.hamming_distance != EXACT]
-    examples = {each.row for each in [*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES]}
+    examples = [*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES]
     with open_output(out / LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
         for each in contaminated:
+            other = sets[each.other]
             line: dict[str, Any] = {
                 "key": each.key,
-                "set": None if each.other is own else str(each.other.folder),
+                "set": str(other.folder) if each.other else None,
                 "other": each.match_key,
                 "bits": None if each.hamming_distance == EXACT else each.hamming_distance,
             }
-            if each.row in examples:
+            if each in examples:
                 line["thumbnails"] = [
-                    _thumbnail(own, each.row, each.image, subprocess_decoder),
-                    _thumbnail(each.other, each.match, each.match_image, subprocess_decoder),
+                    _thumbnail(sets[0], each.row, each.image, subprocess_decoder),
+                    _thumbnail(other, each.match, each.match_image, subprocess_decoder),
                 ]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
@@ -457,17 +450,15 @@ def _hash_image(
     return entry.tobytes()
 
 
-def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> dict[str, pa.Array]:
+def _hash_rows(prepared: PreparedSet, out: AnyPath, max_pixels: int) -> dict[str, pa.Array]:
     """Return the image hashes of the rows of a shard. An unreadable row matches nothing."""
     [shard] = prepared.shards
     name = str(prepared.folder / shard.file)
 
     def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> dict[str, pa.Array]:
         hashes: list[list[bytes]] = []
-        for start in range(0, prepared.num_rows, READ_BATCH_ROWS):
-            numbers = np.arange(start, min(start + READ_BATCH_ROWS, prepared.num_rows))
-            rows = read_each(prepared, numbers, (BadRow,))
-            for row in rows:
+        for numbers in row_batches(prepared):
+            for row in read_each(prepared, numbers, (BadRow,)):
                 media = () if isinstance(row, Exception) else row.media
                 hashes.append(
                     [_hash_image(each.data, max_pixels, subprocess_decoder) for each in media]
@@ -475,8 +466,6 @@ def _hash_rows(prepared: PreparedSet, out: str, max_pixels: int) -> dict[str, pa
         return {HASHES: pa.array(hashes, pa.list_(pa.binary(_STORED_HASH_DTYPE.itemsize)))}
 
     try:
-        return run_with_crash_limit(
-            hash_rows, to_path(out), f"{COLUMNS_DIR}/{HASHES}/{shard.key}", name
-        )
+        return run_with_crash_limit(hash_rows, out, f"{COLUMNS_DIR}/{HASHES}/{shard.key}", name)
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error

@@ -15,43 +15,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mmray.data.partitions import read_part, write_parts
 from mmray.data.prepare.records import PackedRows, open_records
 from mmray.data.prepare.tasks import Result
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import CHUNK_RECORDS
 from mmray.data.store.shard_table import Shard
-from mmray.storage.paths import TEMP_SUFFIX, AnyPath, open_input, open_output
+from mmray.storage.paths import TEMP_SUFFIX, AnyPath
 from mmray.storage.requests import parallel_map
 
 NO_ROW = -1
 MAX_SORTED_ROWS = 1 << 21  # rows that are searched at a time; about 100 bytes each
+LATER = 1 << 62  # `order` of a row: its number, plus this if it is not held out
 SAME_KEY = 1
 SAME_CONTENT = 2
 SAME_TEXT = 3
 DuplicateRule = Literal["image", "row", "text", "keep"]
+_REPEATS = pa.schema([("order", pa.int64()), ("first", pa.int64()), ("reason", pa.uint8())])
 
 
-def first_occurrence(values: np.ndarray, is_later: np.ndarray | None = None) -> np.ndarray:
-    """Return for each row the first row that has the same digest.
-
-    Args:
-        values: 128-bit digests of the rows, uint64 [N, 2].
-        is_later: Whether each row counts as later than those that are False, bool [N]; None: no row
-            does, and the order is that of the rows.
-
-    Returns:
-        Row numbers int64 [N]; -1 for a row that is the first with its digest.
-    """
-    later = () if is_later is None else (is_later,)
-    # stable: of equal rows the earliest comes first
-    order = np.lexsort((*later, values[:, 1], values[:, 0]))
-    ordered = values[order]
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
-    out = np.full(len(values), NO_ROW, np.int64)
-    out[order[~is_first]] = first[~is_first]
-    return out
+# A file of records, the file for its digests, and of each record its batch, its first row and the
+# splits of its shards.
+_File = tuple[str, AnyPath, list[tuple[int, int, list[int]]]]
 
 
 class Digests:
@@ -68,11 +53,12 @@ class Digests:
         self.splits = sorted({shard.split or "" for shard in packed.shards})
         self.num_parts = 1 + packed.num_rows // MAX_SORTED_ROWS
         names = ("key_digest", "row_digest" if rule == "row" else "image_digest", "text_digest")
-        items: list[tuple[str, str, list[tuple[int, int, list[int]]]]] = []
+        self._files: list[AnyPath] = []
+        items: list[_File] = []
         for file, numbers in packed.by_file():
-            target = f"{CHUNK_RECORDS}/digests-{len(items)}{TEMP_SUFFIX}"
+            target = packed.out / f"{CHUNK_RECORDS}/digests-{len(items)}{TEMP_SUFFIX}"
+            self._files.append(target)
             items.append((file, target, [self._describe(number) for number in numbers]))
-        self._files = [target for _, target, _ in items]
         write = partial(_write_digests, out=packed.out, names=names, num_parts=self.num_parts)
         list(packed.map(write, items))
 
@@ -82,35 +68,27 @@ class Digests:
         splits = [self.splits.index(shard.split or "") for shard in record.shards]
         return record.batch, int(self.packed.starts[number]), splits
 
-    def search(self, search: Callable[..., Result], kind: int, dropped: np.ndarray) -> list[Result]:
+    def search(
+        self, search: Callable[[pa.Table], Any], kind: int, dropped: np.ndarray
+    ) -> list[Any]:
         """Call a picklable function with the rows of each part that are not dropped.
 
         Args:
-            search: Called with a table of `digest`, `row` (number, in order) and `split` (index in
-                `splits`).
+            search: Called with a table of `digest`, `row` (number) and `split` (index in `splits`).
             kind: 0: keys, 1: contents, 2: captions.
             dropped: Numbers of the dropped rows.
         """
         parts = [kind * self.num_parts + part for part in range(self.num_parts)]
-        files = [self.packed.out / file for file in self._files]
-        work = partial(_search_part, files=files, dropped=dropped, search=search)
-        return list(self.packed.map(work, parts))
+        work = partial(_search_part, files=self._files, dropped=dropped, search=search)
+        return [result["found"] for result in self.packed.map(work, parts)]
 
     def close(self) -> None:
         """Delete the files of the digests."""
-        parallel_map(lambda name: (self.packed.out / name).unlink(), self._files)
+        parallel_map(lambda file: file.unlink(), self._files)
 
 
-_DIGESTS = pa.schema([("digest", pa.binary(16)), ("row", pa.int64()), ("split", pa.int32())])
-
-
-def _write_digests(
-    item: tuple[str, str, list[tuple[int, int, list[int]]]],
-    out: AnyPath,
-    names: Sequence[str],
-    num_parts: int,
-) -> Result:
-    """Task: write the digests of a file of records, a record batch for each kind and part."""
+def _write_digests(item: _File, out: AnyPath, names: Sequence[str], num_parts: int) -> Result:
+    """Task: write the digests of a file of records, in parts of each kind."""
     file, target, records = item
     tables = []
     with open_records(out, file, ["shard", *names]) as reader:
@@ -120,54 +98,45 @@ def _write_digests(
             split = pa.array(splits, pa.int32()).take(table["shard"].combine_chunks())
             table = table.append_column("row", rows).append_column("split", split)
             tables.append(table.filter(table["split"].is_valid()))
-    table = pa.concat_tables(tables).combine_chunks()
-    with open_output(out / target) as stream, pa.ipc.new_file(stream, _DIGESTS) as writer:
-        for name in names:
-            part_of = _to_array(table[name])[:, 0] % num_parts
-            for part in range(num_parts):
-                selected = table.filter(pa.array(part_of == part)).select([name, "row", "split"])
-                columns = [column.combine_chunks() for column in selected.columns]
-                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=_DIGESTS))
+    table = pa.concat_tables(tables)
+    columns = ["digest", "row", "split"]
+    digests = pa.concat_tables(
+        table.select([name, "row", "split"]).rename_columns(columns) for name in names
+    )
+    kinds = np.repeat(np.arange(len(names)), len(table))
+    starts = pc.binary_slice(digests["digest"], 0, 4).combine_chunks().view(pa.uint32())
+    parts = kinds * num_parts + starts.to_numpy() % num_parts
+    write_parts(target, digests, parts, len(names) * num_parts)
     return {}
 
 
-def _to_array(column: pa.ChunkedArray) -> np.ndarray:
-    """Return digests as uint64 [N, 2]."""
-    array = column.combine_chunks()
-    start = 2 * array.offset
-    data = np.frombuffer(array.buffers()[1] or b"", np.uint64)
-    return data[start : start + 2 * len(array)].reshape(-1, 2)
-
-
 def _search_part(
-    number: int, files: Sequence[AnyPath], dropped: np.ndarray, search: Callable[..., Result]
+    part: int, files: Sequence[AnyPath], dropped: np.ndarray, search: Callable[[pa.Table], Any]
 ) -> Result:
     """Task: the work of `Digests.search` on a part."""
-    batches = []
-    for file in files:
-        with open_input(file) as stream, pa.ipc.open_file(stream) as reader:
-            batches.append(reader.get_batch(number))
-    table = pa.Table.from_batches(batches).sort_by("row")
-    table = table.filter(pc.invert(pc.is_in(table["row"], pa.array(dropped))))
-    return search(table)
+    table = read_part(files, part)
+    return {"found": search(table.filter(pc.invert(pc.is_in(table["row"], pa.array(dropped)))))}
 
 
-def _find_repeats(table: pa.Table, held_out: Sequence[int]) -> Result:
+def _find_repeats(table: pa.Table, reason: int, held_out: Sequence[int]) -> pa.Table:
     """Return the rows whose digest another one has, with the first one of it."""
-    rows = np.asarray(table["row"])
-    is_later = ~np.isin(table["split"], held_out)
-    first = first_occurrence(_to_array(table["digest"]), is_later)
-    repeats = np.flatnonzero(first != NO_ROW)
-    firsts = first[repeats]
-    return {
-        "rows": rows[repeats],
-        "first": rows[firsts],
-        "is_later": is_later[repeats],
-        "is_first_later": is_later[firsts],
-    }
+    is_first = pc.is_in(table["split"], pa.array(held_out, pa.int32()))
+    order = pc.add(table["row"], pc.if_else(is_first, 0, LATER))
+    rows = pa.table({"digest": table["digest"], "order": order})
+    groups = rows.group_by("digest").aggregate([("order", "min"), ("order", "count")])
+    repeated = groups.filter(pc.greater(groups["order_count"], 1))
+    pairs = rows.join(repeated, "digest", join_type="inner")
+    pairs = pairs.filter(pc.greater(pairs["order"], pairs["order_min"]))
+    return _repeats(pairs["order"], pairs["order_min"], reason)
 
 
-def _count_pairs(table: pa.Table, split_of: Sequence[int]) -> Result:
+def _repeats(order: Any, first: Any, reason: Any) -> pa.Table:
+    """Return a table of repeats; `reason` is that of all or of each."""
+    reasons = np.broadcast_to(np.array(reason, np.uint8), len(order))
+    return pa.table([order, first, reasons], _REPEATS)
+
+
+def _count_pairs(table: pa.Table, split_of: Sequence[int]) -> tuple[int, np.ndarray]:
     """Return the number of rows that repeat the digest of an earlier one, and by split that of
     ordered pairs with equal digests.
     """
@@ -176,7 +145,7 @@ def _count_pairs(table: pa.Table, split_of: Sequence[int]) -> Result:
     groups = keys.group_by(["digest", "split"]).aggregate([([], "count_all")])
     sizes = np.asarray(groups["count_all"])
     pairs = np.bincount(groups["split"], sizes * (sizes - 1), len(split_of))
-    return {"repeats": len(table) - pc.count_distinct(table["digest"]).as_py(), "pairs": pairs}
+    return len(table) - pc.count_distinct(table["digest"]).as_py(), pairs
 
 
 @dataclass(frozen=True)
@@ -221,58 +190,56 @@ def find_duplicates(digests: Digests, rule: DuplicateRule) -> DedupResult:
             `row` (same images and captions), `text` (same images or same captions) or `keep`
             (none).
     """
-    none = np.zeros(0, np.int64)
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(none, none, none.astype(np.uint8))]
+    found = [_REPEATS.empty_table()]
     if rule != "keep":
         held_out = [digests.splits.index(s) for s in digests.splits if s in HELD_OUT_SPLITS]
         search = partial(_find_repeats, held_out=held_out)
-        keys = _join(digests.search(search, 0, none))
-        dropped = keys["rows"]
-        found.append((dropped, keys["first"], np.full(len(dropped), SAME_KEY, np.uint8)))
-        contents = _join(digests.search(search, 1, dropped))
+        none = np.zeros(0, np.int64)
+        found += digests.search(partial(search, reason=SAME_KEY), 0, none)
+        dropped = pa.concat_tables(found)["order"].to_numpy() % LATER
+        contents = digests.search(partial(search, reason=SAME_CONTENT), 1, dropped)
         if rule == "text":
-            found.append(_keep_first(contents, _join(digests.search(search, 2, dropped))))
-        else:
-            code = np.full(len(contents["rows"]), SAME_CONTENT, np.uint8)
-            found.append((contents["rows"], contents["first"], code))
-    rows, originals, reasons = map(np.concatenate, zip(*found, strict=True))
+            texts = digests.search(partial(search, reason=SAME_TEXT), 2, dropped)
+            contents = [_keep_first(pa.concat_tables(contents), pa.concat_tables(texts))]
+        found += contents
+    repeats = pa.concat_tables(found)
+    rows = repeats["order"].to_numpy() % LATER
     order = np.argsort(rows)
-    return DedupResult(rows[order], originals[order], reasons[order])
+    originals = repeats["first"].to_numpy() % LATER
+    return DedupResult(rows[order], originals[order], repeats["reason"].to_numpy()[order])
 
 
-def _join(results: Sequence[Result]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([result[name] for result in results]) for name in results[0]}
-
-
-def _keep_first(
-    contents: dict[str, np.ndarray], texts: dict[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _keep_first(contents: pa.Table, texts: pa.Table) -> pa.Table:
     """Return the rows that repeat a kept row with the same image, otherwise one with the same
-    captions; that row; and which it is.
+    captions.
 
     Works row by row, because a row that is dropped for its captions must not cause another row with
     its image to be dropped.
     """
-    firsts: list[dict[int, int]] = []
-    is_later: dict[int, bool] = {}  # also of the rows that are first
-    for each in (contents, texts):
-        rows = each["rows"].tolist()
-        first = each["first"].tolist()
-        firsts.append(dict(zip(rows, first, strict=True)))
-        is_later |= zip(rows, each["is_later"].tolist(), strict=True)
-        is_later |= zip(first, each["is_first_later"].tolist(), strict=True)
-    kept: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    found = []
-    for row in sorted(is_later, key=lambda row: (is_later[row], row)):
-        image, text = (first.get(row, row) for first in firsts)
-        if image in kept[0]:
-            found.append((row, kept[0][image], SAME_CONTENT))
-        elif text in kept[1]:
-            found.append((row, kept[1][text], SAME_TEXT))
-        else:
-            kept[0][image] = kept[1][text] = row
-    repeats, originals, reasons = np.array(found, np.int64).reshape(-1, 3).T
-    return repeats, originals, reasons.astype(np.uint8)
+    first_image = _to_dict(contents)
+    first_text = _to_dict(texts)
+    kept_image: dict[int, int] = {}
+    kept_text: dict[int, int] = {}
+    orders = []
+    firsts = []
+    reasons = []
+    rows = {*first_image, *first_image.values(), *first_text, *first_text.values()}
+    for row in sorted(rows):
+        image = first_image.get(row, row)
+        text = first_text.get(row, row)
+        if image not in kept_image and text not in kept_text:
+            kept_image[image] = row
+            kept_text[text] = row
+            continue
+        is_same_image = image in kept_image
+        orders.append(row)
+        firsts.append(kept_image[image] if is_same_image else kept_text[text])
+        reasons.append(SAME_CONTENT if is_same_image else SAME_TEXT)
+    return _repeats(orders, firsts, reasons)
+
+
+def _to_dict(repeats: pa.Table) -> dict[int, int]:
+    return dict(zip(repeats["order"].to_pylist(), repeats["first"].to_pylist(), strict=True))
 
 
 def caption_fields(
@@ -295,6 +262,6 @@ def caption_fields(
     shares = {}
     for number, split in enumerate(names):
         num_rows = sum(shard.num_kept for shard in shards if (shard.split or "") == split)
-        if pairs := sum(int(each["pairs"][number]) for each in counts):
-            shares[split] = pairs / (num_rows * (num_rows - 1))
-    return {"num_same_text": sum(each["repeats"] for each in counts), "same_text_share": shares}
+        if num_pairs := sum(int(pairs[number]) for _, pairs in counts):
+            shares[split] = num_pairs / (num_rows * (num_rows - 1))
+    return {"num_same_text": sum(repeats for repeats, _ in counts), "same_text_share": shares}

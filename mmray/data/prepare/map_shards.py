@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from mmray.data.prepare.tasks import Result, map_tasks
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index, write_values
 from mmray.data.store.shard_table import Shard
-from mmray.storage.paths import AnyPath, to_path
+from mmray.storage.paths import AnyPath
 
+READ_ROWS = 64
 MAX_FILES = 2000  # that a call writes of a column
 
 Compute = Callable[[PreparedSet], Mapping[str, pa.Array]]
@@ -64,14 +65,11 @@ def map_shards(
     done = total - sum(shard.num_rows for shard in missing)
     on_rows(done, total)
     size = -(-len(missing) // MAX_FILES)
-    items = [
-        [dict(vars(shard)) for shard in missing[start : start + size]]
-        for start in range(0, len(missing), size)
-    ]
+    items = [missing[start : start + size] for start in range(0, len(missing), size)]
     # Without a cache.
     manifest = replace(prepared.manifest, shards=())
     bare = PreparedSet(prepared.folder, manifest, captions=prepared.captions)
-    work = partial(_compute_task, prepared=bare, folder=str(folder), compute=compute)
+    work = partial(_compute_task, prepared=bare, folder=folder, compute=compute)
     with closing(map_tasks(work, items, runs_model=runs_model)) as results:
         for result in results:
             done += result["num_rows"]
@@ -82,15 +80,19 @@ def map_shards(
 
 
 def _compute_task(
-    items: list[dict[str, Any]], prepared: PreparedSet, folder: str, compute: Compute
+    shards: list[Shard], prepared: PreparedSet, folder: AnyPath, compute: Compute
 ) -> Result:
     """Ray task: write the columns of some shards."""
-    shards = [Shard.from_json(item) for item in items]
     computed = {shard.key: compute(prepared.with_shards((shard,))) for shard in shards}
     for name in computed[shards[0].key]:
         values = {
             key: pa.RecordBatch.from_pydict({name: columns[name]})
             for key, columns in computed.items()
         }
-        write_values(to_path(folder), name, values)
+        write_values(folder, name, values)
     return {"num_rows": sum(shard.num_rows for shard in shards)}
+
+
+def row_batches(prepared: PreparedSet) -> list[np.ndarray]:
+    """Return the numbers of the rows of a set in groups of READ_ROWS (64), to read them."""
+    return np.split(np.arange(prepared.num_rows), range(READ_ROWS, prepared.num_rows, READ_ROWS))

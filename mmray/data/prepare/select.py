@@ -12,12 +12,13 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from mmray.data.partitions import read_part, write_parts
+from mmray.data.prepare.map_shards import row_batches
 from mmray.data.prepare.pipeline import SHARD_ROWS, PrepareProgress, create_folders
 from mmray.data.prepare.tasks import Result, map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -41,16 +42,12 @@ from mmray.storage.lease import Lease
 from mmray.storage.paths import (
     AnyPath,
     list_names,
-    open_input,
-    open_output,
     remove_tree,
     to_path,
     write_atomic,
 )
-from mmray.storage.requests import iter_parallel
 
 SEMANTIC = "semantic"
-_READ_ROWS = 64
 _BLOCK = 256  # embeddings that are compared with the earlier ones at a time
 CLUSTER_ROWS = 1 << 15  # on average; a set with no more rows is one cluster
 SAMPLE_ROWS = 1 << 17  # from which centroids are computed: 43 a centroid at 100 million rows
@@ -206,22 +203,17 @@ def _without_similar_rows(
     is_training = [table[number].split not in HELD_OUT_SPLITS for number in shards.tolist()]
     num_files = -(-prepared.num_rows // FILE_ROWS)
     parts = np.array_split(shards[np.argsort(is_training, kind="stable")], num_files)
-    items = [
-        {"file": number, "shards": [[each, dict(vars(table[each]))] for each in part.tolist()]}
-        for number, part in enumerate(parts)
-    ]
-    centroids = _centroids(prepared, column)
     (folder / CLUSTERS_DIR).mkdir()
-    divide = partial(
-        _divide_task,
-        source=prepared.with_shards(()),
-        column=column,
-        centroids=centroids,
-        folder=str(folder),
-    )
+    files = [folder / CLUSTERS_DIR / f"{number}.arrow" for number in range(num_files)]
+    items = []
+    for file, part in zip(files, parts, strict=True):
+        items.append((file, [(number, table[number]) for number in part.tolist()]))
+    centroids = _centroids(prepared, column)
+    bare = prepared.with_shards(())
+    divide = partial(_divide_task, source=bare, column=column, centroids=centroids)
     with closing(map_tasks(divide, items, hint=_HINT)) as results:
         total = sum(result["num_rows"] for result in results)
-    compare = partial(_compare_task, num_files=num_files, cosine=cosine, folder=str(folder))
+    compare = partial(_compare_task, files=files, cosine=cosine)
     similar = []
     done = 0
     with closing(map_tasks(compare, range(len(centroids)), hint=_HINT)) as results:
@@ -277,34 +269,23 @@ def _vectors(table: pa.Table) -> np.ndarray:
 
 
 def _divide_task(
-    item: dict[str, Any], source: PreparedSet, column: str, centroids: np.ndarray, folder: str
+    item: tuple[AnyPath, list[tuple[int, Shard]]],
+    source: PreparedSet,
+    column: str,
+    centroids: np.ndarray,
 ) -> Result:
-    """Ray task: write the embeddings of some shards to a file, a record batch for each cluster."""
-    shards = [(number, Shard.from_json(entry)) for number, entry in item["shards"]]
-    parts = []
-    for part in _embeddings(source, column, shards):
-        cluster = (_vectors(part) @ centroids.T).argmax(axis=1)
-        parts.append(part.append_column("cluster", [cluster]))
-    table = pa.concat_tables(parts).sort_by("cluster")  # stable
-    batch = pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())
-    ends = np.searchsorted(batch["cluster"].to_numpy(), np.arange(len(centroids) + 1))
-    with (
-        open_output(to_path(folder) / CLUSTERS_DIR / f"{item['file']}.arrow") as stream,
-        pa.ipc.new_file(stream, batch.schema) as writer,
-    ):
-        for start, end in pairwise(ends.tolist()):
-            writer.write_batch(batch.slice(start, end - start))
-    return {"num_rows": batch.num_rows}
+    """Ray task: write the embeddings of some shards to a file, divided by their clusters."""
+    file, shards = item
+    tables = list(_embeddings(source, column, shards))
+    clusters = [(_vectors(table) @ centroids.T).argmax(axis=1) for table in tables]
+    table = pa.concat_tables(tables)
+    write_parts(file, table, np.concatenate(clusters), len(centroids))
+    return {"num_rows": len(table)}
 
 
-def _compare_task(cluster: int, num_files: int, cosine: float, folder: str) -> Result:
+def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> Result:
     """Ray task: return which rows of a cluster are similar to earlier ones."""
-
-    def read(file: int) -> pa.RecordBatch:
-        with open_input(to_path(folder) / CLUSTERS_DIR / f"{file}.arrow", mapped=True) as stream:
-            return pa.ipc.open_file(stream).get_batch(cluster)
-
-    table = pa.Table.from_batches(iter_parallel(read, range(num_files)))
+    table = read_part(files, cluster)
     similar = find_similar(_vectors(table), cosine)
     return {"num_rows": len(table), "similar": table["id"].filter(similar).to_pylist()}
 
@@ -358,24 +339,16 @@ def _copy(
     progress: Callable[[PrepareProgress], None],
 ) -> Manifest:
     """Write the shards of the kept rows; return the manifest."""
-    groups = list(_groups(prepared))
-    work = partial(
-        _copy_task,
-        source=prepared.with_shards(()),
-        out=str(folder),
-    )
-    items = [
-        {"number": number, "shards": [dict(vars(shard)) for shard in group]}
-        for number, group in enumerate(groups)
-    ]
-    entries: dict[int, Shard] = {}
+    groups = list(enumerate(_groups(prepared)))
+    work = partial(_copy_task, source=prepared.with_shards(()), folder=folder)
+    shards: dict[int, Shard] = {}
     counts = RowCounts()
     done = 0
-    with closing(map_tasks(work, items, hint=_HINT)) as results:
+    with closing(map_tasks(work, groups, hint=_HINT)) as results:
         for result in results:
-            shard = Shard.from_json(result["shard"])
-            entries[result["number"]] = shard
-            for language, kinds, number in result["rows"]:
+            shard = result["shard"]
+            shards[result["number"]] = shard
+            for (language, kinds), number in result["rows"].items():
                 counts.add(shard.split, language, kinds, number)
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
@@ -391,32 +364,25 @@ def _copy(
         source=before.source | {"name": f"a selection of {before.source.get('name')}"} | selection,
         num_same_text=0,
         leakage={},
-        **shard_fields([entries[number] for number in range(len(groups))]),
+        **shard_fields([shards[number] for number in sorted(shards)]),
         **counts.fields(),
     )
 
 
-def _copy_task(item: dict[str, Any], source: PreparedSet, out: str) -> Result:
+def _copy_task(item: tuple[int, list[Shard]], source: PreparedSet, folder: AnyPath) -> Result:
     """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
-    shards = [Shard.from_json(each) for each in item["shards"]]
-    folder = to_path(out)
+    number, shards = item
     prepared = source.with_shards(tuple(shards))
     split = shards[0].split
-    name = f"{SHARDS}/{item['number']:05d}-{split or 'rows'}.arrow"
     rows: Counter[tuple[str | None, str]] = Counter()
-    with open_shard(folder, name, split) as writer:
-        for start in range(0, prepared.num_rows, _READ_ROWS):
-            numbers = np.arange(start, min(start + _READ_ROWS, prepared.num_rows))
+    with open_shard(folder, f"{SHARDS}/{number:05d}-{split or 'rows'}.arrow", split) as writer:
+        for numbers in row_batches(prepared):
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
                 rows[row.language, row.media_kinds] += 1
     for group in source.manifest.columns:
         _copy_columns(prepared, shards, group, folder, writer.entry())
-    return {
-        "number": item["number"],
-        "shard": vars(writer.entry()),
-        "rows": [[*kind, count] for kind, count in rows.items()],
-    }
+    return {"number": number, "shard": writer.entry(), "rows": rows}
 
 
 def _copy_columns(

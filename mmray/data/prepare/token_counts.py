@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.prepare.map_shards import map_shards
+from mmray.data.prepare.map_shards import map_shards, row_batches
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
@@ -25,7 +25,6 @@ from mmray.errors import ResourceError
 COLUMN = "tokens-"  # with a digest
 # Count of a row that cannot be read or encoded. Its reason is written when the run reads it.
 NOT_COUNTED = 0
-READ_BATCH_ROWS = 64
 RowCounter = Callable[[Row], int]
 
 
@@ -107,8 +106,7 @@ def _count_rows(prepared: PreparedSet, counter: TokenCounter, name: str) -> dict
         _COUNTERS[counter.digest] = counter.build()
     count = _COUNTERS[counter.digest]
     counts = np.full(prepared.num_rows, NOT_COUNTED, np.uint32)
-    for start in range(0, prepared.num_rows, READ_BATCH_ROWS):
-        numbers = np.arange(start, min(start + READ_BATCH_ROWS, prepared.num_rows))
+    for numbers in row_batches(prepared):
         try:
             rows: list[Row | Exception] = [*prepared.read_without_references(numbers)]
         except ValueError:  # one of them is damaged

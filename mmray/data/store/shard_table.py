@@ -69,12 +69,6 @@ class Shard:
         """What identifies its stored rows, also among the shards of other sets."""
         return _shard_key(self.file, self.sha256)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Shard:
-        """Create a shard from its entry in a manifest."""
-        lists = {name: tuple(values[name]) for name in ("dropped", "offsets")}
-        return cls(**values | lists)
-
 
 def _shard_key(file: str, sha256: str) -> str:
     return f"{PurePosixPath(file).stem}-{sha256[:16]}"

@@ -36,8 +36,7 @@ def in_process(monkeypatch):
     hashed = []
 
     def tasks(work, items, **_):
-        items = json.loads(json.dumps(items))
-        hashed.extend(shard["file"] for item in items for shard in item)
+        hashed.extend(shard.file for item in items for shard in item)
         yield from map(work, items)
 
     # the images of these tests have little but noise

@@ -44,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def run(work: Any, items: Any, **_: Any) -> Any:
         for item in items:
             yield work(item)
-            shards.extend(shard["file"] for shard in item)
+            shards.extend(shard.file for shard in item)
 
     monkeypatch.setattr(map_shards, "map_tasks", run)
     monkeypatch.setattr(module, "_COUNTERS", {})
