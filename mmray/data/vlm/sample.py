@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmray.data.prepare.sample import COLORS, draw_shape, tinted, write_once
 
@@ -23,20 +23,9 @@ NUM_TEST = 200
 SIDE = 64
 SHAPES = ("circle", "square", "triangle", "cross")
 NUMBERS = ("zero", "one", "two", "three")
-SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-PAD = "<|endoftext|>"
-IMAGE = "<|image_pad|>"
-VIDEO = "<|video_pad|>"
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>"
-    "{% endgeneration %}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# A Qwen3-VL of 0.5 million parameters: config, and a processor for images of 32 to 64 pixels with a
+# BPE tokenizer that was trained on the texts below.
+MODEL_FILES = Path(__file__).with_name("sample_model")
 
 
 def generate_conversations(out: Path) -> Path:
@@ -62,7 +51,11 @@ def generate_model(out: Path) -> Path:
     Raises:
         UsageError: `out` is not writable.
     """
-    return write_once(out / VERSION / "config.json", _write_model).parent
+
+    def copy_files(folder: Path) -> None:
+        shutil.copytree(MODEL_FILES, folder, dirs_exist_ok=True)
+
+    return write_once(out / VERSION / "config.json", copy_files).parent
 
 
 def _write_conversations(folder: Path) -> None:
@@ -126,116 +119,3 @@ def _turn(images: list[dict[str, Any]], question: str, answer: str) -> list[dict
         {"role": "user", "content": [*images, {"type": "text", "text": question}]},
         {"role": "assistant", "content": [{"type": "text", "text": answer}]},
     ]
-
-
-def _write_model(folder: Path) -> None:
-    """Write what transformers would save, without importing it: it takes seconds."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    files: dict[str, Any] = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD,
-            "eos_token": "<|im_end|>",
-        },
-        "processor_config.json": _processor_config(),
-        "config.json": _model_config(tokenizer),
-    }
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    for name, values in files.items():
-        (folder / name).write_text(json.dumps(values, indent=2))
-
-
-def _train_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    draw = random.Random("words")
-    texts = [
-        part["text"]
-        for _ in range(200)
-        for scenes in ([], [("circle", "red")] * 2)
-        for message in _conversation(scenes, "red", draw)
-        for part in message["content"]
-        if part["type"] == "text"
-    ]
-    texts += [*SHAPES, *COLORS, *NUMBERS, "user\n", "assistant\n"] * 20
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    special = [PAD, *SPECIAL_TOKENS, IMAGE, VIDEO]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return tokenizer
-
-
-def _model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the config.json of a Qwen3-VL of 0.5 million parameters."""
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    }
-    text = {
-        "model_type": "qwen3_vl_text",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 96,
-        "initializer_range": 0.1,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "rope_parameters": rope,
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id(PAD),
-    }
-    vision = {
-        "model_type": "qwen3_vl_vision",
-        "depth": 2,
-        "hidden_size": 64,
-        "initializer_range": 0.1,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "patch_size": 16,
-        "out_hidden_size": 96,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "image_token_id": tokenizer.token_to_id(IMAGE),
-        "video_token_id": tokenizer.token_to_id(VIDEO),
-        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
-        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
-        "text_config": text,
-        "vision_config": vision,
-        "tie_word_embeddings": True,
-    }
-
-
-def _processor_config() -> dict[str, Any]:
-    """Return the processor_config.json of a Qwen3-VL with images of 32 to 64 pixels."""
-    images = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
-    patches = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
-    normalization = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    image_processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "size": images,
-        **patches,
-        **normalization,
-    }
-    video_processor = {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": {"shortest_edge": 32 * 32, "longest_edge": 64 * 64 * 8},
-        **patches,
-        **normalization,
-    }
-    return {
-        "processor_class": "Qwen3VLProcessor",
-        "image_processor": image_processor,
-        "video_processor": video_processor,
-    }
