@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ def iter_micro_batches(
         none) and `pos` int64 [B]; `valid` bool [B], False for padding and unreadable rows; and
         those that `to_batch` of `extra` returns.
     """
-    for rows in _iter_step_rows(blocks, rank_rows, memory):
+    for rows in iter_step_rows(blocks, repeat(rank_rows), memory):
         # the order within one micro-batch has no effect
         if group_by_length and rank_rows > micro_batch_size:
             rows = _sort_by_length(rows, memory)
@@ -100,34 +101,47 @@ class PixelMemory:
         return memory[:num_bytes].numpy().reshape(shape)
 
 
-def _iter_step_rows(
-    blocks: Iterable[NumpyBatch], rank_rows: int, memory: PixelMemory | None
+def iter_step_rows(
+    blocks: Iterable[NumpyBatch], step_rows: Iterable[int], memory: PixelMemory | None = None
 ) -> Iterator[NumpyBatch]:
     """Yield the rows of each step: a slice of one block, or several blocks joined.
 
-    Raises RuntimeError for blocks that cross the end of a step.
+    Args:
+        blocks: Rows in sample order, arrays by column.
+        step_rows: Number of rows of each step.
+
+    Raises:
+        RuntimeError: A block crosses the end of a step.
     """
-    parts: list[NumpyBatch] = []
-    num_rows = 0  # rows in `parts`
-    for block in blocks:
-        size = len(block["pos"])
-        if not parts and size % rank_rows == 0:
-            yield from (_slice(block, first, rank_rows) for first in range(0, size, rank_rows))
-            continue
-        parts.append(block)
-        num_rows += size
-        if num_rows > rank_rows:  # parts would otherwise grow until out of memory
-            sizes = ", ".join(str(len(part["pos"])) for part in parts)
-            raise RuntimeError(
-                f"the data stream returned blocks of {sizes} rows for a step of {rank_rows} rows: "
-                "blocks were cut or assigned to another rank"
-            )
-        if num_rows == rank_rows:
-            shape = (rank_rows, *block["image"].shape[1:]) if "image" in block else None
-            reused = None if memory is None or shape is None else memory.get("joined", shape)
-            yield join_blocks(parts, reused)
-            parts = []
-            num_rows = 0
+    remaining = iter(blocks)
+    block: NumpyBatch = {}
+    first = size = 0  # rows first..size of `block` are left
+    for num_rows in step_rows:
+        parts: list[NumpyBatch] = []
+        missing = num_rows
+        while missing:
+            if first == size:
+                following = next(remaining, None)
+                if following is None:
+                    return
+                block = following
+                first = 0
+                size = len(block["pos"])
+            left = size - first
+            if (parts and left > missing) or (first and left < missing):
+                sizes = [*(len(part["pos"]) for part in parts), size]
+                raise RuntimeError(
+                    f"the data stream returned blocks of {', '.join(map(str, sizes))} rows for a "
+                    f"step of {num_rows} rows: blocks were cut or assigned to another rank"
+                )
+            parts.append(_slice(block, first, missing))
+            taken = min(left, missing)
+            first += taken
+            missing -= taken
+        pixels = None
+        if memory is not None and len(parts) > 1 and "image" in block:
+            pixels = memory.get("joined", (num_rows, *block["image"].shape[1:]))
+        yield join_blocks(parts, pixels)
 
 
 def _sort_by_length(rows: NumpyBatch, memory: PixelMemory | None) -> NumpyBatch:

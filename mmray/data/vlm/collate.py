@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.data.stream.blocks import Block, join_blocks
-from mmray.data.stream.collate import Batch
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.collate import Batch, iter_step_rows
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.encoder import EncodedRow
@@ -220,29 +220,18 @@ def iter_row_batches(
         R rows, and what `collate` returns for the valid rows only: `input_ids`, `targets`,
         `pixel_values` and others. The iteration ends early if there are no more blocks.
     """
-    columns: Block = {}
-    rows: list[EncodedRow | None] = []
-    remaining = iter(blocks)
-    for step in range(first_step, plan.steps):
-        num_rows = len(plan.positions(step, rank))
-        while len(rows) < num_rows:
-            block = next(remaining, None)
-            if block is None:
-                return
-            rows += unpack_rows(block)
-            new = {name: block[name] for name in ROW_COLUMNS}
-            columns = join_blocks([columns, new]) if columns else new
-        micro_batches = []
-        first_rows = [*range(0, num_rows, micro_batch_size)]
+    steps = range(first_step, plan.steps)
+    step_rows = (len(plan.positions(step, rank)) for step in steps)
+    for step, block in zip(steps, iter_step_rows(blocks, step_rows), strict=False):
+        rows = unpack_rows(block)
+        stops = [*range(micro_batch_size, len(rows), micro_batch_size), len(rows)]
         if isinstance(plan, TokenPlan):
-            sizes = plan.micro_batch_sizes(step, rank)
-            first_rows = [sum(sizes[:number]) for number in range(len(sizes))]
-        for first, stop in pairwise([*first_rows, num_rows]):
-            part = slice(first, stop)
-            batch = {name: torch.from_numpy(column[part]) for name, column in columns.items()}
-            micro_batches.append(batch | collate([row for row in rows[part] if row is not None]))
-        rows = rows[num_rows:]
-        columns = {name: column[num_rows:] for name, column in columns.items()}
+            stops = np.cumsum(plan.micro_batch_sizes(step, rank)).tolist()
+        micro_batches = []
+        for first, stop in pairwise([0, *stops]):
+            columns = {name: torch.from_numpy(block[name][first:stop]) for name in ROW_COLUMNS}
+            valid = [row for row in rows[first:stop] if row is not None]
+            micro_batches.append(columns | collate(valid))
         yield micro_batches
 
 
