@@ -30,7 +30,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
-from mmray.data.text.languages import build_encoder
+from mmray.data.text.tokenizer import build_encoder
 from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from mmray.data.text.languages import MAX_LANGUAGES
+from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
 from mmray.plugins import check_installed

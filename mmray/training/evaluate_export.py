@@ -22,8 +22,7 @@ from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import match_classes
-from mmray.data.text.languages import build_encoder
-from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer import build_encoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine import precision
 from mmray.engine.checkpoint import files

@@ -33,8 +33,7 @@ from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
 from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
-from mmray.data.text.languages import add_language_tokens, build_encoder
-from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer import add_language_tokens, build_encoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import find_family, is_packable, read_config

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import mmray
 from mmray import cli
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.text.languages import add_language_tokens, build_encoder
-from mmray.data.text.tokenizer import train_tokenizer
+from mmray.data.text.tokenizer import add_language_tokens, build_encoder, train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError

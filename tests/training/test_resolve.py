@@ -11,7 +11,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.stored_row import Media
-from mmray.data.text.languages import build_encoder
+from mmray.data.text.tokenizer import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path

@@ -32,7 +32,7 @@ from mmray.data.stream.order import (
     hash_uniform,
     weighted_choice,
 )
-from mmray.data.text.languages import build_encoder
+from mmray.data.text.tokenizer import build_encoder
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs

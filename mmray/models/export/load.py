@@ -21,8 +21,7 @@ from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
 from mmray.data.rows import BadRow
 from mmray.data.stream.collate import Batch, token_columns
-from mmray.data.text.languages import build_encoder
-from mmray.data.text.tokenizer import TextEncoder, clean_caption
+from mmray.data.text.tokenizer import TextEncoder, build_encoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build

@@ -14,8 +14,12 @@ import mmray
 from mmray.config import Evaluate, ImageTower, Inputs, TextTower, TwoTower
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.languages import MAX_LANGUAGES, add_language_tokens, build_encoder
-from mmray.data.text.tokenizer import train_tokenizer
+from mmray.data.text.tokenizer import (
+    MAX_LANGUAGES,
+    add_language_tokens,
+    build_encoder,
+    train_tokenizer,
+)
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.evaluation.batches import EvalDataset

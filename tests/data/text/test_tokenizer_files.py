@@ -27,9 +27,9 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode, import_protobuf
 
 from mmray.config import Inputs
-from mmray.data.text.languages import build_encoder
 from mmray.data.text.tokenizer import (
     TextEncoder,
+    build_encoder,
     clean_caption,
     declared_pad_id,
     train_tokenizer,
