@@ -111,9 +111,9 @@ def train(
         DataError: the data cannot be used.
     """
     if torchrun_rank() > 0:
-        from mmray.training.local import follow_driver
+        from mmray.training.local_worker import run_rank
 
-        follow_driver()
+        run_rank()
         sys.exit()
     config = _override(_load(recipe), sections)
     with _shown(reporter, "importing") as shown:

@@ -114,20 +114,31 @@ class Channel:
             self.connection.send(outcome)
 
 
-class ConnectedProcess:
-    """A process that sends messages, and at last its result, over a connection.
+class ChildProcess:
+    """A process that runs `target(channel, *args)`, and sends what it returns or raises.
 
-    `result(on_message)` waits for the result and returns it, or raises its error; `send(message)`
-    sends an object to it.
+    The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
+    killed. Its connection ends with it, so its death is noticed at once.
+
+    `result(on_message)` waits for the end, and returns or raises the same.
 
     Args:
         name: Name of the process in messages, such as `worker`.
-        connection: This end of the connection.
+        target: Module-level function that the process calls as `target(channel, *args)`, where the
+            channel is its Channel to the parent.
+        args: Further arguments of `target`, which are pickled.
     """
 
-    def __init__(self, name: str, connection: Connection) -> None:
+    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+        ours, theirs = SPAWN.Pipe()
         self.name = name
-        self.connection = connection
+        self.connection = ours
+        self.process = SPAWN.Process(
+            target=_run_target, args=(theirs, target, args), name=f"mmray-{name}"
+        )
+        with starting_children():
+            self.process.start()
+        theirs.close()  # so that the end of the process is read as EOF
 
     def send(self, message: Any) -> None:
         """Send an object to the process, which receives it with `connection.recv()` of its Channel.
@@ -172,36 +183,7 @@ class ConnectedProcess:
                 raise pickle.loads(value)
 
     def death(self) -> ChildDied:
-        """Return the error for the caller to raise after the connection to the process was lost."""
-        return ChildDied(self.name, None)
-
-
-class ChildProcess(ConnectedProcess):
-    """A process that runs `target(channel, *args)`, and sends what it returns or raises.
-
-    The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
-    killed. Its connection ends with it, so its death is noticed at once.
-
-    `result(on_message)` waits for the end, and returns or raises the same.
-
-    Args:
-        name: Name of the process in messages, such as `worker`.
-        target: Module-level function that the process calls as `target(channel, *args)`, where the
-            channel is its Channel to the parent.
-        args: Further arguments of `target`, which are pickled.
-    """
-
-    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
-        ours, theirs = SPAWN.Pipe()
-        super().__init__(name, ours)
-        self.process = SPAWN.Process(
-            target=_run_target, args=(theirs, target, args), name=f"mmray-{name}"
-        )
-        with starting_children():
-            self.process.start()
-        theirs.close()  # so that the end of the process is read as EOF
-
-    def death(self) -> ChildDied:
+        """Return the error after the connection to the process was lost."""
         self.process.join(EXIT_TIMEOUT_S)
         return ChildDied(self.name, self.process.exitcode)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mmray.config import Config, Vlm
 from mmray.data.store.mixture import PreparedMixture
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from mmray.training.monitor import AttemptMonitor, Workers
 
 
+T = TypeVar("T")
+JOIN_INTERVAL_S = 0.25
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
 # which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
@@ -224,6 +228,35 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None) -> ResumePoi
 def format_counts(names: Iterable[str]) -> str:
     """Format how often each name occurs, such as `1 stopped, 3 sleeping`; `none` without names."""
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items()) or "none"
+
+
+def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
+    """Call a function in a daemon thread, and poll until it ends and once after its end.
+
+    Args:
+        call: Called without arguments, in the thread.
+        poll: Called without arguments several times per second in the calling thread. Its errors
+            are raised at once.
+
+    Returns:
+        The result of `call`; its error is raised.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="mmray-trainer", daemon=True)
+    thread.start()
+    running = True
+    while running:
+        thread.join(JOIN_INTERVAL_S)
+        running = thread.is_alive()  # before the poll, so that the last poll comes after the end
+        poll()  # an exception leaves at once; the daemon thread then ends with the process
+    return done.result()
 
 
 class Backend(Protocol):

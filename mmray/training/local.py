@@ -1,23 +1,16 @@
-"""Workers in processes of this machine, without Ray: they start in seconds, and lost ones are
-replaced.
+"""The worker of a run in a process of this machine, without Ray: it starts in seconds, and is
+replaced when it is lost.
 
-A run has one worker, a child process of the driver. Under torchrun (`torchrun --nproc-per-node 2 -m
-mmray train`) the process of rank 0 is the driver, and the process of each other rank starts a
-worker too, which connects to the driver and then serves it as the driver's own worker does. So
-restarts, hang detection, stops and files are those of every run.
+Under torchrun (`torchrun --nproc-per-node 2 -m mmray train`) the process of rank 0 is the driver of
+its worker, and the process of each other rank is a worker itself (local_worker.py). They are no
+processes of the driver, so a failure ends the run, and torchrun restarts all of them.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,8 +18,8 @@ import psutil
 
 from mmray.config import Config
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError, first_line
-from mmray.machine import LOOPBACK, cores, torchrun_world_size
-from mmray.processes import EXIT_TIMEOUT_S, ChildDied, ChildProcess, ConnectedProcess
+from mmray.machine import cores, torchrun_world_size
+from mmray.processes import ChildDied, ChildProcess
 from mmray.training.backend import (
     Attempt,
     WorkerFailed,
@@ -34,11 +27,12 @@ from mmray.training.backend import (
     is_lost,
     is_process_lost,
     resume_point,
+    run_in_thread,
     select_cause,
 )
 from mmray.training.coordinator import Coordinator
-from mmray.training.local_worker import DriverAddress, measure_alone, run_worker, serve_driver
-from mmray.training.monitor import Workers, signal_handlers
+from mmray.training.local_worker import measure_alone, run_worker
+from mmray.training.monitor import Workers
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
@@ -55,112 +49,14 @@ T = TypeVar("T")
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
 
 
-class RankProcess(ConnectedProcess):
-    """The worker process of a rank other than 0, as the driver sees it.
-
-    `result(on_message)` waits for the worker's end and returns its result, fields of result.json;
-    meanwhile `on_message` is called with each message of the worker: (name of a method of
-    Coordinator, its argument).
-
-    Args:
-        pid: Its process ID.
-        connection: Connection to it.
-    """
-
-    def __init__(self, rank: int, pid: int, connection: Connection) -> None:
-        super().__init__(f"rank {rank}", connection)
-        self.process = psutil.Process(pid)
-
-    def close(self) -> None:
-        """Close the connection, with which the process ends."""
-        self.connection.close()
-
-    def kill(self) -> None:
-        """Kill the process with SIGKILL, and wait until it has ended."""
-        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-            self.process.kill()
-            self.process.wait(EXIT_TIMEOUT_S)
-
-
-class RankListener:
-    """Accepts the connections of the workers of ranks 1 to N - 1 to the driver.
-
-    `wait(timeout_s)` waits until all have connected, and `take()` returns them as RankProcess.
-
-    Args:
-        world_size: Number of ranks N.
-
-    Attributes:
-        address: Host, port and secret key (hexadecimal) with which a worker connects.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        key = secrets.token_bytes(32)
-        self._listener = Listener((LOOPBACK, 0), backlog=world_size, authkey=key)
-        host, port = self._listener.address
-        self.address: DriverAddress = (str(host), int(port), key.hex())
-        self._connected: dict[int, RankProcess] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        threading.Thread(target=self._accept, name="mmray-ranks", daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-                rank, pid = connection.recv()
-                process = RankProcess(rank, pid, connection)
-            except (AuthenticationError, EOFError, OSError, psutil.NoSuchProcess):
-                continue  # no worker, or one that has ended
-            with self._changed:
-                if self._closed:
-                    process.close()
-                    continue
-                self._connected[rank] = process  # in place of one that has ended
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the workers of all ranks have connected.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-        """
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: len(self._connected) == self._world_size - 1, timeout_s
-            )
-
-    def take(self) -> list[RankProcess]:
-        """Return the connected workers in the order of their ranks, for one start of the run's
-        workers; later calls do not return them again.
-        """
-        with self._changed:
-            connected = sorted(self._connected.items())
-            self._connected = {}
-        return [process for _, process in connected]
-
-    def close(self) -> None:
-        """Close the connections of workers that `take` has not returned, also of those that connect
-        later; these workers end.
-        """
-        with self._changed:
-            self._closed = True
-            for process in self._connected.values():
-                process.close()
-
-
 class LocalBackend:
     """Starts the worker of a run in a new process of this machine, without Ray, and again after a
     failure. It implements the protocol `Backend`.
 
     The first process imports torch while the driver prepares the run.
 
-    `start(attempt)` starts the workers and returns a Workers.
-
     Args:
-        world_size: Number of workers. The processes that torchrun started for ranks 1 and up start
-            theirs themselves, which connect to this process.
+        world_size: Number of workers; under torchrun it has started those of ranks 1 and up.
 
     Attributes:
         errors: Types of errors of a worker or of storage, after which the workers may be restarted.
@@ -170,12 +66,8 @@ class LocalBackend:
 
     def __init__(self, world_size: int = 1) -> None:
         self._world_size = world_size
-        self._ranks = RankListener(world_size) if world_size > 1 else None
-        self._next: ChildProcess | None = self._start_worker()
-
-    def _start_worker(self) -> ChildProcess:
-        """Start a process that waits for its arguments after it has imported what it needs."""
-        return ChildProcess("worker", run_worker, self._ranks and self._ranks.address)
+        self.can_restart = world_size == 1
+        self._next: ChildProcess | None = ChildProcess("worker", run_worker)
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         check_gpus(config, self._world_size)
@@ -184,7 +76,7 @@ class LocalBackend:
         return resolve_on_this_machine(config)
 
     def num_local(self, device: str) -> int | None:
-        if self._ranks is not None:
+        if self._world_size > 1:
             return None  # torchrun has started the processes of all workers
         return count_gpus() if device == "gpu" else cores()
 
@@ -192,21 +84,9 @@ class LocalBackend:
         return self._world_size
 
     def start(self, attempt: Attempt) -> LocalWorkers:
-        self._next = self._next or self._start_worker()
-        processes: list[ChildProcess | RankProcess] = [self._next]
-        if self._ranks is not None:
-            limit_s = attempt.resolved.config.cluster.start_timeout_s
-            end_s = time.monotonic() + limit_s
-            # They cannot connect if the worker of rank 0 has died.
-            while not self._ranks.wait(POLL_INTERVAL_S) and self._next.process.is_alive():
-                if time.monotonic() > end_s:
-                    raise ResourceError(
-                        "the workers of torchrun's other processes did not start within "
-                        f"{limit_s:g} s (cluster.start_timeout_s)"
-                    )
-            processes += self._ranks.take()
+        worker = self._next or ChildProcess("worker", run_worker)
         self._next = None
-        return LocalWorkers(processes, attempt)
+        return LocalWorkers(worker, attempt)
 
     def exclude_node(self, config: Config, node: str) -> bool:
         return False  # this machine is the only one
@@ -215,15 +95,13 @@ class LocalBackend:
         return error if isinstance(error, WorkerFailed) else WorkerFailed("raised", error)
 
     def close(self) -> None:
-        """End the processes that were started in advance for workers, if they were not used."""
-        if self._ranks is not None:
-            if self._next is not None and sys.exception() is None:
-                # The run had finished before. The other ranks end without an error once they have
-                # connected.
-                self._ranks.wait(CONNECT_TIMEOUT_S)
-            self._ranks.close()
-        if self._next is not None:
-            self._next.kill()
+        """End the process that was started in advance for the worker, if it was not used."""
+        if self._next is None:
+            return
+        if self._world_size > 1:  # the other ranks end with it, without an error
+            self._next.connection.close()
+            self._next.process.join(CONNECT_TIMEOUT_S)
+        self._next.kill()
 
 
 def count_gpus() -> int:
@@ -305,45 +183,34 @@ def measure_in_worker(
 
 
 class LocalWorkers(Workers):
-    """The worker processes of a run on this machine, and the threads that receive their messages.
+    """The worker process of a run on this machine, and the thread that receives its messages.
 
-    It implements the protocol `Workers`: the driver waits for them, reads their messages and stops
-    them.
+    It implements the protocol `Workers`.
 
     Args:
-        processes: By rank, processes that run `run_worker` and wait for their arguments.
-        attempt: Run, settings, global batch and micro-batch, and checkpoint that the workers start
-            from.
+        process: A process that runs `run_worker` and waits for its arguments.
+        attempt: What the worker starts from.
     """
 
-    def __init__(self, processes: Sequence[ChildProcess | RankProcess], attempt: Attempt) -> None:
-        self._processes = processes
+    def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
+        self._process = process
         self._coordinator = Coordinator(attempt.bad_rows)
-        self._outcome: dict[str, Any] = {}  # what rank 0 returned
-        self._errors: list[Exception] = []
-        decoders = num_decode_processes(attempt.resolved.config, len(processes))
-        start = resume_point(attempt.resolved, attempt.checkpoint)
-        arguments = attempt.worker_context(decoders), start
-        self._receivers = [
-            threading.Thread(
-                target=self._serve, args=(process, arguments), name="mmray-receiver", daemon=True
-            )
-            for process in processes
-        ]
-        for receiver in self._receivers:
-            receiver.start()
+        resolved = attempt.resolved
+        self._is_single = resolved.batch_shape.world_size == 1
+        decoders = num_decode_processes(resolved.config, resolved.batch_shape.world_size)
+        start = resume_point(resolved, attempt.checkpoint)
+        self._arguments = attempt.worker_context(decoders), start
 
-    def _serve(self, process: ChildProcess | RankProcess, arguments: tuple[Any, ...]) -> None:
-        """Send the arguments, and serve the calls of a worker until it ends."""
+    def _serve(self) -> dict[str, Any]:
+        """Send the arguments, and serve the calls of the worker until it ends."""
         try:
-            # here: it waits for the worker's imports, and fails if it has died
-            process.send(arguments)
-            outcome = process.result(self._on_message)
-        except Exception as error:  # noqa: BLE001 - raised in `wait`
-            self._errors.append(error)
-            return
-        if process is self._processes[0]:
-            self._outcome = outcome
+            # in a thread: it waits for the worker's imports, and fails if it has died
+            self._process.send(self._arguments)
+            outcome: dict[str, Any] = self._process.result(self._on_message)
+        except Exception as error:  # noqa: BLE001 - raised with its kind
+            raise select_cause([error], is_process_lost if self._is_single else is_lost) from None
+        self._process.close()
+        return outcome
 
     def _on_message(self, message: tuple[str, Any]) -> Any:
         """Call the method of the coordinator that a message names."""
@@ -351,20 +218,7 @@ class LocalWorkers(Workers):
         return getattr(self._coordinator, name)(argument)
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        running = self._receivers
-        while running and not self._errors:
-            running[0].join(POLL_INTERVAL_S)
-            poll()
-            running = [receiver for receiver in running if receiver.is_alive()]
-        if self._errors:
-            end_s = time.monotonic() + ERROR_WAIT_S
-            for receiver in self._receivers:
-                receiver.join(max(0.0, end_s - time.monotonic()))
-            is_single = len(self._processes) == 1
-            raise select_cause(self._errors, is_process_lost if is_single else is_lost)
-        for process in self._processes:
-            process.close()
-        return self._outcome
+        return run_in_thread(self._serve, poll)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         return self._coordinator.drain(num_received)
@@ -381,16 +235,12 @@ class LocalWorkers(Workers):
     def describe_data(self) -> str:
         states: list[str] = []
         with suppress(psutil.NoSuchProcess):
-            states = [
-                child.status()
-                for worker in self._processes
-                for child in psutil.Process(worker.process.pid).children()
-            ]
-        return f"processes of the worker{'s' * (len(self._processes) > 1)}: {format_counts(states)}"
+            worker = psutil.Process(self._process.process.pid)
+            states = [child.status() for child in worker.children()]
+        return f"processes of the worker: {format_counts(states)}"
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
+        self._process.kill()
 
 
 def num_decode_processes(config: Config, workers: int) -> int:
@@ -432,34 +282,3 @@ def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) ->
     return config.with_cluster(
         workers=workers, address=None, resources_per_worker={}, wait_for_nodes=False
     )
-
-
-def follow_driver() -> None:
-    """Run the worker of this rank, which is not 0, until the driver in rank 0's process has ended.
-
-    A worker that was killed, as by the driver after a failure, is replaced.
-
-    Raises:
-        KeyboardInterrupt: SIGINT or SIGTERM arrived before the worker was connected to the driver.
-            Later the driver handles the signal: it lets the workers end with a checkpoint.
-    """
-    connected = threading.Event()
-    signalled = threading.Event()
-
-    def on_signal(*_: Any) -> None:
-        if not connected.is_set():
-            raise KeyboardInterrupt
-        signalled.set()
-
-    with signal_handlers(on_signal):
-        while not signalled.is_set():
-            connected.clear()
-            child = ChildProcess("worker", serve_driver)
-            try:
-                child.result(lambda _: connected.set())
-                child.close()
-                return
-            except ChildDied:
-                continue
-            finally:
-                child.kill()  # otherwise Python waits at exit for a child that is not connected

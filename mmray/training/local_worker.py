@@ -5,77 +5,112 @@ It imports the engine before it waits for its arguments.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import threading
-import warnings
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from datetime import timedelta
-from multiprocessing.connection import Client
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import BACKENDS
-from mmray.errors import DeviceError, is_device_error
+from mmray.data.stream.order import ResumePoint
+from mmray.engine.worker_context import WorkerContext
+from mmray.errors import DeviceError, OutOfMemoryError, is_device_error
 from mmray.machine import (
-    LOOPBACK,
     keep_freed_memory,
-    set_network_interface,
     torchrun_rank,
     torchrun_world_size,
 )
 from mmray.processes import Channel
-from mmray.training.coordinator import IMPORTING
+from mmray.training.backend import is_lost
+from mmray.training.coordinator import IMPORTING, Coordinator
+from mmray.training.monitor import signal_handlers
+from mmray.training.run_dir import RunDir
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
     from mmray.config import Config
 
-DriverAddress = tuple[str, int, str]  # host, port, and the key of connections in hexadecimal
+START_TIMEOUT_S = 86_400.0  # for the driver to prepare the run; later collectives have their own
+LINGER_S = 25.0
 
 
-def run_worker(channel: Channel, driver_address: DriverAddress | None = None) -> dict[str, Any]:
-    """Train in this process: the main function of the worker process.
+def run_worker(channel: Channel) -> dict[str, Any]:
+    """Train in this process: the main function of the worker process of the driver.
 
-    It imports the engine before it waits for its arguments.
+    It imports the engine, and joins the process group under torchrun, before it waits for its
+    arguments.
 
     Args:
-        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint)
-            once, and sends messages (name of a method of Coordinator, its argument), such as
-            ("push", {"step": 1, ...}).
-        driver_address: Where the driver listens for the workers of other ranks of torchrun, which
-            this process passes on to them; None: it does not listen.
+        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint) once,
+            and sends messages (name of a method of Coordinator, its argument), such as ("push",
+            {"step": 1, ...}).
 
     Returns:
         Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,
         `skipped_steps`, and the dicts `metrics` and `scores`, values by name.
     """
     configure_process()
-    rank = torchrun_rank()
+    channel.send(("push", {"stage": IMPORTING}))
+    with _process_group() as broadcast:
+        try:
+            arguments = channel.connection.recv()
+        except EOFError:  # the driver ends without workers
+            arguments = None
+        broadcast(arguments)
+        return {} if arguments is None else _train(arguments, channel.call, channel.send)
 
-    def report(message: dict[str, Any]) -> None:
-        if rank == 0:
-            channel.send(("push", message))
 
-    report({"stage": IMPORTING})
+def run_rank() -> None:
+    """Train as the worker of this rank of torchrun, which is not 0, and has no driver."""
+    # Until the training starts this process waits in C++, where no handler of Python is called.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    configure_openmp()
+    coordinator = Coordinator(set())
+
+    def call(message: tuple[str, Any]) -> Any:
+        name, argument = message
+        return getattr(coordinator, name)(argument)
+
+    with _process_group() as broadcast:
+        arguments = broadcast(None)
+        if arguments is None:
+            return
+        try:
+            with signal_handlers(lambda *_: coordinator.request_stop()):
+                _train(arguments, call, lambda _: None)
+        except Exception as error:
+            if isinstance(error, OutOfMemoryError):
+                RunDir(arguments[0].folder).save_smaller_batch(error.retry_shape)
+            if is_lost(error):
+                # torchrun shows the process that ends first as the cause, and ends the others
+                time.sleep(LINGER_S)
+            raise
+
+
+def _train(
+    arguments: tuple[WorkerContext, ResumePoint],
+    call: Callable[[tuple[str, Any]], Any],
+    send: Callable[[tuple[str, Any]], None],
+) -> dict[str, Any]:
+    """Train this rank; `call` and `send` pass (name of a method, its argument) to a Coordinator."""
     import torch
 
-    if driver_address is not None:
-        _torchrun_store().set(_address_key(), json.dumps(driver_address))
     from mmray.data.stream.local import LocalBlocks
     from mmray.engine.heartbeat import Heartbeat, describe_process
     from mmray.engine.worker import train_worker
     from mmray.engine.worker_context import DriverHandle
 
-    context, resume_point = channel.connection.recv()
+    context, resume_point = arguments
+    rank = torchrun_rank()
     stop = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
-        stop_requested, stacks_requested, _ = channel.call(("heartbeat", record))
+        stop_requested, stacks_requested, _ = call(("heartbeat", record))
         # In the heartbeat after the request: otherwise the loop stops after its step. Of several
         # ranks each needs its rows to take that step with the others.
         is_alone = torchrun_world_size() == 1
@@ -88,9 +123,9 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
     config = context.config
     heartbeat = Heartbeat(send_heartbeat, describe_process(rank, "here"), context.folder)
     driver = DriverHandle(
-        report=report,
+        report=lambda message: send(("push", message)),
         stop_requested=stop.is_set,
-        count_bad_row=lambda row: int(channel.call(("record_bad_row", row))),
+        count_bad_row=lambda row: int(call(("record_bad_row", row))),
         heartbeat=heartbeat,
     )
     device = torch.device("cpu")
@@ -101,15 +136,11 @@ def run_worker(channel: Channel, driver_address: DriverAddress | None = None) ->
             context.reader,
             resume_point,
             config.data.block_mb,
-            math.ceil(context.decode_actors / torchrun_world_size()),
-            warn=lambda text: channel.send(("push", {"note": text, "label": "data"})),
+            math.ceil((context.decode_actors or 1) / torchrun_world_size()),
+            warn=lambda text: driver.notify("data", text),
             rank=rank,
         )
-        with (
-            heartbeat.running(resume_point.step),
-            closing(blocks),
-            _process_group(device.type, context.fencing_token, config.cluster.group_timeout_s),
-        ):
+        with heartbeat.running(resume_point.step), closing(blocks):
             return train_worker(context, resume_point, blocks, device, driver)
     except Exception as error:
         if is_device_error(error):
@@ -147,12 +178,17 @@ def measure_in_rank(
 
 
 def configure_process() -> None:
-    """Ignore SIGTERM, which the driver handles, and set how long OpenMP threads of torch spin when
-    they wait. Call it in a worker process before torch is imported.
+    """Ignore SIGTERM, which the driver handles. Call it in a worker process before torch is
+    imported.
     """
     # Slurm, systemd and torchrun send it to all processes; the driver handles it. Not SIG_IGN,
     # which data processes inherit: after a crash their pool ends the others with SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    configure_openmp()
+
+
+def configure_openmp() -> None:
+    """Set how long OpenMP threads of torch spin when they wait."""
     # By default threads spin for milliseconds at the end of a parallel region; on two busy cores,
     # training was 8 times faster with threads that sleep, and on idle cores 25 % slower. This is in
     # between.
@@ -160,71 +196,24 @@ def configure_process() -> None:
 
 
 @contextmanager
-def _process_group(device_type: str, attempt: int, timeout_s: float) -> Iterator[None]:
-    """Context manager in which all ranks of torchrun are in a process group; without torchrun it
-    has no effect.
-
-    Args:
-        device_type: Type of the training device, `cpu` or `cuda`.
-        attempt: A number that differs for each attempt of the run.
-        timeout_s: Timeout of the collectives in seconds, also to form the group.
+def _process_group() -> Iterator[Callable[[Any], Any]]:
+    """Context manager in which all ranks of torchrun are in a process group; it yields a function
+    that returns rank 0's argument on all ranks.
     """
-    if torchrun_world_size() == 1:
-        yield
-        return
+    import torch
     import torch.distributed as dist
 
-    # torch 2.14 renamed collectives whose old names torch 2.11 needs.
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    set_network_interface(LOOPBACK)
-    dist.init_process_group(
-        BACKENDS[device_type],
-        store=dist.PrefixStore(f"mmray/attempt-{attempt}", _torchrun_store()),
-        rank=torchrun_rank(),
-        world_size=torchrun_world_size(),
-        timeout=timedelta(seconds=timeout_s),
-    )
-    yield
-    dist.destroy_process_group()  # not after an error: it may wait for a rank that is lost
+    # Here, while the driver prepares the run.
+    import mmray.data.stream.local
+    import mmray.engine.worker  # noqa: F401
+    from mmray.engine.collectives import Group, join_process_group
 
-
-def serve_driver(channel: Channel) -> None:
-    """Connect to the driver, and be its worker of this rank of torchrun until the driver ends: the
-    main function of the worker process of a rank other than 0.
-
-    Args:
-        channel: Connection to the parent process, to which a message is sent when this process is
-            connected to the driver.
-    """
-    configure_process()
-    host, port, key = json.loads(_torchrun_store().get(_address_key()))
-    with suppress(EOFError, OSError):  # the driver has ended
-        connection = Client((host, port), authkey=bytes.fromhex(key))
-        connection.send((torchrun_rank(), os.getpid()))
-        channel.send("connected")
-        driver = _DriverChannel(connection)
-        driver.send_outcome(lambda: run_worker(driver))
-        connection.recv()  # until the driver ends, or kills this process for another attempt
-
-
-class _DriverChannel(Channel):
-    """Connection to the driver of another process, with which this process ends."""
-
-    def call(self, message: Any) -> Any:
-        try:
-            return super().call(message)
-        except (EOFError, OSError):
-            os._exit(1)
-
-
-def _torchrun_store() -> Store:
-    """Connect to the store of torchrun, in which its processes find each other."""
-    import torch.distributed as dist
-
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
-
-
-def _address_key() -> str:
-    """Return the key of the driver's address, which differs after a restart by torchrun."""
-    return f"mmray/driver-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if torchrun_world_size() > 1:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        # torchrun keeps the store, with the addresses of the processes before its restart.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = BACKENDS["cuda" if torch.cuda.is_available() else "cpu"]
+        join_process_group(backend, START_TIMEOUT_S, store=store, rank=rank, world_size=world_size)
+    yield Group.current().broadcast_object
+    if torchrun_world_size() > 1:  # not after an error: it may wait for a rank that is lost
+        dist.destroy_process_group()

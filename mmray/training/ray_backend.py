@@ -50,12 +50,12 @@ from mmray.training.backend import (
     format_counts,
     is_lost,
     resume_point,
+    run_in_thread,
     select_cause,
 )
 from mmray.training.local_worker import measure_in_rank
 from mmray.training.monitor import Workers
 from mmray.training.ray_trainer import (
-    run_in_thread,
     start_coordinator,
     torch_trainer,
     train_loop_per_worker,

@@ -16,10 +16,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ray
 import ray.exceptions
@@ -46,9 +45,7 @@ from mmray.training.coordinator import IMPORTING, Coordinator
 if TYPE_CHECKING:
     pass
 
-JOIN_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 30.0
-T = TypeVar("T")
 
 
 @dataclass
@@ -138,35 +135,6 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
-    """Call a function in a daemon thread, and poll until it ends and once after its end.
-
-    Args:
-        call: Called without arguments, in the thread.
-        poll: Called without arguments several times per second in the calling thread. Its errors
-            are raised at once.
-
-    Returns:
-        The result of `call`; its error is raised.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="mmray-trainer", daemon=True)
-    thread.start()
-    running = True
-    while running:
-        thread.join(JOIN_INTERVAL_S)
-        running = thread.is_alive()  # before the poll, so that the last poll comes after the end
-        poll()  # an exception leaves at once; the daemon thread then ends with the process
-    return done.result()
 
 
 class ReservedTrainer(DataParallelTrainer):

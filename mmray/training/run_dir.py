@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from mmray.config.data import STORED_SHUFFLE
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.vlm.processor import read_processor_files
+from mmray.engine.batch import BatchShape
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
@@ -62,6 +63,7 @@ RESUMABLE_CHANGES = (
     "train.compile",
     "train.float8",
 )
+SMALLER_BATCH = "smaller_batch.json"  # batch shapes by number of workers
 PROCESSOR = "processor"  # folder with copies of the files of model.weights, without the weights
 FILES_BEFORE_CONFIG = (
     lease.FOLDER,
@@ -131,6 +133,16 @@ class RunDir:
         """Return the content of a JSON file; empty if it does not exist."""
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else {}
+
+    def save_smaller_batch(self, shape: BatchShape) -> None:
+        """Store the shape with which attempts of as many workers start after memory ran out."""
+        shapes = self.read_json(SMALLER_BATCH)
+        self.write_json(SMALLER_BATCH, shapes | {str(shape.world_size): asdict(shape)})
+
+    def smaller_batch(self, shape: BatchShape) -> BatchShape:
+        """Return the stored shape for as many workers if its micro-batch is smaller."""
+        stored = self.read_json(SMALLER_BATCH).get(str(shape.world_size), asdict(shape))
+        return min(shape, BatchShape(**stored), key=lambda each: each.micro_batch_size)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mmray.errors import (
     UsageError,
 )
 from mmray.evaluation.build import best_metric
+from mmray.machine import torchrun_world_size
 from mmray.processes import ChildDied
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath
@@ -225,8 +226,6 @@ class Supervisor:
         self.trusted_from = math.inf
         self.last_failure: Failure | None = None
         self.restart_reason = ""  # the failure of the last attempt, "" if it did not fail
-        # Shapes for numbers of workers with which one of them ran out of memory.
-        self.smaller_batch_shapes: dict[int, BatchShape] = {}
         # Resizes that failed in a row, and the workers of the last group that stopped for one.
         self.failed_resizes = 0
         self.resized_from = 0
@@ -367,6 +366,10 @@ class Supervisor:
         decision = decide_recovery(
             failure, self.last_failure, self.failures, self.resolved.config.cluster.max_failures
         )
+        if (smaller := retry_shape(failure.error)) is not None:
+            self.run.save_smaller_batch(smaller)
+        if isinstance(decision, str) and torchrun_world_size() > 1:
+            decision = TrainingError(f"{decision}; rerun the same command to resume")
         if isinstance(decision, MmrayError):
             raise decision from error
         if monitor.stop_reason == "user":  # the group failed before it could stop
@@ -374,8 +377,6 @@ class Supervisor:
             raise KeyboardInterrupt from error
         self.last_failure = failure
         self.restart_reason = decision
-        if (smaller := retry_shape(failure.error)) is not None:
-            self.smaller_batch_shapes[monitor.world] = smaller
         start = "step 0, as there is no checkpoint yet"
         if latest_step:
             start = f"the checkpoint of step {latest_step:,}"
@@ -400,9 +401,7 @@ class Supervisor:
         try:
             world = self.backend.choose_world_size(self.resolved.config)
             self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
-            batch_shape = self.smaller_batch_shapes.get(
-                world, self.resolved.batch_shape.with_world_size(world)
-            )
+            batch_shape = self.run.smaller_batch(self.resolved.batch_shape.with_world_size(world))
             attempt = Attempt(
                 resolved=replace(self.resolved, batch_shape=batch_shape),
                 folder=self.run.path,

@@ -31,10 +31,11 @@ from mmray.report.sweep import SweepRecord
 from mmray.storage.paths import remove_tree
 from mmray.sweep_files import GOALS, Rung, TrialRow
 from mmray.training import RunReporter
+from mmray.training.backend import run_in_thread
 from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
-from mmray.training.ray_trainer import ray_storage, run_in_thread
+from mmray.training.ray_trainer import ray_storage
 from mmray.tuning.concurrency import apply_trial_resources
 from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value
 from mmray.tuning.rungs import REDUCTION

@@ -13,6 +13,7 @@ from mmray.config import Cluster, Config
 from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, ResourceError
+from mmray.training.backend import run_in_thread
 from mmray.training.coordinator import Coordinator
 from mmray.training.monitor import (
     AttemptMonitor,
@@ -22,7 +23,6 @@ from mmray.training.monitor import (
     checkpoint_request_time_s,
     stuck_ranks,
 )
-from mmray.training.ray_trainer import run_in_thread
 from tests.training.runs import Silent, config
 from tests.training.scripted import ScriptedWorkers
 
