@@ -96,6 +96,23 @@ def test_no_restart_after_user_requested_stop(make, tmp_path):
     assert made.reporter.notes[-1] == ("stopped", "before the first checkpoint")
 
 
+def test_stop_by_torchrun_after_the_failure_of_another_rank_is_a_failure(
+    make, tmp_path, monkeypatch
+):
+    """torchrun sends SIGTERM to rank 0 when another rank has failed."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def stop_and_lose_rank_one(workers):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert workers.stop_requested
+        return LOST(workers)
+
+    with pytest.raises(TrainingError, match=r"a worker died; rerun the same command to resume"):
+        make(stop_and_lose_rank_one).train()
+    assert result_of(tmp_path)["status"] == "failed"
+
+
 def test_result_contains_no_secrets_of_environment(make, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     with pytest.raises(TrainingError):
