@@ -102,7 +102,7 @@ def in_process(monkeypatch):
 
     def run(work, items):
         for item in items:
-            packed.append(item["index"])
+            packed.append(item[0].index)
             yield work(item)
 
     monkeypatch.setattr(pipeline, "map_tasks", run)

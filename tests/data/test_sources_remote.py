@@ -3,13 +3,14 @@ disk.
 """
 
 import json
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import fsspec
 import numpy as np
 import pytest
 
-from mmray.data.formats.detect import detect_source, open_source
+from mmray.data.formats.detect import SourceSpec, detect_source, open_source
 from mmray.data.formats.source import RawRow
 from mmray.data.images.read import read_image
 from mmray.data.prepare import pack, pipeline
@@ -155,18 +156,26 @@ def test_images_on_a_store_are_read_in_parallel(
 def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
     """If they are large, at most MIN_PREFETCH_ROWS are requested ahead."""
     monkeypatch.setattr(pack, "PREFETCH_BYTES", 1000)
-    items, seen = (
-        [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)],
-        [],
-    )
+    items = [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)]
+    sizes = []
 
-    def fetch(image):
-        seen.append(Future())
-        seen[-1].set_result(bytes(100 if len(seen) > 40 else 1))
-        return seen[-1]
+    def read_image(folder, image, roots):
+        return bytes(100 if int(image.name.removesuffix(".png")) >= 40 else 1)
 
-    rows = pack.prefetch_rows(items, lambda item: parse_row(item.values, item.location), fetch)
-    ahead = [len(seen) - number for number, _ in enumerate(rows, 1)]
+    def count(self, request, job, image):
+        sizes.append(image.name)
+        return submit(self, request, job, image)
+
+    submit = ThreadPoolExecutor.submit
+    monkeypatch.setattr(pack, "read_image", read_image)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
+    source = SourceSpec("jsonl", "memory://raw", "rows.jsonl")
+    job = pack.PrepareJob(source, to_path("memory://set"), LAX)
+    ahead = []
+    with closing(pack.ImageReader(job)) as reader:
+        for number, (_, row) in enumerate(reader.read_ahead(items), 1):
+            ahead.append(len(sizes) - number)
+            reader.read(row.images[0])
     assert ahead[0] == pack.MIN_PREFETCH_ROWS and max(ahead) == pack.PREFETCH_ROWS
     assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -37,7 +36,6 @@ from mmray.data.images.decode import (
     verify_image,
 )
 from mmray.data.images.read import (
-    Roots,
     locate_file,
     os_error_as_bad_row,
     read_image,
@@ -100,10 +98,6 @@ _PACK_SETTINGS = (
 )
 
 
-Requests = list[Future[bytes] | None]  # reads of the images of a row
-Fetch = Callable[[ImageRef], Future[bytes] | None]
-
-
 @dataclass(frozen=True)
 class PrepareJob:
     """Source, output folder and settings of a prepare.
@@ -113,19 +107,21 @@ class PrepareJob:
 
     Attributes:
         source: Format and location of the source, from `detect_source`.
-        out: Folder or URI of the set.
+        out: Folder of the set.
         settings: The `prepare` section, whose `rows_per_shard` is a number, not `auto`.
         retry: Whether to pack chunks again in which rows could not be read or decoded.
         class_names: Names of the labels 0, 1, ..., known after the source was scanned.
         grows: Whether shards grow with the number of rows before them (Source.grows).
+        base: Digest of the manifest of the existing set, whose shards are not overwritten.
     """
 
     source: SourceSpec
-    out: str
+    out: AnyPath
     settings: Prepare
     retry: bool = False
     class_names: tuple[str, ...] = ()
     grows: bool = False
+    base: str = ""
 
     @property
     def rows_per_shard(self) -> int:
@@ -162,7 +158,7 @@ class PrepareJob:
         called.
         """
         source = open_source(
-            self.source, to_path(self.out), self.settings.column_names, self.settings.caption
+            self.source, self.out, self.settings.column_names, self.settings.caption
         )
         source.roots = self.settings.root
         source.keep = self.settings.keep
@@ -190,24 +186,23 @@ class PrepareJob:
         return row
 
 
-def pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
-    """Ray task: pack one chunk.
+def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Result:
+    """Ray task: pack one chunk, with its labels for the record.
 
     Ray retries it if its worker dies; the retry decodes images in a child process.
     """
-    chunk = SourceChunk(**{name: item[name] for name in SourceChunk.__dataclass_fields__})
-    out = to_path(job.out)
-    name = record_path(chunk.index)
+    chunk, labels = item
     item_name = f"{chunk.file} from row {chunk.first_line}"
 
     def pack(decoder: SubprocessDecoder | None) -> Record:
         # An upload that failed cannot be resumed, so the chunk is packed again.
-        return retry_if_remote(out, partial(pack_chunk, job, chunk, decoder, item["labels"]))
+        return retry_if_remote(job.out, partial(pack_chunk, job, chunk, decoder, labels))
 
     try:
-        return {"record": run_with_crash_limit(pack, out, name, item_name)}
+        record = run_with_crash_limit(pack, job.out, record_path(chunk.index), item_name)
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
+    return {"record": record}
 
 
 _MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
@@ -233,100 +228,96 @@ def pack_chunk(
         DataError: The source changed.
         OSError: The source cannot be read, or the set cannot be written.
     """
-    out = to_path(job.out)
     file = record_path(chunk.index)
-    for record in read_summaries(out, file):
-        if is_current(record, job, chunk, lambda name: file_size(out / name)):
+    for record in read_summaries(job.out, file):
+        if is_current(record, job, chunk, lambda name: file_size(job.out / name)):
             return record
     source = job.open()
-    packer = _ChunkPacker(job, chunk, subprocess_decoder, source.has_types)
-    items = source.read(chunk)
-    with ExitStack() as exit_stack:
-        fetch = _open_fetch(job, exit_stack)
-        for item, row, images in prefetch_rows(items, job.parse_row, fetch):
-            packer.pack(item, row, images, exit_stack)
+    with closing(ImageReader(job)) as reader, ExitStack() as shard_files:
+        builder = RowBuilder(job, subprocess_decoder, reader.read)
+        packer = _ChunkPacker(job, chunk, builder, source.has_types, shard_files)
+        for item, row in reader.read_ahead(source.read(chunk)):
+            packer.pack(to_utf8(item.location), row)
     # The shard files are closed now.
     record = packer.record(file, labels)
-    write_records(out, file, [record], [pa.RecordBatch.from_pydict(packer.rows, SCHEMA)])
+    write_records(job.out, file, [record], [pa.RecordBatch.from_pylist(packer.rows, SCHEMA)])
     return record
 
 
-def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
-    """Return a function that starts to read an image on an object store; for others None."""
-    settings = job.settings
-    folder = to_path(job.source.address)
-    pool = None
-    is_read = not (settings.index_only and settings.check == "none")
-    if is_read and isinstance(folder, RemotePath):
-        pool = ThreadPoolExecutor(READ_THREADS, "read")
-        exit_stack.callback(pool.shutdown, cancel_futures=True)
-
-    def fetch(image: ImageRef) -> Future[bytes] | None:
-        if pool and image.data is None:
-            return pool.submit(_read, folder, image, settings.root)
-        return None
-
-    return fetch
-
-
-def prefetch_rows(
-    items: Iterable[RawRow], parse: Callable[[RawRow], SourceRow], fetch: Fetch
-) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
-    """Validate rows and request their images ahead, and yield them in order.
+class ImageReader:
+    """Reads the images of a source; those of a store in threads, ahead of the row that is packed.
 
     Up to PREFETCH_ROWS (32) images are requested ahead, fewer if the last one was large.
-
-    Args:
-        items: Parsed rows of the source, in order.
-        parse: Called with an item, returns its SourceRow; raises BadRow.
-        fetch: Called with an ImageRef (bytes or file of an image, audio or video); starts to
-            read it and returns a concurrent.futures.Future of its bytes, or None if it is not
-            requested ahead, such as one on a local disk.
-
-    Yields:
-        For each item (item, row, requests): the item; its SourceRow, or the BadRow of an invalid
-        row; and a list of what `fetch` returned for each of `row.images`, empty for a BadRow.
     """
-    pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
-    num_requested = 0  # images of the pending rows
-    ahead = MIN_PREFETCH_ROWS
-    for item in chain(items, [None]):
-        if item is not None:
-            row: SourceRow | BadRow
-            try:
-                row = parse(item)
-            except BadRow as bad:
-                row = bad
-            images = [*map(fetch, row.images)] if isinstance(row, SourceRow) else []
-            num_requested += len(images)
-            pending.append((item, row, images))
-        while pending and (item is None or num_requested > ahead or not any(pending[0][2])):
-            first, row, images = pending.popleft()
-            num_requested -= len(images)
-            yield first, row, images
-            for image in images:
-                if image is not None and image.done() and image.exception() is None:
-                    ahead = min(
-                        PREFETCH_ROWS,
-                        max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)),
-                    )
+
+    def __init__(self, job: PrepareJob) -> None:
+        self._job = job
+        is_read = not (job.settings.index_only and job.settings.check == "none")
+        is_remote = isinstance(job.folder, RemotePath)
+        self._pool = ThreadPoolExecutor(READ_THREADS, "read") if is_read and is_remote else None
+        self._requests: dict[ImageRef, Future[bytes]] = {}  # of the row that is packed
+        self._max_requests = MIN_PREFETCH_ROWS
+
+    def read_ahead(self, items: Iterable[RawRow]) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
+        """Validate rows, request their images, and yield them in order."""
+        pending: deque[tuple[RawRow, SourceRow | BadRow, dict[ImageRef, Future[bytes]]]] = deque()
+        num_requests = 0  # of the pending rows
+        for item in chain(items, [None]):
+            if item is not None:
+                row: SourceRow | BadRow
+                try:
+                    row = self._job.parse_row(item)
+                except BadRow as bad:
+                    row = bad
+                requests = self._request(row)
+                num_requests += len(requests)
+                pending.append((item, row, requests))
+            while pending and (
+                item is None or num_requests > self._max_requests or not pending[0][2]
+            ):
+                first, row, self._requests = pending.popleft()
+                num_requests -= len(self._requests)
+                yield first, row
+
+    def _request(self, row: SourceRow | BadRow) -> dict[ImageRef, Future[bytes]]:
+        requests: dict[ImageRef, Future[bytes]] = {}
+        if self._pool is not None and isinstance(row, SourceRow):
+            for image in row.images:
+                if image.data is None and image not in requests:
+                    requests[image] = self._pool.submit(_read_image, self._job, image)
+        return requests
+
+    def read(self, image: ImageRef) -> bytes:
+        """Return the bytes of an image. Raises BadRow."""
+        if image not in self._requests:
+            return _read_image(self._job, image)
+        data = self._requests[image].result()
+        num_images = PREFETCH_BYTES // (len(data) or 1)
+        self._max_requests = min(PREFETCH_ROWS, max(MIN_PREFETCH_ROWS, num_images))
+        return data
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
-def _read(folder: AnyPath, image: ImageRef, roots: Roots) -> bytes:
+def _read_image(job: PrepareJob, image: ImageRef) -> bytes:
     with os_error_as_bad_row(image.name):
-        return read_image(folder, image, roots)
+        return read_image(job.folder, image, job.settings.root)
 
 
-def _first_image(row: SourceRow | BadRow) -> dict[str, Any]:
-    """Return what locates the first image of a bad row in the source; empty if it has none there.
+def _first_image(row: SourceRow | BadRow) -> str | None:
+    """Return what locates the first image of a bad row in the source; None if it has none there.
 
     `mmray show` reads it.
     """
     images = row.images if isinstance(row, SourceRow) else ()
     first = next((image for image in images if image.kind == "image"), None)
     if first is None or first.file is None:
-        return {}
-    return {"file": first.path, "offset": first.offset, "length": first.length}
+        return None
+    place = {"file": first.path, "offset": first.offset, "length": first.length}
+    return orjson.dumps(place).decode()
 
 
 def is_current(
@@ -360,7 +351,7 @@ def changed_chunks(records: Sequence[Record], job: PrepareJob) -> dict[str, Any]
     """Task: return which chunks of a file of records have media that changed since, as `chunks`."""
     folder = job.folder
     changed = []
-    with open_records(to_path(job.out), records[0].file, ["files"]) as reader:
+    with open_records(job.out, records[0].file, ["files"]) as reader:
         for record in records:
             texts = reader.get_batch(record.batch).column(0).drop_null().to_pylist()
             files = (tuple(file) for text in texts for file in orjson.loads(text))
@@ -370,52 +361,61 @@ def changed_chunks(records: Sequence[Record], job: PrepareJob) -> dict[str, Any]
 
 
 class _ChunkPacker:
-    """State of one chunk while it is packed."""
+    """State of one chunk while it is packed.
+
+    Attributes:
+        rows: Columns of the record of each row.
+    """
 
     def __init__(
         self,
         job: PrepareJob,
         chunk: SourceChunk,
-        subprocess_decoder: SubprocessDecoder | None,
+        builder: RowBuilder,
         has_types: bool,
+        shard_files: ExitStack,
     ) -> None:
         self.job = job
         self.chunk = chunk
-        self.builder = RowBuilder(job, subprocess_decoder)
-        self.out = to_path(job.out)
+        self.builder = builder
+        self.shard_files = shard_files
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         self.num_stored: Counter[int] = Counter()
-        self.counts: Counter[tuple[int, str | None, str]] = Counter()
+        self.rows: list[dict[str, Any]] = []
         self.columns = KeptColumns(has_types)
         self.text_columns = text_columns(job.settings.columns)
         self.keeps_columns = bool(job.settings.keep or self.text_columns or job.settings.compute)
-        self.reasons: Counter[str] = Counter()
-        self.stages: set[str] = set()
         self.notices: dict[str, tuple[int, str]] = {}
-        # never overwrite a file that an earlier manifest names
-        self.file_suffix = uuid.uuid4().hex[:8]
+        # The same work gives the same files, but never those that an earlier manifest names.
+        inputs = repr((job.base, job.digest(), job.class_names, chunk))
+        self.file_suffix = hashlib.sha256(inputs.encode()).hexdigest()[:8]
 
-    def pack(
-        self,
-        item: RawRow,
-        row: SourceRow | BadRow,
-        images: Requests,
-        exit_stack: ExitStack,
-    ) -> None:
-        location = to_utf8(item.location)
+    def pack(self, location: str, row: SourceRow | BadRow) -> None:
         try:
             if isinstance(row, BadRow):
                 raise row
-            image_digest = self.builder.build(row, images)
+            image_digest = self.builder.build(row)
         except BadRow as bad:
-            self._add_bad_row(bad, row, location)
-            return
+            values: dict[str, Any] = {
+                "key": to_utf8(row.key or location),
+                "stage": bad.stage,
+                "reason": bad.reason,
+                "detail": to_utf8(bad.detail),
+                "image": _first_image(row),
+            }
+        else:
+            values = self._store(location, row, image_digest)
+        if files := self.builder.signatures:
+            values["files"] = orjson.dumps(files).decode()
+            files.clear()
+        self.rows.append({"location": location} | values)
+
+    def _store(self, location: str, row: SourceRow, image_digest: str) -> dict[str, Any]:
+        """Add a good row to its shard, and return the columns of its record."""
         if row.split not in self.writers:
             name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
-            self.writers[row.split] = exit_stack.enter_context(
-                open_shard(self.out, name, row.split)
-            )
+            file = open_shard(self.job.out, name, row.split)
+            self.writers[row.split] = self.shard_files.enter_context(file)
         self.writers[row.split].append(row)
         # A conversation, whose texts are of no column, has what each of them asks for.
         flags = {
@@ -424,75 +424,52 @@ class _ChunkPacker:
         }
         if self.keeps_columns:
             self.columns.append(row.split, row.columns | flags, location)
-        # Pairs of audio and video without captions do not repeat the captions of one another.
-        captions = [*row.texts, *(row.messages or [])] or [image_digest]
-        text_digest, row_digest = (
-            _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
-        )
-        shard = list(self.writers).index(row.split)
-        # Rows without a split become training rows if others have one.
-        key_digest = hashlib.blake2b(f"{row.split or 'train'}/{row.key}".encode(), digest_size=16)
-        self.counts[shard, row.language, row.media_kinds] += 1
-        self._append(
-            location=location,
-            key=row.key,
-            shard=shard,
-            position=self.num_stored[shard],
-            language=row.language,
-            kinds=row.media_kinds,
-            key_digest=key_digest.digest(),
-            # Conversations about one image are different rows unless they are equal, too.
-            image_digest=bytes.fromhex(row_digest if row.messages else image_digest[:32]),
-            row_digest=bytes.fromhex(row_digest),
-            text_digest=bytes.fromhex(text_digest),
-        )
-        self.num_stored[shard] += 1
         for notice in dict.fromkeys(row.notices):
             if notice not in self.notices and len(self.notices) >= _MAX_NOTICES:
                 notice = _MORE_NOTICES
             count, first = self.notices.get(notice, (0, location))
             self.notices[notice] = (count + 1, first)
-
-    def _add_bad_row(self, bad: BadRow, row: SourceRow | BadRow, location: str) -> None:
-        detail = to_utf8(bad.detail)
-        self.stages.add(bad.stage)
-        self.reasons[bad.reason] += 1
-        key = to_utf8(row.key or location)
-        image = _first_image(row)
-        self._append(
-            location=location,
-            key=key,
-            stage=bad.stage,
-            reason=bad.reason,
-            detail=detail,
-            image=orjson.dumps(image).decode() if image else None,
-        )
-
-    def _append(self, **values: Any) -> None:
-        """Add a row of the record, with the files of its media."""
-        if files := self.builder.signatures:
-            values["files"] = orjson.dumps(files).decode()
-            files.clear()
-        for name, column in self.rows.items():
-            column.append(values.get(name))
+        # Pairs of audio and video without captions do not repeat the captions of one another.
+        captions = [*row.texts, *(row.messages or [])] or [image_digest]
+        row_digest = _sha256(orjson.dumps([image_digest, *captions]))
+        # Rows without a split become training rows if others have one.
+        key_digest = hashlib.blake2b(f"{row.split or 'train'}/{row.key}".encode(), digest_size=16)
+        shard = list(self.writers).index(row.split)
+        self.num_stored[shard] += 1
+        return {
+            "key": row.key,
+            "shard": shard,
+            "position": self.num_stored[shard] - 1,
+            "language": row.language,
+            "kinds": row.media_kinds,
+            "key_digest": key_digest.digest(),
+            # Conversations about one image are different rows unless they are equal, too.
+            "image_digest": bytes.fromhex(row_digest if row.messages else image_digest)[:16],
+            "row_digest": bytes.fromhex(row_digest)[:16],
+            "text_digest": hashlib.sha256(orjson.dumps(captions)).digest()[:16],
+        }
 
     def record(self, file: str, labels: Labels | None) -> Record:
         shards = [writer.entry() for writer in self.writers.values()]
         has_columns = self.keeps_columns and bool(shards)
+        bad = [row for row in self.rows if "reason" in row]
+        counts = Counter(
+            (row["shard"], row["language"], row["kinds"]) for row in self.rows if "shard" in row
+        )
         return Record(
             job=self.job.digest(),
             chunk=self.chunk,
             class_names=list(self.job.class_names),
             labels=labels,
             shards=shards,
-            num_rows=len(self.rows["key"]),
-            reasons=self.reasons,
-            stages=sorted(self.stages),
-            counts=[(*key, number) for key, number in self.counts.items()],
+            num_rows=len(self.rows),
+            reasons=Counter(row["reason"] for row in bad),
+            stages=sorted({row["stage"] for row in bad}),
+            counts=[(*kind, number) for kind, number in counts.items()],
             columns=self.columns.types,
-            columns_file=self.columns.write(self.out, shards) if has_columns else None,
+            columns_file=self.columns.write(self.job.out, shards) if has_columns else None,
             notices=self.notices,
-            has_files=any(self.rows["files"]),
+            has_files=any("files" in row for row in self.rows),
             file=file,
         )
 
@@ -507,20 +484,27 @@ class RowBuilder:
         job: Source, output folder and settings.
         subprocess_decoder: Decodes each image and clip first, in a child process; None: they are
             decoded in this process only.
+        read: Returns the bytes of an image, audio or video; raises BadRow.
 
     Attributes:
         signatures: List of (name, size in bytes, modification time in ns) of the local files of
             images, audio and video since the caller cleared it.
     """
 
-    def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
+    def __init__(
+        self,
+        job: PrepareJob,
+        subprocess_decoder: SubprocessDecoder | None,
+        read: Callable[[ImageRef], bytes],
+    ) -> None:
         self.signatures: list[tuple[str, int | None, int | None]] = []
         self._settings = job.settings
         self._compute = job.compute
-        self._source = to_path(job.source.address)
+        self._source = job.folder
         self._subprocess_decoder = subprocess_decoder
+        self._read = read
 
-    def build(self, row: SourceRow, requested: Requests | None = None) -> str:
+    def build(self, row: SourceRow) -> str:
         """Complete a validated row of the source with its media, and return their digest.
 
         Args:
@@ -528,8 +512,6 @@ class RowBuilder:
                 `prepare.split` and `prepare.holdout`, `boxes` become (left, top, right, bottom) in
                 fractions of the image, `spans` are cut to the file, and `columns` have the values
                 of `prepare.compute`.
-            requested: For each of `row.images` the future of its bytes if it was requested earlier,
-                otherwise None. None: all are read now.
 
         Returns:
             A SHA-256 in hex that is equal for rows with equal images, audio and video, and equal
@@ -543,11 +525,13 @@ class RowBuilder:
         row.split = {"auto": row.split, "none": None}.get(settings.split, settings.split)
         digests = []
         size = (0, 0)
-        requested = [None] * len(row.images) if requested is None else requested
+        for image in row.images:
+            if image.data is None and image.file is not None and isinstance(self._source, Path):
+                self.signatures.append(stat_signature(self._source, image.path))
         if settings.pages == "images" and row.messages and not row.boxes:
-            requested = self._split_pages(row, requested)
-        for image, request in zip(row.images, requested, strict=True):
-            digest, size = self._add_media(row, image, request)
+            self._split_pages(row)
+        for image in row.images:
+            digest, size = self._add_media(row, image)
             if row.messages:
                 check_aspect_ratio(image.name, size)
             digests.append(digest)
@@ -575,48 +559,40 @@ class RowBuilder:
             row.columns = compute_columns(self._compute, row)
         return image_digest
 
-    def _split_pages(self, row: SourceRow, requested: Requests) -> Requests:
-        """Make the pages of each TIFF images of a conversation, and return the bytes of its images.
-        Raises BadRow.
+    def _split_pages(self, row: SourceRow) -> None:
+        """Replace each image of a conversation that is a TIFF with pages by its pages. Raises
+        BadRow.
         """
+        max_pixels = self._settings.max_pixels
         images: list[list[ImageRef]] = []
-        done: Requests = []
-        for image, request in zip(row.images, requested, strict=True):
-            data = request.result() if request else self._read(image)
+        for image in row.images:
+            data = self._read(image)
             pages: list[bytes] = []
             if image.kind == "image":
                 try:
                     if self._subprocess_decoder is not None:
-                        self._subprocess_decoder.check_pages(data, self._settings.max_pixels)
-                    pages = split_pages(data, self._settings.max_pixels)
+                        self._subprocess_decoder.check_pages(data, max_pixels)
+                    pages = split_pages(data, max_pixels)
                     if pages:
-                        row.notices += image_notices(data, self._settings.max_pixels, True)
+                        row.notices += image_notices(data, max_pixels, True)
                 except BadImage as bad:
                     raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
-            names = [f"{image.name} page {number}" for number in range(1, len(pages) + 1)]
-            images.append([replace(image, name=name) for name in names] or [image])
-            for each in pages or [data]:
-                future: Future[bytes] = Future()
-                future.set_result(each)
-                done.append(future)
-        counts = iter([*map(len, images)])
-        row.messages = [
-            message
-            | {
-                "content": [
-                    part
-                    for part in message["content"]
-                    for _ in range(1 if part["type"] == "text" else next(counts))
-                ]
-            }
-            for message in row.messages or []
-        ]
-        row.images = [*chain.from_iterable(images)]
-        return done
+            of_image = [
+                replace(image, name=f"{image.name} page {number}", data=page)
+                for number, page in enumerate(pages, 1)
+            ]
+            images.append(of_image or [replace(image, data=data)])
+        counts = map(len, images)
+        messages = []
+        for message in row.messages or []:
+            content = []
+            for part in message["content"]:
+                content += [part] if part["type"] == "text" else [part] * next(counts)
+            messages.append(message | {"content": content})
+        row.messages = messages
+        row.images = list(chain.from_iterable(images))
 
-    def _add_media(
-        self, row: SourceRow, image: ImageRef, request: Future[bytes] | None
-    ) -> tuple[str, tuple[int, int]]:
+    def _add_media(self, row: SourceRow, image: ImageRef) -> tuple[str, tuple[int, int]]:
         """Add an image, audio or video to a row; return its digest and size (width, height) as
         read.
 
@@ -628,7 +604,7 @@ class RowBuilder:
         if settings.index_only and settings.check == "none":
             row.media.append(Media(image.kind, b"", ref))
             return _sha256(orjson.dumps(ref)), (0, 0)
-        data = request.result() if request else self._read(image)
+        data = self._read(image)
         media = Media(image.kind, data, ref, _sha256(data))
         try:
             if image.kind == "image":
@@ -648,26 +624,16 @@ class RowBuilder:
         return digest, size
 
     def _reference(self, image: ImageRef) -> dict[str, Any] | None:
-        """Return the reference to store with `--index-only`, else None; note the file. Raises
-        BadRow.
-        """
-        index_only = self._settings.index_only
-        if index_only and image.file is None:
+        """Return the reference to store with `--index-only`, else None. Raises BadRow."""
+        if not self._settings.index_only:
+            return None
+        if image.file is None:
             raise BadRow(
                 "read",
                 "no-reference",
                 f"the {image.kind} is inside the row: prepare without --index-only",
             )
-        if image.data is None and image.file is not None and isinstance(self._source, Path):
-            self.signatures.append(stat_signature(self._source, image.path))
-        return (
-            {"file": image.file, "offset": image.offset, "length": image.length}
-            if index_only
-            else None
-        )
-
-    def _read(self, image: ImageRef) -> bytes:
-        return _read(self._source, image, self._settings.root)
+        return {"file": image.file, "offset": image.offset, "length": image.length}
 
     def _check_image(self, media: Media) -> tuple[int, int]:
         """Check an image as completely as `check` requires, and reduce it to `image_side`; return

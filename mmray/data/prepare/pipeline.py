@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -213,7 +213,7 @@ def prepare(
         grows = settings.rows_per_shard == "auto"
         settings = _with_shard_size(settings, folder, read_manifest(folder))
         spec = detect_source(source, settings.format)
-        job = PrepareJob(spec, str(folder), settings, retry, grows=grows)
+        job = PrepareJob(spec, folder, settings, retry, grows=grows)
         create_folders(folder)
         with lease.Lease(
             folder, activity="being prepared", advice="choose another folder"
@@ -240,7 +240,7 @@ def check_source(source: str, settings: Prepare, log: Log) -> None:
     """
     try:
         settings = _with_shard_size(settings, Path())
-        job = PrepareJob(detect_source(source, settings.format), "", settings)
+        job = PrepareJob(detect_source(source, settings.format), Path(), settings)
         for text, heading in preview.dry_run(job):
             log(text, heading)
     except OSError as error:
@@ -280,9 +280,9 @@ def create_folders(out: AnyPath) -> None:
 
 
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
-    out = to_path(job.out)
+    out = job.out
     settings = job.settings
-    source_path = str(to_path(job.source.address) / job.source.name)
+    source_path = str(job.folder / job.source.name)
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
@@ -296,7 +296,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
     labels = preview.find_class_names(job, source, chunks, first_rows, earlier)
-    job = replace(job, class_names=source.class_names)
+    base = hashlib.sha256((out / MANIFEST).read_bytes()).hexdigest() if existing else ""
+    job = replace(job, class_names=source.class_names, base=base)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
     if before is not None and not _is_continued(before, job, chunks):
@@ -482,11 +483,7 @@ def _pack(
     Stops early if too many rows are bad and the number of rows is known in advance.
     """
     done = _current_records(job, chunks, earlier)
-    todo = [
-        asdict(chunk) | {"labels": labels.get(chunk.index)}
-        for chunk in chunks
-        if chunk.index not in done
-    ]
+    todo = [(chunk, labels.get(chunk.index)) for chunk in chunks if chunk.index not in done]
     rows = sum(record.num_rows for record in done.values())
     bad = sum(record.num_bad for record in done.values())
     tasks = map_tasks(partial(pack_task, job=job), todo)
@@ -506,14 +503,14 @@ def _pack(
             ):
                 break
     records = [done[index] for index in sorted(done)]
-    return PackedRows(to_path(job.out), records)
+    return PackedRows(job.out, records)
 
 
 def _current_records(
     job: PrepareJob, chunks: list[SourceChunk], earlier: dict[int, Record]
 ) -> dict[int, Record]:
     """Return the records of an earlier prepare that packing would repeat, by index of the chunk."""
-    out = to_path(job.out)
+    out = job.out
     sizes = {
         f"{folder}/{name}": size
         for folder in (SHARDS, f"{COLUMNS_DIR}/{KEPT}")

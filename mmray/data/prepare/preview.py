@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -21,7 +22,7 @@ from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.pack import PrepareJob, RowBuilder
+from mmray.data.prepare.pack import ImageReader, PrepareJob, RowBuilder
 from mmray.data.prepare.records import Labels, Record, map_rows
 from mmray.data.rows import (
     FOLDER,
@@ -325,7 +326,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         DataError: The source cannot be read, or none of its first rows is good.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = replace(job, out=folder)
+        job = replace(job, out=Path(folder))
         source, chunks, first_rows = understand(job)
         find_class_names(job, source, chunks[:1], first_rows, {})
         yield from describe_source(job, source, chunks, first_rows)
@@ -333,7 +334,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         examples: dict[str, str] = {}
         notices: Counter[str] = Counter()
         with closing(SubprocessDecoder()) as decoder:
-            builder = RowBuilder(job, decoder)
+            builder = RowBuilder(job, decoder, ImageReader(job).read)
             for row in _read_first_rows(source, chunks):
                 try:
                     parsed = job.parse_row(row)

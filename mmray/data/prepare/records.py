@@ -7,7 +7,7 @@ so a rerun reads few files, and of these the summaries only.
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,20 +198,26 @@ def plan_folds(records: Sequence[Record], sizes: dict[str, int]) -> list[Result]
     if len(folded) == len(counts):
         return []
     generation = 1 + max((int(file[len(INDEX) :][:6]) for file in folded), default=0)
-    folds: list[Result] = []
+    groups: list[list[Record]] = []
     num_bytes = 0.0
     for record in records:
         size = sizes.get(record.file.rpartition("/")[2], 0)
         if record.file in folded and size > FOLD_BYTES // 2:
             continue
         num_bytes += size / counts[record.file]
-        if not folds or len(folds[-1]["records"]) == MAX_FOLDED or num_bytes > FOLD_BYTES:
-            file = f"{INDEX}{generation:06d}-{uuid.uuid4().hex[:8]}.arrow"
-            folds.append({"file": file, "records": []})
+        if not groups or len(groups[-1]) == MAX_FOLDED or num_bytes > FOLD_BYTES:
+            groups.append([])
             num_bytes = 0.0
-        folds[-1]["records"].append(replace(record))
-        record.file = folds[-1]["file"]
-        record.batch = len(folds[-1]["records"]) - 1
+        groups[-1].append(record)
+    folds = []
+    for group in groups:
+        keys = repr([(record.chunk, [shard.key for shard in record.shards]) for record in group])
+        digest = hashlib.sha256(keys.encode()).hexdigest()
+        file = f"{INDEX}{generation:06d}-{digest[:8]}.arrow"
+        folds.append({"file": file, "records": [replace(record) for record in group]})
+        for batch, record in enumerate(group):
+            record.file = file
+            record.batch = batch
     return folds
 
 

@@ -279,6 +279,29 @@ def test_labels_of_packed_chunks_are_not_read_again(tmp_path, in_process, run, m
     assert labels == [1] * 4 + [2] * 4 + [1] * 2 + [0] * 2
 
 
+def test_interrupted_prepare_gives_the_same_files(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 16, label="cat", split="train")
+    run("undisturbed", keep=("label",))
+
+    def interrupt(progress):
+        if progress.stage == "pack" and progress.done_rows == 8:
+            raise KeyboardInterrupt
+
+    for resumed in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            run(progress=interrupt, keep=("label",))
+        if resumed:
+            (tmp_path / "out" / "parts" / "chunk-00001.arrow").unlink()
+    assert run(keep=("label",)).num_rows == 16
+    files = {}
+    for name in ("undisturbed", "out"):
+        folder = tmp_path / name
+        paths = [path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts]
+        files[name] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    assert files["out"] == files["undisturbed"]
+    assert len(files["out"]) > 8
+
+
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 12), tmp_path / "out"
     first = run()
