@@ -30,7 +30,8 @@ from mmray.bench.step import (
 from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
-from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, RowError
+from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
 from mmray.engine.batch import BatchShape

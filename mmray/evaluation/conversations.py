@@ -25,7 +25,8 @@ from mmray.data.media.decode import read_frames
 from mmray.data.messages import Message, message_text
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.vlm.encoder import EncodedRow, RowError
+from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.reader import ConversationReader
 from mmray.evaluation.answers import (
     References,

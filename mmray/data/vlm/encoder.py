@@ -8,35 +8,21 @@ MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.metadata import version
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmray.data.messages import Message
 from mmray.data.prepare.row_checks import MAX_OVERHANG_S
-from mmray.data.text.tokenizer import remove_tokens
-from mmray.data.vlm.families import (
-    WEIGHTS_SETTING,
-    budget_arguments,
-    find_family,
-    read_config,
-)
+from mmray.data.vlm.chat_template import ALL_TARGETS, ChatTemplate, RowError, Span, Targets
+from mmray.data.vlm.families import budget_arguments, find_family, read_config
 from mmray.data.vlm.processor import load_frame_processor, load_processor, torch_hidden
 from mmray.data.vlm.video import Clip, FrameProcessor
-from mmray.errors import UsageError
 
-Message = dict[str, Any]  # of mmray.data.messages
-TEMPLATE_ADVICE = (
-    "Mark the assistant's text with {% generation %} ... {% endgeneration %} in "
-    "chat_template.jinja of the weights"
-)
 TOO_LONG = "tokens"  # reason of a row over `max_tokens`
 # Settings of `model.inputs` that are arguments of ProcessorEncoder.
 _INPUT_SETTINGS = (
@@ -47,38 +33,16 @@ _INPUT_SETTINGS = (
     "frame_rate",
     "frame_pixels",
 )
-SEPARATE_COLUMNS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-
-
-class RowError(ValueError):
-    """A row that the model cannot be trained on; it is left out and listed in quarantine.jsonl.
-
-    Args:
-        reason: `messages` (no answer), `tokens` (too many, or too long audio), `image` (a medium
-            that the processor rejects), `images` (the numbers of media and of their parts differ)
-            or `media` (the model takes none of this kind).
-        detail: A sentence for the user, which is also the message of the error.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-
-
-class Targets(NamedTuple):
-    """Which tokens of the assistant are targets.
-
-    Args:
-        last_only: Only those of the last message of the assistant.
-        without_reasoning: Not those of its reasoning, up to and including `</think>`.
-    """
-
-    last_only: bool = False
-    without_reasoning: bool = False
-
-
-ALL_TARGETS = Targets()
+# Outputs of a processor that are no inputs of an encoder of media.
+_TEXT_COLUMNS = (
+    "input_ids",
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "offset_mapping",
+    "text_replacement_offsets",
+)
+_DTYPES = {"pixel_values": np.uint8, "input_features": np.float16, "pixel_attention_mask": bool}
 
 
 @dataclass(frozen=True)
@@ -191,18 +155,13 @@ class ProcessorEncoder:
             self.family, getattr(self.processor, "image_processor", None), max_pixels, min_pixels
         )
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | self._budget
-        if self.processor.chat_template is None:
-            raise UsageError(
-                f"{WEIGHTS_SETTING}: {weights} has no chat template, so conversations cannot be "
-                "written as its model expects. Add chat_template.jinja to a copy of the folder"
-            )
-        self._template = self.processor._resolve_chat_template(None)
-        self._has_marks = re.search(r"{%-?\s*generation\b", self._template) is not None
-        # Tokens that `encode` removes from texts and `decode` from answers, the longest first.
-        reserved = self._find_reserved_tokens()
-        self.reserved_tokens = sorted(reserved, key=lambda token: (-len(token), token))
+        self.template = ChatTemplate(self.processor, self.kinds, weights)
+        # `encode` removes them from texts, `decode` from answers.
+        self.reserved_tokens = self.template.reserved_tokens
         added = self.tokenizer.added_tokens_decoder.items()
-        self._reserved_ids = {number for number, token in added if token.content in reserved}
+        self._reserved_ids = {
+            number for number, token in added if token.content in self.reserved_tokens
+        }
         self._replacements: dict[Any, str] = {}
 
     @property
@@ -220,7 +179,7 @@ class ProcessorEncoder:
             self.config["model_type"],
             self.tokenizer.backend_tokenizer.to_str(),
             self.tokenizer.special_tokens_map,
-            self._template,
+            self.template.source,
             self.reserved_tokens,
             *(each.to_json_string() for each in processors if each is not None),
             self._image_arguments,
@@ -272,49 +231,34 @@ class ProcessorEncoder:
                 that the processor rejects, or messages that the chat template does not render.
             UsageError: The chat template does not determine which tokens are the assistant's.
         """
-        conversation = self._as_parts(messages)
-        self._check_media(conversation, media)
-        text, spans = self._target_spans(conversation, targets)
-        inputs = self._process(text, media)
-        input_ids = np.asarray(inputs["input_ids"][0], np.int32)
-        if len(input_ids) > self.max_tokens:
+        conversation = self._clean(messages, media)
+        text, spans = self.template.target_spans(conversation, targets)
+        row = self._encode(text, spans, media)
+        if len(row.input_ids) > self.max_tokens:
             raise RowError(
                 TOO_LONG,
-                f"{len(input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
+                f"{len(row.input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
             )
-        loss_weights = _weights_of_spans(
-            self._without_media(text, spans),
-            inputs["offset_mapping"][0],
-            inputs.get("text_replacement_offsets") or [[]],
-        )
-        return EncodedRow(input_ids, loss_weights, self._media_columns(inputs) if media else {})
+        return row
 
     def encode_prompt(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
         """Encode a conversation up to where the model generates the assistant's next message.
 
-        Args:
-            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and mono audio int16 [N] with as many samples per
-                second as this object's `audio_rate`: one for each part of its kind, in order.
-
-        Returns:
-            An EncodedRow: `input_ids` int32 [T], `images`, the inputs of the encoders of media by
-            name, and `loss_weights`, 0 everywhere. The number of tokens is not limited.
+        Takes what `encode` takes. The number of tokens is not limited, and all weights are 0.
 
         Raises:
             RowError: The media do not match the parts, or the processor rejects one.
         """
-        conversation = self._as_parts(messages)
-        self._check_media(conversation, media)
-        text, _ = self._render(conversation, add_generation_prompt=True)
-        self._check_rendered(conversation, text)
+        conversation = self._clean(messages, media)
+        return self._encode(self.template.render_prompt(conversation), [], media)
+
+    def _encode(self, text: str, spans: Sequence[Span], media: Sequence[Any]) -> EncodedRow:
         inputs = self._process(text, media)
-        input_ids = np.asarray(inputs["input_ids"][0], np.int32)
-        return EncodedRow(
-            input_ids,
-            np.zeros(len(input_ids), np.float32),
-            self._media_columns(inputs) if media else {},
+        weights = _weights_of_spans(
+            spans, inputs["offset_mapping"][0], inputs["text_replacement_offsets"][0]
         )
+        input_ids = np.asarray(inputs["input_ids"][0], np.int32)
+        return EncodedRow(input_ids, weights, self._media_columns(inputs))
 
     def encode_dummy(self) -> EncodedRow:
         """Encode a prompt without targets, with one small blank medium of each kind that the model
@@ -398,7 +342,7 @@ class ProcessorEncoder:
                 content is a text or a list of parts {"type": "image" | "video" | "audio"} and
                 {"type": "text", "text": "..."}.
         """
-        text, _ = self._render(self._as_parts(messages))
+        text = self.template.render(self.template.clean(messages))
         images = [size for size in sizes if size.width and not size.times_s]
         expanded, _ = self.processor.get_text_with_replacements(
             [text],
@@ -429,235 +373,12 @@ class ProcessorEncoder:
         kept = [number for number in token_ids if number not in self._reserved_ids]
         return str(self.tokenizer.decode(kept))
 
-    # --- templates
+    def _clean(self, messages: Sequence[Message], media: Sequence[Any]) -> list[Message]:
+        """Return the messages with lists of parts, without reserved tokens.
 
-    def _as_parts(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with lists of parts, without `reserved_tokens` in their texts."""
-        conversation = []
-        for message in messages:
-            cleaned = [
-                {"type": "text", "text": remove_tokens(part["text"], self.reserved_tokens)}
-                if part["type"] == "text"
-                else {"type": part["type"]}
-                for part in _content_parts(message["content"])
-            ]
-            fields = {
-                name: self._clean(value) for name, value in message.items() if name != "content"
-            }
-            # `developer` is the later name of OpenAI.
-            if message["role"] == "developer" and "developer" not in self._template:
-                fields["role"] = "system"
-            conversation.append(fields | {"content": cleaned})
-        return conversation
-
-    def _clean(self, value: Any) -> Any:
-        """Return a JSON value without `reserved_tokens` in its texts."""
-        if isinstance(value, str):
-            return remove_tokens(value, self.reserved_tokens)
-        if isinstance(value, list):
-            return [self._clean(each) for each in value]
-        if isinstance(value, dict):
-            return {name: self._clean(each) for name, each in value.items()}
-        return value
-
-    def _find_reserved_tokens(self) -> set[str]:
-        """Return the special tokens that the template writes around turns and media, and those that
-        tokenizer and processor name, such as `eos_token` and `image_token`.
+        Raises RowError unless the model takes the media, and there is one for each part.
         """
-        from jinja2 import TemplateError
-
-        parts = [*({"type": kind} for kind in self.kinds), {"type": "text", "text": "x"}]
-        turns = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
-        turns[1] = turns[1] | {"content": parts[-1:]}
-        rendered = ""
-        for system in ([{"role": "system", "content": parts[-1:]}], []):
-            with suppress(TemplateError, RowError):  # some take no system
-                rendered += self._render(system + turns)[0]
-        added = self.tokenizer.added_tokens_decoder.values()
-        in_template = {each.content for each in added if each.special and each.content in rendered}
-        named = chain(self.tokenizer.special_tokens_map.items(), vars(self.processor).items())
-        return in_template | {
-            value for name, value in named if name.endswith("_token") and isinstance(value, str)
-        }
-
-    def _render(
-        self, conversation: list[Message], add_generation_prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the character spans that the template marks.
-
-        Raises RowError.
-        """
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        turns = [
-            {name: value for name, value in message.items() if name not in ("weight", "tools")}
-            for message in conversation
-        ]
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[turns],
-                tools=conversation[0].get("tools") if conversation else None,
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=self._has_marks,
-                **self.tokenizer.special_tokens_map,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RowError("messages", f"the chat template cannot render it: {error}") from None
-        texts, spans = rendered
-        return texts[0], [(first, last) for first, last in spans[0]] if self._has_marks else []
-
-    def _target_spans(
-        self, conversation: list[Message], targets: Targets
-    ) -> tuple[str, list[tuple[int, int, float]]]:
-        """Return the text of a conversation, and its spans of targets: first character, last
-        character + 1, and weight.
-        """
-        text, marked = self._render(conversation)
-        self._check_rendered(conversation, text)
-        answers = [index for index, each in enumerate(conversation) if each["role"] == "assistant"]
-        spans = []
-        for number, index in enumerate(answers):
-            weight = conversation[index].get("weight", 1.0)
-            if not weight or (targets.last_only and index != answers[-1]):
-                continue
-            if len(marked) == len(answers):
-                turn = [marked[number]]
-            elif self._has_marks:  # the template marks parts of a turn
-                first, stop = (
-                    len(self._render(conversation[:end])[1]) for end in (index, index + 1)
-                )
-                turn = marked[first:stop]
-            else:
-                turn = [self._turn_span(conversation, index, text)]
-            for first, last in turn:
-                if targets.without_reasoning:
-                    first = _after_reasoning(conversation[index], text, first, last)
-                spans.append((first, last, weight))
-        if not spans:
-            raise RowError("messages", "no message is the assistant's: there is nothing to learn")
-        return text, spans
-
-    def _check_rendered(self, conversation: list[Message], text: str) -> None:
-        """Raise RowError if the text of a conversation lacks a part of it.
-
-        Templates may drop the reasoning of earlier answers, and write the result of a tool as JSON.
-        """
-        advice = f": correct chat_template.jinja of {self.weights}, or the rows"
-        for message in conversation:
-            for part in message["content"]:
-                own = part.get("text", "").rpartition("</think>")[2].strip()
-                if own not in text and json.dumps(own, ensure_ascii=False)[1:-1] not in text:
-                    raise RowError(
-                        "messages",
-                        "the chat template does not render a message of the "
-                        f"{message['role']}{advice}",
-                    )
-        for name in ("tool_calls", "tools", "reasoning_content"):
-            having = [number for number, each in enumerate(conversation, 1) if name in each]
-            if not having:
-                continue
-            # Reasoning is rendered in the last answer.
-            turns = conversation[: having[-1]] if name == "reasoning_content" else conversation
-            without = [
-                {field: value for field, value in message.items() if field != name}
-                for message in turns
-            ]
-            if self._render(without)[0] == self._render(turns)[0]:
-                raise RowError("messages", f"the chat template does not render `{name}`{advice}")
-
-    def _turn_span(self, conversation: list[Message], index: int, text: str) -> tuple[int, int]:
-        """Return the span of an answer in the text of a conversation, by the texts of its starts.
-
-        It ends with the token at which the model stops; a line break after it is the template's.
-        """
-        before, _ = self._render(conversation[:index], add_generation_prompt=True)
-        after, _ = self._render(conversation[: index + 1])
-        if text.startswith(after) and after.startswith(before):
-            return len(before), len(after.rstrip())
-        # Templates omit the reasoning of earlier turns, and may start that of the next answer: find
-        # the answer by its header, which no text contains.
-        start = before.removeprefix(self._render(conversation[:index])[0])
-        header, tag, rest = start.partition("<think>")
-        headers = [found.end() for found in re.finditer(re.escape(header), text)]
-        roles = [message["role"] for message in conversation]
-        eos = self.tokenizer.eos_token
-        if header.strip() and len(headers) == roles.count("assistant"):
-            first = headers[roles[:index].count("assistant")]
-            first += len(tag + rest) if text.startswith(tag + rest, first) else 0
-            end = text.find(eos, first)
-            if end >= 0:
-                return first, end + len(eos)
-        message = (
-            "the chat template does not mark the assistant's text, and the text of a conversation "
-            f"does not start with the text of its first {index + 1} messages, so it is unknown "
-            f"which tokens are the assistant's. {TEMPLATE_ADVICE}"
-        )
-        if self._keeps_starts:
-            raise RowError("messages", message)
-        raise UsageError(f"{WEIGHTS_SETTING}: {message}")
-
-    @cached_property
-    def omitted_reasoning(self) -> tuple[str, ...]:
-        """In which notations the chat template omits the reasoning of answers before the last
-        question: `reasoning_content`, the field, and `</think>` in a text.
-        """
-        question = {"role": "user", "content": [{"type": "text", "text": "a"}]}
-        omitted = []
-        for name, text, fields in (
-            ("reasoning_content", "b", {"reasoning_content": "\ue000"}),
-            ("</think>", "<think>\n\ue000\n</think>\n\nb", {}),
-        ):
-            answer = {"role": "assistant", "content": [{"type": "text", "text": text}]} | fields
-            with suppress(RowError):  # no template of such conversations
-                last, earlier = (
-                    "\ue000" in self._render([question, answer, *rest])[0]
-                    for rest in ([], [question])
-                )
-                if last and not earlier:
-                    omitted.append(name)
-        return tuple(omitted)
-
-    @cached_property
-    def _keeps_starts(self) -> bool:
-        """Whether the text of a plain answer starts with that of its prompt."""
-        text = [{"type": "text", "text": "a"}]
-        turns = [{"role": role, "content": text} for role in ("user", "assistant")]
-        prompt, _ = self._render(turns[:1], add_generation_prompt=True)
-        return self._render(turns)[0].startswith(prompt)
-
-    def _without_media(
-        self, text: str, spans: list[tuple[int, int, float]]
-    ) -> list[tuple[int, int, float]]:
-        """Return the parts of spans of a rendered text that do not stand for media."""
-        parts = []
-        for first, last, weight in spans:
-            for medium in self._media_pattern.finditer(text, first, last):
-                parts.append((first, medium.start(), weight))
-                first = medium.end()
-            parts.append((first, last, weight))
-        return [part for part in parts if part[0] < part[1]]
-
-    @cached_property
-    def _media_pattern(self) -> re.Pattern[str]:
-        """What the chat template writes for a medium, such as <|vision_start|>, the placeholder and
-        <|vision_end|>.
-        """
-        alternatives = []
-        for kind in self.kinds:
-            first, last = ({"type": "text", "text": each} for each in "\ue000\ue001")
-            content = [first, {"type": kind}, last]
-            text, _ = self._render([{"role": "user", "content": content}])
-            placeholder = getattr(self.processor, f"{kind}_token")
-            between = re.search(f"\ue000(.*{re.escape(placeholder)}.*)\ue001", text, re.DOTALL)
-            alternatives.append(re.escape(between[1] if between else placeholder))
-        return re.compile("|".join(alternatives))
-
-    # --- processor
-
-    def _check_media(self, conversation: Sequence[Message], media: Sequence[Any]) -> None:
-        """Raise RowError unless the model takes the media, and there is one for each part."""
+        conversation = self.template.clean(messages)
         types = [part["type"] for message in conversation for part in message["content"]]
         given = [_kind_of(each) for each in media]
         for kind in ("image", "video", "audio"):
@@ -669,14 +390,14 @@ class ProcessorEncoder:
                     f"the messages have {types.count(kind)} {kind} parts, the row "
                     f"{given.count(kind)} {kind}s",
                 )
+        return conversation
 
     def _process(self, text: str, media: Sequence[Any]) -> dict[str, Any]:
         """Call the processor on one text. Raises RowError."""
         if not media:
-            return {
-                name: [value]
-                for name, value in self._tokenize(text, return_offsets_mapping=True).items()
-            }
+            encoded = self._tokenize(text, return_offsets_mapping=True)
+            inputs = {name: [value] for name, value in encoded.items()}
+            return inputs | {"text_replacement_offsets": [[]]}
         arguments: dict[str, Any] = {
             "images_kwargs": self._image_arguments | {"return_tensors": "np"},
             "text_kwargs": {
@@ -735,20 +456,14 @@ class ProcessorEncoder:
 
     def _media_columns(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the inputs of the encoders of media, pixels as uint8 and audio as float16."""
-        columns = {
-            name: np.asarray(value)
-            for name, value in inputs.items()
-            if name not in (*SEPARATE_COLUMNS, "offset_mapping", "text_replacement_offsets")
-        }
-        if self.family.pixels == "row_tiles":
-            # All rows become one row of tiles: [1, tiles, ...] -> [tiles, ...].
-            columns = {name: value[0] for name, value in columns.items()}
-        if "pixel_values" in columns:
-            columns["pixel_values"] = columns["pixel_values"].astype(np.uint8)
-        if "input_features" in columns:
-            columns["input_features"] = columns["input_features"].astype(np.float16)
-        if "pixel_attention_mask" in columns:
-            columns["pixel_attention_mask"] = columns["pixel_attention_mask"].astype(bool)
+        columns = {}
+        for name, value in inputs.items():
+            if name not in _TEXT_COLUMNS:
+                column = np.asarray(value)
+                if self.family.pixels == "row_tiles":
+                    # All rows become one row of tiles: [1, tiles, ...] -> [tiles, ...].
+                    column = column[0]
+                columns[name] = column.astype(_DTYPES.get(name, column.dtype), copy=False)
         return columns
 
     def _clip_text(self, size: MediaSize) -> str:
@@ -790,29 +505,14 @@ class ProcessorEncoder:
         return self._replacements[key]
 
 
-def _content_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _kind_of(medium: Any) -> str:
     if isinstance(medium, Clip):
         return "video"
     return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
 
 
-def _after_reasoning(message: Message, text: str, first: int, last: int) -> int:
-    """Return where the answer starts in the span of a turn, after its reasoning."""
-    for end in ("</think>", message.get("reasoning_content") or "</think>"):
-        start = text.rfind(end, first, last)
-        if start >= 0:
-            rest = text[start + len(end) : last]
-            return last - len(rest.lstrip())
-    return first
-
-
 def _weights_of_spans(
-    spans: list[tuple[int, int, float]], offsets: Any, replacements: list[list[dict[str, Any]]]
+    spans: Sequence[Span], offsets: Any, replacements: list[dict[str, Any]]
 ) -> np.ndarray:
     """Return float32 [T]: the weight of tokens that overlap a span, 0 for others.
 
@@ -827,7 +527,7 @@ def _weights_of_spans(
     weights = np.zeros(len(start), np.float32)
     for first, last, weight in spans:
         shift = 0
-        for replaced in replacements[0]:
+        for replaced in replacements:
             if replaced["span"][1] <= first:
                 shift = replaced["new_span"][1] - replaced["span"][1]
         weights[is_text & (start < last + shift) & (stop > first + shift)] = weight

@@ -23,14 +23,8 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
-from mmray.data.vlm.encoder import (
-    ALL_TARGETS,
-    EncodedRow,
-    ProcessorEncoder,
-    RowError,
-    Targets,
-    encoder_arguments,
-)
+from mmray.data.vlm.chat_template import ALL_TARGETS, RowError, Targets
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.video import Clip, clip_length_s
 
 if TYPE_CHECKING:

@@ -57,7 +57,9 @@ class ProcessorCounter:
     @cached_property
     def _processor(self) -> tuple[str, UnusedTextSearch]:
         encoder = self._encoder(without_torch=False)
-        search = UnusedTextSearch(tuple(encoder.reserved_tokens), encoder.omitted_reasoning)
+        search = UnusedTextSearch(
+            tuple(encoder.reserved_tokens), encoder.template.omitted_reasoning
+        )
         return encoder.digest, search
 
     def build(self) -> RowCounter:
@@ -93,7 +95,7 @@ class UnusedTextSearch:
 
     Args:
         tokens: Tokens that are removed from texts.
-        omitted_reasoning: `ProcessorEncoder.omitted_reasoning`.
+        omitted_reasoning: `ChatTemplate.omitted_reasoning`.
     """
 
     tokens: tuple[str, ...]

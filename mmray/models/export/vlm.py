@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from mmray.data.messages import Message
 from mmray.data.store.stored_row import Media
-from mmray.data.vlm.encoder import Message
 from mmray.data.vlm.reader import read_clip
 from mmray.errors import DataError, UsageError
 from mmray.models import lora

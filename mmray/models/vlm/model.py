@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmray.data.messages import Message
 from mmray.data.stream.collate import Batch
 from mmray.data.vlm.collate import (
     ROW_COLUMNS,
@@ -25,7 +26,7 @@ from mmray.data.vlm.collate import (
     token_types,
     with_all_media,
 )
-from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder, encoder_arguments
+from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture, Model

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder, RowError
+from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import UsageError
 from tests.models.vlm.folders import OMNI, TEMPLATES

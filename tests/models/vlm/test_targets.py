@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from mmray.data.images.decode import decode
 from mmray.data.rows import parse_row
-from mmray.data.vlm.encoder import ProcessorEncoder, RowError, Targets
+from mmray.data.vlm.chat_template import RowError, Targets
+from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from mmray.objectives.language_modelling import LanguageModelling
 from tests.made import make_set

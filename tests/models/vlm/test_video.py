@@ -15,7 +15,8 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
 from mmray.data.stream.order import SamplePlan
-from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.data.vlm.families import FAMILIES
 from mmray.data.vlm.reader import ConversationReader, read_clip
 from mmray.data.vlm.token_counter import ProcessorCounter
